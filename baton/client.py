@@ -34,8 +34,8 @@ from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import dial_gateway
 from baton.security.tls import Dial
+from protos.baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
@@ -198,6 +198,22 @@ class Client:
         """What the gateway's page /ui shows, as JSON."""
         return (await self._ask(lambda stub: stub.ClusterView(pb.ClusterViewRequest()))).state_json
 
+    async def switch_role(
+        self, node: str, role: common_pb2.Role.ValueType, *, grace_s: float | None = None, force: bool = False
+    ) -> node_pb2.SwitchRoleResponse:
+        """Lets the node of that name or address switch to the role; returns when it has, and the gateway uses it so.
+
+        Args:
+            grace_s: how long its running requests may take to finish; None: the node's default.
+            force: even if no other node of its present role is left.
+
+        Raises:
+            BatonError: why it does not switch.
+        """
+        request = pb.SwitchNodeRoleRequest(role=role, grace_s=grace_s, force=force)
+        set_text(request, node=node)
+        return await self._ask(lambda stub: _last_progress(stub.SwitchNodeRole(request)))
+
     async def _stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """The request's events, from as many gateways as it takes."""
         several = len(self._gateways) > 1
@@ -263,6 +279,13 @@ class _Lost(Exception):
     def __init__(self, error: BatonError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+async def _last_progress(responses: AsyncIterable[pb.SwitchNodeRoleResponse]) -> node_pb2.SwitchRoleResponse:
+    last = node_pb2.SwitchRoleResponse()
+    async for response in responses:
+        last = response.progress
+    return last
 
 
 async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:

@@ -80,7 +80,7 @@ def json_text(field: str, value: object) -> str:
     return text
 
 
-def set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) -> None:
+def set_text(message: pb.GenerateRequest | pb.TokenizeRequest | pb.SwitchNodeRoleRequest, **texts: str) -> None:
     """Fills fields of the message.
 
     Raises:

@@ -374,6 +374,25 @@ class GatewaySettings(CommonSettings):
         le=_SECONDS_MAX,
         description="interval at which a pair that was refused for its slow link is measured again",
     )
+    balance_roles: bool = Field(
+        False,
+        description="let nodes switch between prefill and decode: when one role has needed nodes for balance_hold_s "
+        "while the other had one to spare; never the last node of a role",
+    )
+    balance_backlog_s: float = Field(
+        2.0,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when "
+        "its nodes use more than 80 % of their blocks or seats",
+    )
+    balance_hold_s: float = Field(30.0, ge=0, le=_SECONDS_MAX, description="see balance_roles")
+    balance_cool_down_s: float = Field(
+        120.0,
+        ge=0,
+        le=_SECONDS_MAX,
+        description="after a node has changed its role, or nodes came or went, balance_roles moves none for so long",
+    )
     request_timeout_s: float = Field(
         600.0, gt=0, le=_SECONDS_MAX, description="deadline of a request whose client gives none"
     )

@@ -14,6 +14,7 @@ from baton.config import (
     CLIENT_VARIABLES,
     DecodeSettings,
     GatewaySettings,
+    NodeSettings,
     PickerSettings,
     PrefillSettings,
     ProcessSettings,
@@ -29,6 +30,7 @@ _ALIKE = 0.87
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound=ProcessSettings)
+NodeRole = TypeVar("NodeRole", bound=NodeSettings)
 
 
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
@@ -45,6 +47,20 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
         for line in describe_validation_error(cls, error):
             print(f"{program}: {line}", file=sys.stderr)  # noqa: T201
         raise SystemExit(2) from None
+
+
+def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
+    """The settings of the same node in another role: those of both roles are kept, and those that only the other one
+    has come from their variables.
+
+    Raises:
+        ConfigError: a variable has a wrong value.
+    """
+    try:
+        return cls(**{name: getattr(settings, name) for name in NodeSettings.model_fields})
+    except ValidationError as error:
+        lines = describe_validation_error(cls, error)
+        raise ConfigError("; ".join(lines), cure="correct the node's variables, and restart it") from None
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,8 @@ _LIGHT_PAUSE_S = 0.2
 _LIGHT_ADDRESS = "127.0.0.2"
 _LIGHT_TIMEOUT_S = 10 * DEADLINE_S
 _PAUSE_S = 2.0
+# Parts of the messages of requests that the gateway took, and gave up while they waited.
+_AFTER_WAITING = ("it can no longer be in time", "no room within")
 
 Progress = Callable[[str], None]
 
@@ -56,7 +58,8 @@ class Outcome:
 
     good: int = 0
     seconds: list[float] = field(default_factory=list)  # of good requests
-    refused_s: list[float] = field(default_factory=list)  # until a refusal with a hint
+    refused_s: list[float] = field(default_factory=list)  # until a refusal with a hint, of requests that did not wait
+    shed_s: list[float] = field(default_factory=list)  # likewise, of requests that did
     errors: Counter[str] = field(default_factory=Counter)
 
 
@@ -108,6 +111,8 @@ def _rows(load: float, goodput: float, peak: float, outcome: "Outcome") -> list[
         median_s = statistics.median(outcome.refused_s)
         rows.append(Row("refused after, median", work, median_s, "s", limit=REFUSAL_GOAL_S))
         rows.append(Row("refused after, p99", work, _p99(outcome.refused_s), "s", limit=REFUSAL_GOAL_S))
+    if outcome.shed_s:
+        rows.append(Row("given up after waiting, p99", work, _p99(outcome.shed_s), "s"))
     return rows
 
 
@@ -222,7 +227,8 @@ async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> 
         hint = " hinted" if error.retry_after_s is not None else ""
         outcome.errors[type(error).__name__ + hint] += 1
         if hint:
-            outcome.refused_s.append(time.monotonic() - began_s)
+            waited = any(each in error.message for each in _AFTER_WAITING)
+            (outcome.shed_s if waited else outcome.refused_s).append(time.monotonic() - began_s)
         return error.retry_after_s or 0.0
     return 0.0
 

@@ -1,6 +1,7 @@
 """A decode node without a model, in a process of its own: each step has a token for every stream."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
@@ -39,7 +40,7 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
         )  # fmt: skip
         self.status = node_pb2.NodeStatus(info=info, blocks_free=1 << 20, blocks_total=1 << 20)
         self._pace = pace
-        self._sessions = GatewaySessions(self._deliver)
+        self._sessions = GatewaySessions(self._deliver, itertools.count(1))
         self._batches: dict[int, list[decode_pb2.SubmitRequest]] = {}  # by session
         self._stepping: asyncio.Task[None] | None = None
 
@@ -61,6 +62,12 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Context) -> node_pb2.DrainResponse:
         await _refuse(context)
+
+    async def SwitchRole(
+        self, request: node_pb2.SwitchRoleRequest, context: Context
+    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+        await _refuse(context)
+        yield node_pb2.SwitchRoleResponse()
 
     async def Pair(  # type: ignore[override]
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: Context

@@ -13,17 +13,11 @@ def main() -> None:
         quiet_grpc()  # before its import, at which it reads the variable
         # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
         # once.
-        from decode_node.driver import DecodeDriver
-        from decode_node.service import DecodeService
         from node.process import run_node
+        from prefill_node.roles import ROLES
         from protos.baton.v1 import common_pb2
 
-    run_node(
-        "decode_node",
-        settings,
-        common_pb2.ROLE_DECODE,
-        lambda node, settings: DecodeService(DecodeDriver(node, settings)),
-    )
+    run_node("decode_node", settings, common_pb2.ROLE_DECODE, ROLES)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class DecodeDriver:
             ),
             lease_numbers(),
         )
-        self.sessions = GatewaySessions(self.deliver)
+        self.sessions = GatewaySessions(self.deliver, node.numbers)
         self.peers = PrefillPeers(node, self.deliver)
         self._node_info = node.info
         self._engine = node.engine

@@ -4,9 +4,8 @@ Steps that wait behind one another are sent as one: a message costs a gateway mo
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from decode_node.events import Event, SessionClosed, SessionMessage, SessionOpened
@@ -69,15 +68,16 @@ class _Stream:
 
 
 class GatewaySessions:
-    """All Session streams of this node, by number. Numbers count from 1 and are never used twice.
+    """All Session streams of this node, by number. No number is used twice.
 
     Args:
         deliver: receives the events of all streams, in order.
+        numbers: of the streams.
     """
 
-    def __init__(self, deliver: Callable[[Event], None]) -> None:
+    def __init__(self, deliver: Callable[[Event], None], numbers: Iterator[int]) -> None:
         self._deliver = deliver
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
         self._streams: dict[int, _Stream] = {}
 
     async def serve(

@@ -1,6 +1,6 @@
 """The Decode service: gives each stream to the part that serves it, and is the decode role of a node process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 
@@ -16,8 +16,6 @@ SERVICE_NAME = "baton.v1.Decode"
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     """The decode role of a node process (`node.process.Role`)."""
-
-    service_names = (SERVICE_NAME,)
 
     def __init__(self, driver: DecodeDriver) -> None:
         self._driver = driver
@@ -52,8 +50,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Another request of the same engine has given its blocks back."""
         self._driver.deliver(RoomFreed())
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+    @property
+    def servicers(self) -> Mapping[str, object]:
+        return {SERVICE_NAME: self}
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         status.requests_waiting += self._driver.machine.waiting

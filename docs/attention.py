@@ -70,6 +70,7 @@ A node takes the first backend of this table that supports its model on its mach
 other one; on a Hopper GPU, TRITON_MLA is preferred to FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
 (`--attention-backend`) forces a backend; if it does not support the model, the node prints the reasons and does not
 start. A backend whose package is missing is refused with the command that installs it.
+[Adding an attention backend](adding-a-backend.md) has a complete example.
 
 `attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One conformance suite
 (`tests/conformance/attention`) compares the backends with attention by its definition in float64: `make test` runs

@@ -100,6 +100,7 @@ class Built(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
+    largest: StepLimits | None = None  # that it was prepared for; None before `measured`
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,8 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     give none. All ranks call it together, while the cache is empty.
     """
     device = built.cache.view.device
-    runner, limits, parallel = built.runner, built.limits, built.parallel
+    runner, largest, parallel = built.runner, built.limits, built.parallel
+    limits = largest
     runner.prepare()
     steps = served_steps(
         runner.facts,
@@ -226,15 +228,23 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     )
     with allocating("steps of the largest size"):
         costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
-    if settings.max_batch_tokens is None:
-        rule = step_rule(settings)
-        sizes = step_sizes(rule, most_tokens=limits.max_batch_tokens, max_batch_requests=limits.max_batch_requests)
-        limits = replace(limits, max_batch_tokens=parallel.smallest(choose_step_tokens(costs, sizes, rule), device))
+    built = built._replace(costs=costs, largest=largest)
+    limits = step_limits(built, settings)
+    limits = replace(limits, max_batch_tokens=parallel.smallest(limits.max_batch_tokens, device))
     rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
     _log.info(
         "%s: steps of up to %d tokens; tokens per second by step size: %s", device, limits.max_batch_tokens, rates
     )
-    return built._replace(limits=limits, costs=costs)
+    return built._replace(limits=limits)
+
+
+def step_limits(built: Built, settings: NodeSettings) -> StepLimits:
+    """The limits of a node in the role of these settings, within those that it was prepared for at its start."""
+    if built.costs is None or built.largest is None or settings.max_batch_tokens is not None:
+        return built.limits
+    rule, most = step_rule(settings), built.largest
+    sizes = step_sizes(rule, most_tokens=most.max_batch_tokens, max_batch_requests=most.max_batch_requests)
+    return replace(most, max_batch_tokens=choose_step_tokens(built.costs, sizes, rule))
 
 
 def step_rule(settings: NodeSettings) -> StepRule:

@@ -85,6 +85,10 @@ class Engine:
         """For those who follow what it has."""
         return self._scheduler.prefix_cache
 
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Other limits from now on, for a node that changes its role."""
+        self._scheduler.set_limits(limits)
+
     def submit(self, request: EngineRequest) -> None:
         """Takes a request whose prompt is computed here.
 

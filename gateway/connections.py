@@ -4,19 +4,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
-from functools import partial
+from contextvars import copy_context
+from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, Draining
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
 from gateway.discovery.directory import Directory
 from gateway.discovery.sources import parse_places
-from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.fleet_node import Role
 from gateway.model import ServedModel
 from gateway.node_clients import NodeClient, WatchCallbacks
@@ -29,8 +30,21 @@ _PAIR_CHECK_S = 0.2
 _SETTLE_TIMEOUT_S = 5.0
 
 _PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+_CERTIFIED = {_PREFILL: certified.Role.PREFILL, _DECODE: certified.Role.DECODE}
 
 Listed = dict[Role, frozenset[str]]
+
+
+@dataclass(eq=False)
+class _Member:
+    """A node of one of the lists.
+
+    Attributes:
+        role: as whose node it is reached; at first that of its list.
+    """
+
+    address: str
+    role: Role
 
 
 class Connections:
@@ -52,21 +66,21 @@ class Connections:
         self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
-        # A prefill node may serve as a decode node, too, so there any node's certificate will do.
-        self._dials = {
-            _PREFILL: None if tls is None else tls.to_role(certified.Role.PREFILL),
-            _DECODE: None if tls is None else tls.to(certified.NODE),
-        }
+        # Nobody is taken for a node of a role that its certificate does not allow.
+        self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}
         self._keepalive_s = settings.keepalive_s
         self._resolve_s = settings.resolve_s
         self._listing_changed = asyncio.Event()
         places = {_PREFILL: prefill, _DECODE: decode}
         self._directories = {role: Directory(each, self._listing_changed.set) for role, each in places.items()}
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
+        self._members: dict[Role, dict[str, _Member]] = {_PREFILL: {}, _DECODE: {}}  # by list and address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
+        # A node is also lost in the middle of a request, which is not what its next connection is about.
+        self._context = copy_context()
         self._open = AsyncExitStack()
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -83,6 +97,7 @@ class Connections:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._upkeep is not None
+        self._watches.clear()  # what still comes counts no more
         self._upkeep.cancel()
         await asyncio.wait([self._upkeep])
         await self._open.aclose()
@@ -100,13 +115,14 @@ class Connections:
 
     # ---- for requests
 
-    def client(self, role: Role, address: str) -> NodeClient:
-        return self._clients[role][address]
+    def client(self, role: Role, address: str) -> NodeClient | None:
+        """None: there is no such node any more, or it has another role now."""
+        return self._clients[role].get(address)
 
     def lose(self, role: Role, address: str, reason: str) -> None:
         """Marks a silent node as lost and reconnects. The node gets no requests until its next status."""
         client = self._clients[role].get(address)
-        if client is not None:
+        if client in self._watches:
             self._lost(role, address, reason)
             client.end_watch()
 
@@ -163,34 +179,70 @@ class Connections:
     async def _follow_directory(self, listed: Listed) -> None:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
         for role, addresses in listed.items():
-            clients = self._clients[role]
-            for address in addresses - clients.keys():
-                self._add(role, address)
-            for address, client in list(clients.items()):
-                node = self.fleet.node(role, address)
+            members = self._members[role]
+            for address in addresses - members.keys():
+                if address not in self._clients[role]:  # else one of the other list that has this role now
+                    self._add(role, address)
+            for address, member in list(members.items()):
+                client = self._clients[member.role][address]
+                node = self.fleet.node(member.role, address)
                 node.retired = address not in addresses
                 if node.retired and not client.busy:
-                    await self._remove(role, address, client)
+                    del members[address]
+                    await self._remove(member, client)
 
     def _add(self, role: Role, address: str) -> None:
         self.fleet.add(role, address)
-        callbacks = WatchCallbacks(
-            partial(self._status_received, role, address),
-            partial(self._lost, role, address),
-            partial(self.fleet.cache_changed, role, address),
-        )
-        on_message = partial(self._message_received, role, address)
+        self._members[role][address] = _Member(address, role)
+        self._open_client(role, address)
+
+    def _open_client(self, role: Role, address: str) -> None:
+        def current() -> bool:
+            """Whether this is still the connection to the node: else what comes from it counts no more."""
+            return self._clients[role].get(address) is client and client in self._watches
+
+        def status(message: node_pb2.NodeStatus) -> None:
+            if current():
+                self._status_received(role, address, message)
+
+        def lost(reason: str) -> None:
+            if current():
+                self._lost(role, address, reason)
+
+        def cache(batch: node_pb2.WatchCacheResponse) -> bool:
+            return not current() or self.fleet.cache_changed(role, address, batch)
+
+        def on_message() -> None:
+            if current():
+                self.fleet.message_received(role, address, self._now_s())
+
+        callbacks = WatchCallbacks(status, lost, cache)
         client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
         self._clients[role][address] = client
-        self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
+        self._watches[client] = self._tasks.create_task(
+            client.watch(), name=f"watch-{address}", context=self._context.copy()
+        )
 
-    async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
-        # The watch ends first: a status that arrives until then must find its node in the fleet.
+    def _change_role(self, change: ChangeRole) -> None:
+        client = self._clients[change.old].pop(change.address)
+        (member,) = (
+            member
+            for members in self._members.values()
+            if (member := members.get(change.address)) is not None and member.role == change.old
+        )
+        member.role = change.new
+        self._watches.pop(client).cancel()
+        ended = Draining(f"{change.address} has changed its role", cure="another node is tried")
+        self._tasks.create_task(client.retire(ended), name="retire", context=self._context.copy())
+        self._open_client(change.new, change.address)
+
+    async def _remove(self, member: _Member, client: NodeClient) -> None:
+        # What still comes until the watch has ended counts no more.
         watch = self._watches.pop(client)
         watch.cancel()
         await asyncio.wait([watch])
-        del self._clients[role][address]
-        self.fleet.remove(role, address)
+        del self._clients[member.role][member.address]
+        self.fleet.remove(member.role, member.address)
         await client.close()
 
     # ---- what nodes send
@@ -203,9 +255,6 @@ class Connections:
         self._execute(self.fleet.lost(role, address, reason))
         self._notify()
 
-    def _message_received(self, role: Role, address: str) -> None:
-        self.fleet.message_received(role, address, self._now_s())
-
     def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:
         for command in commands:
             match command:
@@ -213,6 +262,8 @@ class Connections:
                     log.log(logging.WARNING if warning else logging.INFO, "%s", text)
                 case DropSession(role, address, reason):
                     self._clients[role][address].drop_session(reason)
+                case ChangeRole():
+                    self._change_role(command)
                 case Connect():
                     self._tasks.create_task(self._connect(command), name="connect")
 

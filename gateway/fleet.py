@@ -18,6 +18,8 @@ from gateway.request import Request
 from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
+_PROVE_AGAIN_S = 10.0
+
 
 @dataclass(frozen=True)
 class LogLine:
@@ -36,7 +38,30 @@ class DropSession:
     reason: str
 
 
-FleetCommand = LogLine | DropSession
+@dataclass(frozen=True)
+class ChangeRole:
+    """Connect to a node anew, as to one of another role: only one whose certificate allows that role can answer. What
+    still comes on the old connection counts no more."""
+
+    address: str
+    old: Role
+    new: Role
+
+
+FleetCommand = LogLine | DropSession | ChangeRole
+
+
+@dataclass(frozen=True)
+class _Unproved:
+    """A node says that it has a role, and was not reached as a node of it, for which its certificate may be the reason.
+
+    Attributes:
+        until_s: when it is tried again.
+    """
+
+    incarnation: int
+    until_s: float
+    reason: str
 
 
 class Fleet:
@@ -57,12 +82,17 @@ class Fleet:
         self._index = PrefixIndex()
         self._affinity = Affinity()
         self.breakers = Breakers()
+        self._unproved: dict[str, _Unproved] = {}  # by address
 
     # ---- recording
 
     def add(self, role: Role, address: str) -> FleetNode:
         """Adds a node at a new address."""
-        node = self._of(role)[address] = FleetNode(role, address)
+        self._unproved.pop(address, None)
+        return self._add(role, address, listed=role)
+
+    def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
+        node = self._of(role)[address] = FleetNode(role, address, listed)
         return node
 
     def remove(self, role: Role, address: str) -> None:
@@ -72,14 +102,27 @@ class Fleet:
     def status_received(
         self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
     ) -> list[FleetCommand]:
-        """Records a node's status."""
+        """Records a node's status. A node that has another role than this one is used in the role that it has, once it
+        is reached as a node of that role, unless its address is listed for that role too."""
         node = self._of(role)[address]
         node.last_message_at_s = now_s
         info = status.info
         if info.role != role:
-            return self._wrong_role(node, info.role)
-        foreign = self._foreign(info.model)
+            if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
+                return self._wrong_role(node, info.role)
+            if status.next_role == role:
+                return []  # it is about to be one of this role
+            unproved = self._unproved.get(address)
+            if unproved is not None and unproved.incarnation == info.incarnation and now_s < unproved.until_s:
+                return self._wrong_role(node, info.role, unproved.reason)
+            moved = self._move(node, info.role, f"it is a {_role_name(info.role)} node now, and not reached as one yet")
+            moved.claimed, moved.last_message_at_s = info.incarnation, now_s
+            return [
+                LogLine(f"{info.name} is a {_role_name(info.role)} node now, {address}"),
+                ChangeRole(address, role, info.role),
+            ]
         commands: list[FleetCommand] = []
+        foreign = self._foreign(info.model)
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape
@@ -91,14 +134,18 @@ class Fleet:
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
         node.take_status(status, foreign)
+        self._unproved.pop(address, None)
         return commands
 
     def lost(self, role: Role, address: str, reason: str) -> list[FleetCommand]:
-        """Marks a node that is silent, or whose connection broke, as unreachable until its next status."""
+        """Marks a node that is silent, or whose connection broke, as unreachable until its next status. One that has
+        another role than its list says is expected in that of its list, as after a restart."""
         node = self._of(role)[address]
+        if node.role != node.listed:
+            return self._lost_elsewhere(node, reason)
         commands: list[FleetCommand] = []
         if node.reachable:
-            commands.append(LogLine(f"{node.name}: lost, {reason}", warning=True))
+            commands.append(_lost_line(node, reason))
         elif node.never_connected:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
         node.reachable, node.detail = False, reason
@@ -284,8 +331,26 @@ class Fleet:
         node.cache = CachePosition()
         self._index.forget(node.address)
 
-    def _wrong_role(self, node: FleetNode, role: Role) -> list[FleetCommand]:
+    def _lost_elsewhere(self, node: FleetNode, reason: str) -> list[FleetCommand]:
+        commands: list[FleetCommand] = []
+        if node.reachable:
+            commands.append(_lost_line(node, reason))
+        elif not node.incarnation:  # it has never answered as a node of this role
+            until_s = node.last_message_at_s + _PROVE_AGAIN_S
+            self._unproved[node.address] = _Unproved(node.claimed, until_s, reason)
+        self._move(node, node.listed, reason)
+        return [*commands, ChangeRole(node.address, node.role, node.listed)]
+
+    def _move(self, node: FleetNode, role: Role, detail: str) -> FleetNode:
+        """To the nodes of the other role, where it is unreachable until its next status."""
+        self.remove(node.role, node.address)
+        moved = self._add(role, node.address, listed=node.listed)
+        moved.detail, moved.retired = detail, node.retired
+        return moved
+
+    def _wrong_role(self, node: FleetNode, role: Role, why: str = "") -> list[FleetCommand]:
         wrong = f"it is a {_role_name(role)} node, not a {_role_name(node.role)} node"
+        wrong += f", and cannot be reached as one: {why}" if why else ""
         if node.detail == wrong:
             return []
         node.reachable, node.detail = False, wrong
@@ -304,6 +369,12 @@ class Fleet:
             f"it serves {theirs.name} ({theirs.architecture}, config digest {theirs.config_digest[:12]}), this gateway "
             f"{ours.name} ({ours.architecture}, config digest {ours.config_digest[:12]}); start both with one model"
         )
+
+
+def _lost_line(node: FleetNode, reason: str) -> LogLine:
+    if node.status.next_role:
+        return LogLine(f"{node.name}: switching its role, {reason}")
+    return LogLine(f"{node.name}: lost, {reason}", warning=True)
 
 
 def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:

@@ -30,10 +30,20 @@ _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
 
 class FleetNode:
-    """One node: its last status, its peers, and what this gateway has sent to it since that status."""
+    """One node: its last status, its peers, and what this gateway has sent to it since that status.
 
-    def __init__(self, role: Role, address: str) -> None:
+    Args:
+        role: in which it is used.
+        listed: that of the list that has its address.
+
+    Attributes:
+        claimed: incarnation that has said it has this role, where the list says another; 0: none.
+    """
+
+    def __init__(self, role: Role, address: str, listed: Role) -> None:
         self.role = role
+        self.listed = listed
+        self.claimed = 0
         self.address = address
         self.reachable = False
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can

@@ -5,8 +5,9 @@ Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -66,6 +67,12 @@ class PrefillStream:
             self._task.cancel()
             self._call.cancel()
 
+    def end(self, error: BatonError) -> None:
+        """As if the call had ended with the error."""
+        if self.running:
+            self.cancel()
+            self._on_end(error)
+
     async def _follow(self) -> None:
         error: BatonError | None = None
         try:
@@ -99,7 +106,8 @@ class NodeClient:
     ) -> None:
         self._address = address
         # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
-        self._channel = connect(address, keepalive_s=keepalive_s, dial=dial)
+        self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
+        self._channel = self._connect()
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
@@ -120,6 +128,17 @@ class NodeClient:
         if self._session is not None:
             await self._session.close(_CLOSED)
         await self._channel.close()
+
+    async def retire(self, error: BatonError) -> None:
+        """Closes the connection once the node has ended its requests, or has had a moment for that: its last messages
+        may still be on their way. Requests that are left then end with the error."""
+        try:
+            if self._session is not None:
+                await self._session.until_ended(_LAST_MESSAGES_S)
+        finally:
+            for call in self._calls:
+                call.end(error)
+            await self.close()
 
     # ---- requests
 
@@ -147,6 +166,18 @@ class NodeClient:
             return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+
+    async def switch_role(
+        self, role: common_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
+    ) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
+        """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
+        request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
+        async with self._connect() as channel:  # this client is retired when the node has switched
+            try:
+                async for progress in node_pb2_grpc.NodeStub(channel).SwitchRole(request):
+                    yield progress
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
 
     def session(self) -> DecodeSession:
         """The stream that carries all requests that the node decodes for this gateway: opened when it is first needed,

@@ -102,7 +102,8 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
         prompt = await _in_time(texts.run(_size(message, chat), work), call)
     if prompt.sampling.grammar is not None:
-        await _in_time(model.grammars.check(prompt.sampling.grammar), call)
+        checking = model.grammars.check(prompt.sampling.grammar, client=identity.current().name)
+        await _in_time(checking, call)
     token_ids = prompt.token_ids if keep is None else prompt.token_ids[-keep:]
     check_prompt(token_ids, model, max_context_tokens=max_context_tokens)
     sampling = prompt.sampling

@@ -19,6 +19,8 @@ from baton.security.exposure import check_exposed
 from baton.security.pem import Files, Pems
 from baton.security.servers import protect_door, watch_client_pems
 from baton.security.watched import Watched
+from gateway.balance import BalanceRules
+from gateway.balance_loop import keep_balance
 from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel
@@ -165,11 +167,15 @@ async def run(
         if port.url is not None:
             log.info("metrics on %s", port.url)
         addresses = Addresses(server.address, None if http is None else http.url, port.url)
-        readiness = asyncio.create_task(_report_readiness(server, connections, partial(on_ready, addresses)))
-        await _until_stopped(stop, readiness, connections.upkeep)
+        tasks = [asyncio.create_task(_report_readiness(server, connections, partial(on_ready, addresses)))]
+        if settings.balance_roles:
+            rules = BalanceRules(settings.balance_backlog_s, settings.balance_hold_s, settings.balance_cool_down_s)
+            tasks.append(asyncio.create_task(keep_balance(connections, rules), name="balance"))
+        await _until_stopped(stop, *tasks, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
-        readiness.cancel()
-        await asyncio.wait([readiness])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await server.set_ready(ready=False)
         if http is not None:
             http.drain()

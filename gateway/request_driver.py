@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from time import monotonic
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Draining
 from gateway.commands import (
     AskDecode,
     CallPrefill,
@@ -43,6 +43,8 @@ from gateway.request_machine import RequestMachine
 from gateway.tracing.journal import Journal
 from gateway.turns import Turns
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+
+_GONE = "it has changed its role, or is no longer listed"
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
 
@@ -143,7 +145,11 @@ class RequestDriver:
         self._journal.command(monotonic(), command)
         match command:
             case SubmitToDecode(attempt, role, address, request):
-                session = self._connections.client(role, address).session()
+                client = self._connections.client(role, address)
+                if client is None:
+                    self._put(SessionLost(attempt, _GONE))
+                    return
+                session = client.session()
                 self._tokens = None
                 receiver = Receiver(
                     partial(self._token_came, attempt),
@@ -158,7 +164,11 @@ class RequestDriver:
             case LeaveDecode(_, cancel):
                 self._leave(cancel=cancel)
             case CallPrefill(call, address, request, timeout_s):
-                self._call = self._connections.client(common_pb2.ROLE_PREFILL, address).prefill(
+                client = self._connections.client(common_pb2.ROLE_PREFILL, address)
+                if client is None:
+                    self._put(PrefillEnded(call, Draining(f"{address}: {_GONE}", cure="another node is tried")))
+                    return
+                self._call = client.prefill(
                     request,
                     timeout_s=timeout_s,
                     on_event=partial(self._prefill_replied, call),

@@ -2,6 +2,7 @@
 ends a fork of that process (`grammar.trial`), and its request is refused.
 
 Every new grammar gets a moment of CPU time. Those that need more wait for each other, so they delay no ordinary ones.
+Each client has one grammar at a time in line, so a client with many delays others by one of them.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import Grammar
@@ -69,14 +71,18 @@ class GrammarChecker:
         self._process = TrialProcess(facts, lanes=len(self._cpu_s))
         self._verdicts: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()  # with the lane that found it
         self._tries: set[asyncio.Task[Answer]] = set()
+        self._turns_of_clients: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()  # and lanes
 
     @property
     def pid(self) -> int | None:
         """Of the process that checks grammars; None: there is none now."""
         return self._process.pid
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, *, client: str = "") -> None:
         """Returns if the grammar can be followed, and is cheap enough to compile.
+
+        Args:
+            client: whose request it is.
 
         Raises:
             InvalidRequest: it cannot, or is not; names the keyword of a JSON Schema, or the line.
@@ -90,7 +96,9 @@ class GrammarChecker:
         for lane in range(len(self._cpu_s)):
             verdict = self._known(key, lane)
             if verdict is None:
-                verdict = await self._find(key, lane, grammar.kind.value, text)
+                turn_of_client = self._turns_of_clients.setdefault((client, lane), asyncio.Lock())
+                async with turn_of_client:
+                    verdict = await self._find(key, lane, grammar.kind.value, text)
             if verdict.get("signal") != signal.SIGPROF:
                 break
         if verdict:

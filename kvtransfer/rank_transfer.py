@@ -48,6 +48,14 @@ class RankTransfer(Protocol):
     async def close(self) -> None:
         """Cancels what is in flight. Every call that still waits gets an error."""
 
+    async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
+        """Closes the transport and opens it again for another incarnation of the node, with all counters at 0. No lease
+        is open, and no link.
+
+        Raises:
+            ConfigError: the transport cannot start.
+        """
+
     async def listen(self, peer: int) -> bytes:
         """Opens this end of a link; returns the address for this one peer's `connect`.
 

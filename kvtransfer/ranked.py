@@ -94,6 +94,19 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
+    @property
+    def linked(self) -> bool:
+        """Whether there is a pair, or one that is not closed yet."""
+        return bool(self._pairs)
+
+    async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
+        """After the last pair and the last lease, on all ranks."""
+        assert not self._pairs, "disconnect comes first"
+        self._leases.clear()
+        await _all(
+            rank.reopen(incarnation=incarnation, receive_bytes_per_s=receive_bytes_per_s) for rank in self._ranks
+        )
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self

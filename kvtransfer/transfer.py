@@ -56,14 +56,15 @@ class KVTransfer(RankTransfer):
         check_segment_bytes(cache.spec, settings.segment_bytes)
         self.message_bytes = settings.message_bytes
         self._cache = cache
+        self._settings = settings
         self._probe = None if settings.peers_are_known else open_probe(settings.transport)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._used_leases = UsedNumbers()
         self._on_link_failed: OnLinkFailed | None = None
         self._on_failed: OnFailed | None = None
-        self._thread = TransferThread(
+        self._make_thread = partial(
+            TransferThread,
             cache,
-            settings,
             make_mover=make_mover,
             on_filled=partial(self._post, on_filled),
             on_refused=partial(self._post, on_refused),
@@ -71,6 +72,7 @@ class KVTransfer(RankTransfer):
             on_failed=lambda error: self._post(self._failed, error),
             clock=clock,
         )
+        self._thread = self._make_thread(settings)
 
     def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:
         self._on_link_failed, self._on_failed = on_link_failed, on_failed
@@ -83,6 +85,12 @@ class KVTransfer(RankTransfer):
         if self._probe is not None:
             self._probe.close()
         await asyncio.to_thread(self._thread.stop)
+
+    async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
+        await asyncio.to_thread(self._thread.stop)
+        self._settings = replace(self._settings, incarnation=incarnation, receive_bytes_per_s=receive_bytes_per_s)
+        self._thread = self._make_thread(self._settings)
+        await asyncio.wrap_future(self._thread.start())
 
     async def __aenter__(self) -> Self:
         await self.start()

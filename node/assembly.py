@@ -1,5 +1,6 @@
 """Assembles a node from its settings: model, engine, KV transfer, identity."""
 
+import itertools
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from baton.config import NodeSettings, PrefillSettings
 from baton.metrics.declared import Role as MeterRole
 from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
-from engine.build import Built, build_runner, measured
+from engine.build import Built, build_runner, measured, step_limits
 from engine.device.device_thread import StepRunner
 from engine.engine import Engine
 from engine.events import StepEvents
@@ -70,6 +71,10 @@ class Node:
     Args:
         built: rank 0's loaded model with its cache, from `load`.
         group: the other ranks, which have loaded their parts or are about to; None if there are none.
+
+    Attributes:
+        numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
+        switches: how often it has changed its role.
     """
 
     def __init__(
@@ -81,23 +86,48 @@ class Node:
         address: str,
         group: RankGroup | None = None,
     ) -> None:
-        self.settings = settings
         self.built = built
-        self.incarnation = secrets.randbits(63) + 1
         self.address = address
-        self.role = role
-        self.name = settings.name or f"{common_pb2.Role.Name(role).removeprefix('ROLE_').lower()}@{address}"
+        self.numbers = itertools.count(1)
+        self.switches = 0
+        self.kv_scales = kv_scales(built.runner.model)
+        self._listeners: list[Listener] = []
+        self._take_role(settings, role)
+        self._workers = group.workers if group is not None else ()
+        runner: StepRunner = built.runner
+        if group is not None and self._workers:
+            steps = StepWriter([worker.steps for worker in self._workers])
+            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+        self.meter = StepMeter(built.costs)
+        self.engine = Engine(runner, self.limits, on_step=self._on_step, grammars=built.grammars, meter=self.meter)
+        makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
+        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
+        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
+        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+
+    def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
+        """Raises:
+        ConfigError: the settings contradict each other.
+        """
+        built = self.built
         self.max_context_tokens = min(
             settings.max_context_tokens or built.config.max_context_tokens,
             built.config.max_context_tokens,
             built.cache.shape.num_slots,
         )
+        self.limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
+        self.settings = settings
+        self.role = role
+        self.incarnation = secrets.randbits(63) + 1
+        self.name = settings.name or f"{common_pb2.Role.Name(role).removeprefix('ROLE_').lower()}@{self.address}"
+        self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
+        self.counts = NodeMeter(self.meter_role)
         self.description = _describe(built.identity, built, settings)
-        self.kv_scales = kv_scales(built.runner.model)
         self.info = to_info(
             self.description,
             name=self.name,
-            address=address,
+            address=self.address,
             role=role,
             incarnation=self.incarnation,
             model_name=built.identity.name,
@@ -106,26 +136,30 @@ class Node:
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
             also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
         )
-        self._listeners: list[Listener] = []
-        self.limits = limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
-        self._workers = group.workers if group is not None else ()
-        runner: StepRunner = built.runner
-        if group is not None and self._workers:
-            steps = StepWriter([worker.steps for worker in self._workers])
-            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
-        self.meter = StepMeter(built.costs)
-        self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
-        self.counts = NodeMeter(self.meter_role)
-        self.engine = Engine(runner, limits, on_step=self._on_step, grammars=built.grammars, meter=self.meter)
-        makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
-        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
-        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
-        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+
+    def check(self, settings: NodeSettings) -> None:
+        """Raises:
+        ConfigError: the node cannot take a role with these settings.
+        """
+        engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
+
+    async def become(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
+        """Takes another role, as a new incarnation, with weights, cache and graphs as they are. Before: the old role's
+        drivers are closed, and no request, lease or pair is left. After: the new role's drivers call `listen`.
+
+        Raises:
+            ConfigError: the settings contradict each other; nothing has changed.
+        """
+        self._take_role(settings, role)
+        self._listeners.clear()
+        self.engine.set_limits(self.limits)
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        await self.transfer.reopen(incarnation=self.incarnation, receive_bytes_per_s=settings.receive_bytes_per_s)
+        self.switches += 1
 
     def listen(self, listener: Listener) -> None:
         """Adds a driver that receives steps, and lease events if it is the one that gives leases; before the node is
-        entered. Drivers name their requests so that no two have the same id."""
+        entered, and again after `become`. Drivers name their requests so that no two have the same id."""
         self._listeners.append(listener)
         if listener.on_filled is not None and listener.on_refused is not None:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
@@ -186,6 +220,7 @@ class Node:
             decode_rows=load.decode_rows,
             max_batch_requests=self.limits.seats,
             max_batch_tokens=self.limits.max_batch_tokens,
+            role_switches=self.switches,
         )
 
 
@@ -243,7 +278,8 @@ def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgre
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
     """Raises: ConfigError: the settings contradict each other."""
-    max_batch_tokens, max_batch_requests = built.limits.max_batch_tokens, built.limits.max_batch_requests
+    limits = step_limits(built, settings)
+    max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
     align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
     if align_tokens is not None and settings.max_batch_tokens is None:
         # A step size chosen for speed may be too small for a chunk next to decodes.

@@ -87,15 +87,19 @@ class CacheEvents:
         self._incarnation = incarnation
         self._closed = False
 
+    def renew(self, incarnation: int) -> None:
+        """The node is another incarnation from now on. Streams end within an interval; their watchers begin again."""
+        self._incarnation = incarnation
+
     def close(self) -> None:
         """Ends every stream, within an interval."""
         self._closed = True
 
     async def watch(self, request: pb.WatchCacheRequest) -> AsyncIterator[pb.WatchCacheResponse]:
         """The changes after `request.after_sequence`, or a snapshot and the changes after it, until `close`."""
-        log = self._log
-        position = request.after_sequence if request.incarnation == self._incarnation else -1
-        while not self._closed:
+        log, incarnation = self._log, self._incarnation
+        position = request.after_sequence if request.incarnation == incarnation else -1
+        while not self._closed and incarnation == self._incarnation:
             log.collect()
             batches = log.after(position)
             if batches is None:

@@ -1,7 +1,9 @@
 """A node's page of metrics: its own counters, and the figures of its status, engine, transfer and pairs."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
+from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from kvtransfer.leases import Refusal
@@ -18,6 +20,7 @@ class NodeMetrics:
         status: the node's current status.
         leases: how many there are by state; empty: the node gives none.
         knows: whether a request of the engine belongs to somebody. Blocks of any other are leaked.
+        switches: how often a switch of the role has ended so.
     """
 
     def __init__(
@@ -27,7 +30,9 @@ class NodeMetrics:
         status: Callable[[], node_pb2.NodeStatus],
         leases: Callable[[], Mapping[str, int]],
         knows: Callable[[str], bool],
+        switches: Mapping[SwitchOutcome, int] = MappingProxyType({}),
     ) -> None:
+        self._switches = switches
         self._node = node
         self._status = status
         self._leases = leases
@@ -40,6 +45,8 @@ class NodeMetrics:
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()
+        for outcome, count in self._switches.items():
+            yield Figure("baton_role_switches_total", count, (outcome,))
         yield from self._of_load(status)
         yield from self._of_engine(status)
         yield from self._of_transfer(status)

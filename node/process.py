@@ -1,6 +1,6 @@
 """The life of a node process: build, serve, become ready, drain on SIGTERM, end.
 
-Each role supplies a `Role`: its services, its part of the status, and how it drains.
+What the process serves follows its role (`node.role`), which may change (`node.role_switch`).
 """
 
 import asyncio
@@ -10,10 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
-
-import grpc
+from collections.abc import Mapping
+from typing import Any
 
 from baton.config import NodeSettings
 from baton.errors import ConfigError
@@ -39,15 +37,14 @@ from engine.device.out_of_memory import describe_out_of_memory
 from models.config.reader import read_config
 from models.parallel import SINGLE, TensorParallel, local_config
 from node.assembly import Node, load
-from node.cache_events import CacheEvents
-from node.metrics import NodeMetrics
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
+from node.role import Role, RoleKind
+from node.role_services import DECODE, PREFILL
+from node.role_switch import RoleSwitch
 from node.service import SERVICE_NAME, NodeService
 from node.waiting import until
-from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-
-Settings = TypeVar("Settings", bound=NodeSettings)
+from protos.baton.v1 import common_pb2, node_pb2_grpc
 
 log = logging.getLogger("baton")
 
@@ -57,40 +54,15 @@ _CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_D
 _FAIL_REQUESTS_S = 1.0
 
 
-class Role(Protocol):
-    """What a role adds to a node."""
-
-    @property
-    def service_names(self) -> Sequence[str]:
-        """The names of the role's services."""
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the role's services."""
-
-    def fill_status(self, status: node_pb2.NodeStatus) -> None:
-        """Adds peers, leases and refusals to a status."""
-
-    def knows(self, request_id: str) -> bool:
-        """Whether this request of the engine is one of the role's."""
-
-    def leases(self) -> Mapping[str, int]:
-        """How many leases there are by state; empty: the role gives none."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests are still running."""
-
-    def stop_admission(self) -> None:
-        """Refuses new requests with `Draining` from now on."""
-
-    async def close(self) -> None:
-        """Ends what still runs, with a typed error for each; returns when nothing is held."""
-
-
 def run_node(
-    program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
+    program: str,
+    settings: NodeSettings,
+    role: common_pb2.Role.ValueType,
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
-    """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
+    """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others.
+
+    Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -116,7 +88,7 @@ def run_node(
                 )
                 built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
-                runner.run(_run(settings, built, group, server, metrics, supervisor, role, make_role))
+                runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))
         leave()
     except ConfigError as error:
         fail(program, error)
@@ -141,30 +113,40 @@ async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> Grpc
 
 
 async def _run(
-    settings: Settings,
+    settings: NodeSettings,
     built: Built,
     group: RankGroup,
     server: GrpcServer,
     metrics: socket.socket | None,
     supervisor: Supervisor,
     role: common_pb2.Role.ValueType,
-    make_role: Callable[[Node, Settings], Role],
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
     # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         show_name(node.name)
-        its_role = make_role(node, settings)
+        stop = asyncio.Event()
+        switch = RoleSwitch(
+            node,
+            kinds[role].make(node, settings),
+            kinds,
+            stop=stop,
+            on_failure=group.fail,
+            on_switched=lambda: show_name(node.name),
+        )
         supervisor.report("starting engine")
         async with node:
             # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
-            serving = asyncio.create_task(serve(settings, node, server, metrics, its_role, supervisor), name="serve")
+            serving = asyncio.create_task(
+                serve(settings, node, server, metrics, switch, stop, supervisor), name="serve"
+            )
             failure = await _first_of(serving, group, node)
             if failure is not None:
-                await _fail_requests(its_role, server)
+                await _fail_requests(switch.role, server)
                 group.abandon(failure)
 
 
@@ -210,11 +192,16 @@ async def serve(
     node: Node,
     server: GrpcServer,
     metrics: socket.socket | None,
-    role: Role,
+    switch: RoleSwitch,
+    stop: asyncio.Event,
     supervisor: Supervisor,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns."""
-    stop = stop_on_signals()
+    """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns.
+
+    Args:
+        stop: set by all three.
+    """
+    stop_on_signals(stop)
     grace_s = settings.drain_grace_s
 
     def drain(asked_s: float | None) -> None:
@@ -222,19 +209,11 @@ async def serve(
         grace_s = settings.drain_grace_s if asked_s is None else asked_s
         stop.set()
 
-    def status() -> node_pb2.NodeStatus:
-        message = node.status(draining=stop.is_set())
-        role.fill_status(message)
-        return message
-
-    events = CacheEvents(node.engine.prefix_cache, incarnation=node.incarnation)
-    service = NodeService(status=status, drain=drain, cache=events)
+    service = NodeService(status=switch.status, drain=drain, switch=switch.switch, cache=switch.cache)
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
-    role.add_to(server.grpc)
-    services: Sequence[str] = (SERVICE_NAME, *role.service_names)
-    shown = NodeMetrics(node, status=status, leases=role.leases, knows=role.knows)
-    async with MetricsPort(metrics, shown.page) as port:
-        await server.start(services)
+    switch.services.add_to(server.grpc)
+    async with MetricsPort(metrics, switch.metrics_page) as port:
+        await server.start((SERVICE_NAME, PREFILL, DECODE))
         await server.set_ready(ready=True)
         if not settings.advertise and listens_everywhere(settings.listen):
             log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
@@ -247,12 +226,13 @@ async def serve(
         try:
             await stop.wait()
             watch.cancel()
+            await switch.settle()
             log.info("draining, for at most %.0f s", grace_s)
-            role.stop_admission()
+            switch.role.stop_admission()
             await server.set_ready(ready=False)
-            await until(lambda: not role.busy, timeout_s=grace_s)
+            await until(lambda: not switch.role.busy, timeout_s=grace_s)
         finally:
-            await role.close()
+            await switch.role.close()
             service.close()
     log.info("drained")
 

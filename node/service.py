@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, watch the cache, drain. Its messages come ready-made from callbacks."""
+"""The Node service: describe, watch, watch the cache, drain, switch the role. Messages come ready-made."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -21,12 +21,19 @@ class NodeService(node_pb2_grpc.NodeServicer):
     Args:
         status: returns the node's current status.
         drain: begins a drain and returns at once; None means the configured grace.
+        switch: changes the node's role; yields how far it is.
         cache: what the node's prefix cache has.
     """
 
     def __init__(
-        self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None], cache: CacheEvents
+        self,
+        *,
+        status: Callable[[], pb.NodeStatus],
+        drain: Callable[[float | None], None],
+        switch: Callable[[pb.SwitchRoleRequest], AsyncIterator[pb.SwitchRoleResponse]],
+        cache: CacheEvents,
     ) -> None:
+        self._switch = switch
         self._status = status
         self._cache = cache
         self._drain = drain
@@ -60,6 +67,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> pb.DrainResponse:
         self._drain(request.grace_s if request.HasField("grace_s") else None)
         return pb.DrainResponse()
+
+    async def SwitchRole(
+        self,
+        request: pb.SwitchRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchRoleRequest, pb.SwitchRoleResponse],
+    ) -> AsyncIterator[pb.SwitchRoleResponse]:
+        async for progress in self._switch(request):
+            yield progress
 
     async def WatchCache(
         self,

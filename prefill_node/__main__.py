@@ -11,12 +11,13 @@ def main() -> None:
 
         settings = read_settings(PrefillSettings, "prefill_node")
         quiet_grpc()  # before its import, at which it reads the variable
-        # Importing torch takes seconds, so --help and a wrong flag are answered before that.
+        # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
+        # once.
         from node.process import run_node
-        from prefill_node.service import PrefillService
+        from prefill_node.roles import ROLES
         from protos.baton.v1 import common_pb2
 
-    run_node("prefill_node", settings, common_pb2.ROLE_PREFILL, PrefillService)
+    run_node("prefill_node", settings, common_pb2.ROLE_PREFILL, ROLES)
 
 
 if __name__ == "__main__":

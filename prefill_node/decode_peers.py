@@ -14,7 +14,7 @@ from statistics import median
 
 import grpc
 
-from baton.errors import BatonError, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
+from baton.errors import BatonError, Draining, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.roles import Role
@@ -117,7 +117,8 @@ class DecodePeer:
         self._outbox.put_nowait(message)
 
     async def close(self) -> None:
-        self._task.cancel()
+        if not self._ending:  # else its links are being closed, which must not be cut short
+            self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _live(self) -> None:
@@ -257,6 +258,8 @@ class DecodePeer:
                 return f"no connection within {self._timeout_s:g} s"
             case BatonError():
                 return str(error)
+            case asyncio.InvalidStateError():  # of a write
+                return "it ended the stream during the handshake"
             case _:
                 log.error("the pair with %s failed", self.state.name, exc_info=error)
                 return str(InternalError(f"{type(error).__name__}: {error}"))
@@ -307,12 +310,14 @@ class DecodePeers:
         self._dial = None if tls is None else tls.to_role(Role.DECODE)
         self._numbers = itertools.count(MOST_RANKS, MOST_RANKS)
         self._by_address: dict[str, DecodePeer] = {}
+        self._closed = False
 
     async def connect(self, address: str) -> common_pb2.PeerState:
         """Connects to a decode node unless it is connected; returns the peer's state after the handshake.
 
         Raises:
             Overloaded: too many connections are being made.
+            Draining: the node makes no more.
         """
         return await self._peer(address).settled()
 
@@ -356,12 +361,16 @@ class DecodePeers:
         return [peer.state for peer in self._by_address.values()]
 
     async def close(self) -> None:
+        """Ends every peer; new ones are refused."""
+        self._closed = True
         for peer in list(self._by_address.values()):
             await peer.close()
 
     def _peer(self, address: str) -> DecodePeer:
         peer = self._by_address.get(address)
         if peer is None or peer.over:
+            if self._closed:
+                raise Draining(f"{self._node.name} makes no more connections", cure="use another node")
             if sum(not (each.ready or each.over) for each in self._by_address.values()) >= _CONNECTING_MAX:
                 raise Overloaded(f"{_CONNECTING_MAX} connections are being made", retry_after_s=1.0)
             number = next(self._numbers)

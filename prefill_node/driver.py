@@ -1,7 +1,6 @@
 """Runs the prefill node's machine: delivers events, and executes its commands on engine, transfer and peers."""
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
@@ -59,7 +58,7 @@ class PrefillDriver:
         self._machine = PrefillMachine(PrefillRules(node.name, node.description.spec.num_layers))
         self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
         self._on_freed = on_freed
-        self._numbers = itertools.count(1)
+        self._numbers = node.numbers
         self._streams: dict[int, ResponseStream] = {}
         self._request_ids: dict[int, str] = {}  # the clients'
         self._sends: dict[int, asyncio.Task[None]] = {}

@@ -1,6 +1,6 @@
 """The Prefill service, and the prefill role of a node process (`node.process.Role`), which may also serve Decode."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import grpc
 
@@ -55,13 +55,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     # ---- the role
 
     @property
-    def service_names(self) -> Sequence[str]:
-        return (SERVICE_NAME,) if self._decode is None else (SERVICE_NAME, *self._decode.service_names)
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
-        if self._decode is not None:
-            self._decode.add_to(server)
+    def servicers(self) -> Mapping[str, object]:
+        return {SERVICE_NAME: self} if self._decode is None else {SERVICE_NAME: self, **self._decode.servicers}
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         status.peers.extend(self._driver.peers.states())

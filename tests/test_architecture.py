@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "load": {"baton"},
     "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
     "prefill_node": {"decode_node"} | NODE_SIDE,  # it also decodes
-    "decode_node": NODE_SIDE,
+    "decode_node": {"prefill_node"} | NODE_SIDE,  # `__main__` alone: the process may switch to the other role
     "gateway": {"grammar", "models", "baton", "protos"},
     "planner": {"gateway", "load", "models", "kvcache", "baton", "protos"},
 }
@@ -63,6 +63,7 @@ PURE_MODULES = {
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.affinity",
+    "gateway.balance",
     "gateway.cache_position",
     "gateway.cache_union",
     "gateway.discovery.endpoint_slices",

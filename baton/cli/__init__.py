@@ -15,6 +15,7 @@ from baton.cli.plan import plan
 from baton.cli.program import new_app, run
 from baton.cli.roles import PASS_ON, decode_node, gateway, picker, prefill_node
 from baton.cli.status import status
+from baton.cli.switch_role import role as switch_role
 from baton.cli.top import top
 from baton.cli.up import demo, up
 
@@ -30,6 +31,7 @@ def program() -> typer.Typer:
     app.callback()(_whole_program)
     for command in (up, chat, generate, status, top, demo, doctor, certs, key):
         app.command()(command)
+    app.command("role")(switch_role)
     for role in (prefill_node, decode_node, gateway, picker, bench, plan):
         app.command(context_settings=PASS_ON)(role)
     return app

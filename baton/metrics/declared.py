@@ -35,6 +35,14 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+class SwitchOutcome(StrEnum):
+    """How a switch of a node's role ended. One that fails ends the process."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    GIVEN_UP = "given_up"
+
+
 @dataclass(frozen=True)
 class Label:
     """A label. `values`: all that it can have; empty: names of nodes or of what they run, as `meaning` says."""
@@ -91,6 +99,7 @@ REASONS = (
 LOST = "LOST"
 
 _OUTCOME = Label("outcome", "how the request ended", tuple(Outcome))
+_SWITCH_OUTCOME = Label("outcome", "how the switch of a role ended", tuple(SwitchOutcome))
 _REASON = Label("reason", "of the error", REASONS)
 _RETRY_REASON = Label("reason", f"of the error; {LOST}: the node was lost", (*REASONS, LOST))
 _STAGE = Label("stage", "which node failed or refused", ("prefill", "decode"))
@@ -252,6 +261,11 @@ METRICS: tuple[Metric, ...] = (
            "hand-over", GATEWAY, (), _SLOW_S),
     Metric("baton_request_decode_time_seconds", H, "seconds",
            "From an output's first token to its end", GATEWAY, (), _SLOW_S),
+    # ---- role
+    Metric("baton_role_switches_total", C, "switches",
+           "Switches of the node's role that somebody asked for, by outcome. refused: it kept its role, as its "
+           "settings, its certificate or a cool-down want it; given_up: the process was to end while it drained",
+           NODES, (_SWITCH_OUTCOME,)),
     # ---- engine
     Metric("baton_engine_step_time_seconds", H, "seconds",
            "Duration of engine steps on the device, by what they compute. rate() of its sum over all kinds is the "

@@ -58,6 +58,8 @@ class MetricsPort:
         task = asyncio.create_task(self._serve(reader, writer), name="metrics")
         self._open.add(task)
         task.add_done_callback(self._open.discard)
+        # NOTE: a task that is cancelled before its first step runs nothing, not even a `finally`.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -68,8 +70,6 @@ class MetricsPort:
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # it asked nothing that has an answer, or has left
-        finally:
-            writer.transport.abort()
 
     async def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")

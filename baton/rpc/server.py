@@ -262,9 +262,9 @@ def write_ready_file(path: Path | None, *, address: str, http: str | None = None
         raise ConfigError(message, field="ready_file", value=path, cure="name a file in a writable folder") from None
 
 
-def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
-    event = asyncio.Event()
+def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets: this one, or a new one. A second signal ends the process at once."""
+    event = asyncio.Event() if event is None else event
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:

@@ -35,6 +35,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "Watch": _WATCHING,
         "WatchCache": _WATCHING,  # reveals prompts
         "Drain": _OPERATOR,
+        "SwitchRole": _WATCHING,
     },
     # Served by gateways.
     "baton.v1.Generation": {
@@ -49,6 +50,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "GetLoads": _OPERATOR,
         "ClusterStatus": _OPERATOR,
         "ClusterView": _OPERATOR,
+        "SwitchNodeRole": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,

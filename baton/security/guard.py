@@ -15,10 +15,11 @@ from baton.security.identity import NOBODY, Caller, enter, host_of
 from baton.security.roles import Role, role_of
 
 _RIGHTS = {
-    Role.GATEWAY: Right.GATEWAY,
-    Role.PREFILL: Right.PREFILL,
-    Role.DECODE: Right.DECODE,
-    Role.OPERATOR: Right.OPERATOR,
+    Role.GATEWAY: {Right.GATEWAY},
+    Role.PREFILL: {Right.PREFILL},
+    Role.DECODE: {Right.DECODE},
+    Role.NODE: {Right.PREFILL, Right.DECODE},
+    Role.OPERATOR: {Right.OPERATOR},
 }
 
 
@@ -40,7 +41,7 @@ class CertificateGuard:
     def caller(self, context: Context) -> Caller:
         shown = context.auth_context()
         role = role_of(uri.decode(errors="replace") for uri in shown.get("peer_uri", ()))
-        return Caller(f"{role}@{host_of(context.peer())}", frozenset({Right.ANYONE, _RIGHTS[role]}))
+        return Caller(f"{role}@{host_of(context.peer())}", frozenset({Right.ANYONE, *_RIGHTS[role]}))
 
 
 class OpenGuard:

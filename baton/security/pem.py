@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from baton.config import flag, variable
 from baton.errors import ConfigError, Unauthenticated
-from baton.security.roles import Role, dns_names_of, role_of, uri_of
+from baton.security.roles import Role, allows, dns_names_of, role_of, uri_of
 from baton.security.watched import read_file
 
 _UNREADABLE = (
@@ -52,7 +52,7 @@ def read_pems(files: Files, *, role: Role | None = None) -> Pems:
     """The content of all files.
 
     Args:
-        role: which the certificate must name; None: any or none.
+        role: which the certificate must allow; None: any or none.
 
     Raises:
         ConfigError: a file cannot be read, certificate and key do not fit, or the certificate has expired or another
@@ -126,10 +126,10 @@ def _check_role(cert: x509.Certificate, role: Role, path: Path, field: str) -> N
     except Unauthenticated:
         message = f"{where}, whose certificate names no role, or several"
         raise ConfigError(message, field=field, allowed=(uri_of(role),), cure=cure) from None
-    if found is not role:
+    if not allows(found, role):
         message = f"{where}, which is the certificate of a {found}, not of a {role}"
         raise ConfigError(message, field=field, value=found, allowed=(role,), cure=cure)
-    if missing := set(dns_names_of(role)) - set(dns):
+    if missing := set(dns_names_of(found)) - set(dns):
         message = f"{where}, which lacks the DNS name {', '.join(sorted(missing))}"
         raise ConfigError(message, field=field, cure=cure)
 

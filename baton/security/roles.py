@@ -1,7 +1,8 @@
 """The roles that a certificate can name, and what they look like in it.
 
 A role is a URI, `spiffe://baton/prefill`, by which a server knows its caller, and a DNS name, `prefill.baton`, by which
-a caller knows its server. The DNS name `node.baton` says: a node of either kind.
+a caller knows its server. The DNS name `node.baton` says: a node of either kind. The role `node` is for nodes that
+switch between the two kinds: its certificate is good for both.
 """
 
 from collections.abc import Iterable
@@ -14,15 +15,18 @@ _DOMAIN = ".baton"
 
 
 class Role(StrEnum):
-    """What a process of the cluster is; `operator` is a person or a tool that looks after it."""
+    """What a process of the cluster is; `operator` is a person or a tool that looks after it, `node` a node that may be
+    a prefill node or a decode node."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    NODE = "node"
     GATEWAY = "gateway"
     OPERATOR = "operator"
 
 
 NODE = f"node{_DOMAIN}"
+_OF_NODES = (Role.PREFILL, Role.DECODE)
 
 
 def uri_of(role: Role) -> str:
@@ -35,7 +39,14 @@ def name_of(role: Role) -> str:
 
 def dns_names_of(role: Role) -> tuple[str, ...]:
     """The names that a certificate of this role has."""
-    return (name_of(role), NODE) if role in (Role.PREFILL, Role.DECODE) else (name_of(role),)
+    if role is Role.NODE:
+        return (*map(name_of, _OF_NODES), NODE)
+    return (name_of(role), NODE) if role in _OF_NODES else (name_of(role),)
+
+
+def allows(certified: Role, role: Role) -> bool:
+    """Whether a process with a certificate of the first role may have the second one."""
+    return certified is role or (certified is Role.NODE and role in _OF_NODES)
 
 
 def role_of(uris: Iterable[str]) -> Role:

@@ -23,6 +23,15 @@ class Protection:
     guard: Guard
 
 
+def check_certificate(settings: TlsSettings, role: Role) -> None:
+    """Whether a process with these files may have the role.
+
+    Raises:
+        ConfigError: its certificate does not allow it.
+    """
+    InternalTls.read(settings, role)
+
+
 class NodeSettings(TlsSettings, Protocol):
     """Settings of a node's server."""
 

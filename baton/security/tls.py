@@ -35,7 +35,7 @@ class InternalTls:
         """None: the settings name no files.
 
         Args:
-            role: of this process, which its certificate must name; None: any.
+            role: of this process, which its certificate must allow; None: any.
 
         Raises:
             ConfigError: they name some files only, or files that do not fit.

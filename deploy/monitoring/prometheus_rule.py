@@ -41,7 +41,9 @@ def chart_rules(runbook: str = PAGE) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Without options: write the component's object and the chart's rules.")
+    parser = argparse.ArgumentParser(
+        description="Without options: write the rules into the kustomize component and the Helm chart."
+    )
     parser.add_argument("--runbook", metavar="URL", help="print the rules with links to docs/operations.md at this URL")
     parser.add_argument("--object", action="store_true", help="with --runbook: as an object of the Prometheus operator")
     given = parser.parse_args(arguments)

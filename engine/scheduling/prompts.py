@@ -49,6 +49,9 @@ class Prompts:
         self._slicer = Slicer(limits.chunk_align_tokens or 1)
         self._refused: list[RequestFailed] = []
 
+    def set_limits(self, limits: EngineLimits) -> None:
+        self._limits = limits
+
     @property
     def backlog_s(self) -> float:
         """The predicted time for all prompts that are not computed yet; 0 while costs are unknown."""

@@ -74,6 +74,13 @@ class Scheduler:
         self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
 
+    def set_limits(self, limits: EngineLimits) -> None:
+        """From the next step on. What the cache's contents depend on stays as it was."""
+        assert limits.chunk_align_tokens == self._limits.chunk_align_tokens
+        self._limits = limits
+        self._roster.seats = limits.seats
+        self._prompts.set_limits(limits)
+
     @property
     def prefix_cache(self) -> BlockManager:
         """For those who follow what it has."""

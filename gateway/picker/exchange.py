@@ -7,11 +7,10 @@ When the gateway is picked depends on how the proxy sends bodies:
     otherwise     at the headers, because the proxy goes on before it sends the body
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import orjson
-from google.protobuf.json_format import MessageToDict
 
 from baton.errors import BatonError
 from gateway.http.anthropic.errors import anthropic_error
@@ -122,8 +121,8 @@ class Exchange:
 
     def _on_response_headers(self, request: pb.ProcessingRequest) -> Iterator[Response]:
         served = _read_metadata(request.metadata_context, NAMESPACE, SERVED)
-        if self._picked is not None and isinstance(served, str) and served:
-            self._picks.served(self._picked, served)
+        if self._picked is not None and served and served[0]:
+            self._picks.served(self._picked, served[0])
         yield Response(response_headers=pb.HeadersResponse())
 
     def _on_response_body(self, request: pb.ProcessingRequest) -> Iterator[Response]:
@@ -192,18 +191,19 @@ def _read_headers(given: pb.HeaderMap) -> dict[str, str]:
     return {each.key.lower(): each.value or each.raw_value.decode(errors="replace") for each in given.headers}
 
 
-def _read_metadata(given: pb.Metadata, namespace: str, key: str) -> Any:
-    """None: it is not there."""
-    if namespace not in given.filter_metadata:
+def _read_metadata(given: pb.Metadata, namespace: str, key: str) -> list[str] | None:
+    """The texts of a text or a list, other values left out; None: it is not there."""
+    if namespace not in given.filter_metadata or key not in given.filter_metadata[namespace].fields:
         return None
-    return MessageToDict(given.filter_metadata[namespace]).get(key)
+    value = given.filter_metadata[namespace].fields[key]
+    values = value.list_value.values if value.HasField("list_value") else [value]
+    return [each.string_value for each in values if each.HasField("string_value")]
 
 
 def _read_subset(given: pb.Metadata) -> frozenset[str] | None:
     """The gateways that the proxy allows; it lists them in a list or in one text, with commas."""
-    value = _read_metadata(given, SUBSET_NAMESPACE, SUBSET)
-    if value is None:
+    texts = _read_metadata(given, SUBSET_NAMESPACE, SUBSET)
+    if texts is None:
         return None
-    texts: Sequence[Any] = value if isinstance(value, list) else [value]
-    parts = (part.strip() for text in texts if isinstance(text, str) for part in text.split(","))
+    parts = (part.strip() for text in texts for part in text.split(","))
     return frozenset(part for part in parts if part)

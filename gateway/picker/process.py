@@ -47,6 +47,12 @@ def start(settings: PickerSettings) -> None:
         log.info("interrupted")
 
 
+def new_choice(settings: PickerSettings) -> Choice:
+    """A report is from before the pause and the time of the answer that follow it."""
+    stale_s = settings.poll_s + settings.stale_s
+    return Choice(stale_s=stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+
+
 def serve_picks(settings: PickerSettings, choice: Choice) -> tuple[GrpcServer, CountedPicks]:
     """The server with its service, not yet started; needs a running event loop.
 
@@ -88,7 +94,7 @@ async def set_ready(server: GrpcServer, *, ready: bool) -> None:
 
 async def _run(settings: PickerSettings, supervisor: Supervisor) -> None:
     stop = stop_on_signals()
-    choice = Choice(stale_s=settings.stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+    choice = new_choice(settings)
     async with AsyncExitStack() as stack:
         server, picks = serve_picks(settings, choice)
         await stack.enter_async_context(server)

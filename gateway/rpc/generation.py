@@ -1,6 +1,7 @@
 """Baton's own service, baton.v1.Generation: every call is passed on as it is."""
 
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
 
 import grpc
 
@@ -8,8 +9,9 @@ from baton import __version__
 from baton.security import identity
 from baton.types import GrammarKind
 from gateway.collected import Collector
-from gateway.fleet import Fleet
+from gateway.connections import Connections
 from gateway.revisions import serving_revisions
+from gateway.role_change import switch_role
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
@@ -23,10 +25,11 @@ SERVICE_NAME = "baton.v1.Generation"
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """Baton's API of a gateway."""
 
-    def __init__(self, serving: Serving, fleet: Fleet, archive: TokenizerArchive, view: View) -> None:
+    def __init__(self, serving: Serving, connections: Connections, archive: TokenizerArchive, view: View) -> None:
         self._view = view
         self._serving = serving
-        self._fleet = fleet
+        self._connections = connections
+        self._fleet = connections.fleet
         self._archive = archive
 
     # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
@@ -150,6 +153,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with answering(context):
             shown = await self._view.shown_to(identity.current())
             return pb.ClusterViewResponse(state_json=shown.decode())
+
+    async def SwitchNodeRole(
+        self,
+        request: pb.SwitchNodeRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
+    ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
+        async with answering(context):
+            grace_s = request.grace_s if request.HasField("grace_s") else None
+            switching = switch_role(self._connections, request.node, request.role, grace_s=grace_s, force=request.force)
+            async with aclosing(switching):
+                async for progress in switching:
+                    yield pb.SwitchNodeRoleResponse(progress=progress)
 
     def _card(self) -> pb.ModelCard:
         model = self._serving.model

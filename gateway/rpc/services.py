@@ -22,7 +22,7 @@ def add_services(
     """Adds the services of SERVICE_NAMES to a server that has not been started."""
     fleet = connections.fleet
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
-    own = generation.GenerationService(serving, fleet, archive, view)
+    own = generation.GenerationService(serving, connections, archive, view)
     generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
     engine = vllm_engine.VllmEngineService(
         serving,

@@ -106,6 +106,12 @@ class CloseLease(Verb[LeaseTotals]):
     number: int
 
 
+@dataclass(frozen=True)
+class Reopen(Verb[None]):
+    incarnation: int
+    receive_bytes_per_s: float | None
+
+
 # ---- from rank 0
 
 

@@ -28,6 +28,7 @@ from node.ranks.messages import (
     Listen,
     OpenLease,
     Quiet,
+    Reopen,
     Report,
     Send,
     SendWarmUp,
@@ -90,6 +91,9 @@ class RemoteTransfer(RankTransfer):
         await asyncio.wait([self._reader], timeout=_CLOSE_TIMEOUT_S)
         self._reader.cancel()
         await self._channel.close()
+
+    async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
+        await self._ask(Reopen(incarnation, receive_bytes_per_s))
 
     async def listen(self, peer: int) -> bytes:
         return await self._ask(Listen(peer))

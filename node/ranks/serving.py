@@ -24,6 +24,7 @@ from node.ranks.messages import (
     Listen,
     OpenLease,
     Quiet,
+    Reopen,
     Send,
     SendWarmUp,
     Start,
@@ -143,4 +144,6 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.open_lease(verb.lease)
         case CloseLease():
             return transfer.close_lease(verb.number)
+        case Reopen():
+            return transfer.reopen(incarnation=verb.incarnation, receive_bytes_per_s=verb.receive_bytes_per_s)
     raise InternalError(f"no transfer has the verb {verb}")

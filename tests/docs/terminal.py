@@ -28,7 +28,7 @@ from tests.warm import BATON, Forked, launch_warm, run_warm
 DEADLINE_S = 300.0
 GRPC, HTTP = "127.0.0.1:7000", "127.0.0.1:8000"
 _SHELL = re.compile(r"[|&;<>$`(*]|^\w+=|^export ")
-_CALLS_A_GATEWAY = ("generate", "chat", "status", "top")
+_CALLS_A_GATEWAY = ("generate", "chat", "status", "top", "role")
 _FOREVER = "--watch"
 _CHAT = "What does zip do?\n"
 

@@ -10,6 +10,7 @@ from baton.rpc.server import GrpcServer, connect
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from node.cache_events import CacheEvents
+from node.role_services import RoleServices
 from node.service import NodeService
 from node.waiting import until
 from prefill_node.service import PrefillService
@@ -43,6 +44,10 @@ _ADDRESS = "127.0.0.1:00000"  # the decode node's takes its place, which has as 
 _CONNECTS = "/baton.v1.Prefill/Connect"
 
 
+async def _switch(request: node_pb2.SwitchRoleRequest) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+    yield node_pb2.SwitchRoleResponse(phase=node_pb2.SWITCH_PHASE_DONE)
+
+
 @asynccontextmanager
 async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     settings = decode_settings()
@@ -54,10 +59,11 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, decode, prefill:
         status = node_pb2.NodeStatus(info=decode.info)
         cache = CacheEvents(decode.engine.prefix_cache, incarnation=decode.incarnation)
-        about = NodeService(status=lambda: status, drain=lambda grace_s: None, cache=cache)
+        about = NodeService(status=lambda: status, drain=lambda grace_s: None, switch=_switch, cache=cache)
         node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)
-        decodes.add_to(server.grpc)
-        prefills.add_to(server.grpc)
+        services = RoleServices("node")
+        services.serve("node", {**prefills.servicers, **decodes.servicers})
+        services.add_to(server.grpc)
         await server.start(())
         known = methods_of(("baton.v1.Decode", "baton.v1.Node", "baton.v1.Prefill"))
         prefill_sample = prefill_pb2.PrefillRequest(prompt_token_ids=range(3, 40), sampling=_SAMPLING, ticket=_TICKET)

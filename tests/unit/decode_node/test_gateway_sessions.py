@@ -1,6 +1,7 @@
 """Session streams: messages from gateways are delivered in order, messages to them are written in order."""
 
 import asyncio
+import itertools
 import logging
 
 import pytest
@@ -19,7 +20,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self.delivered: list[Event] = []
-        self.all = GatewaySessions(self.delivered.append)
+        self.all = GatewaySessions(self.delivered.append, itertools.count(1))
 
     async def open(self, stream: SessionStream) -> "asyncio.Task[None]":
         opened = len(self.delivered) + 1

@@ -13,6 +13,7 @@ from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from engine.build import Built
+from node.role_services import RoleServices
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2
 from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
@@ -33,7 +34,9 @@ async def served(built: Built) -> "AsyncIterator[tuple[DecodeDriver, DecodeServi
     driver = DecodeDriver(node, settings)
     service = DecodeService(driver)
     server = grpc.aio.server(options=channel_options())
-    service.add_to(server)
+    services = RoleServices(node.name)
+    services.serve(node.name, service.servicers)
+    services.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     async with node:
         await server.start()

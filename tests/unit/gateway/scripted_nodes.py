@@ -83,6 +83,11 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:  # noqa: N802
         raise NotImplementedError
 
+    async def SwitchRole(  # noqa: N802
+        self, request: object, context: object
+    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+        yield node_pb2.SwitchRoleResponse()
+
     async def WatchCache(  # noqa: N802
         self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.WatchCacheResponse]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.types import LocalPolicy
-from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.router import Wanted
 from protos.baton.v1 import common_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
@@ -52,14 +52,78 @@ def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
     assert fleet.decodes["d1"].reachable
 
 
-def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
+def test_a_node_is_used_in_the_role_that_it_has_and_not_in_that_of_its_list() -> None:
+    fleet = SmallFleet(1, 2)
+    commands = fleet.status_received(DECODE, "d2", status(PREFILL, 30), 1.0)
+    assert commands == [LogLine("node-30 is a prefill node now, d2"), ChangeRole("d2", DECODE, PREFILL)]
+    assert fleet.prefills.keys() == {"p1", "d2"}
+    assert fleet.decodes.keys() == {"d1"}
+    assert not fleet.prefills["d2"].open, "it has only said so, on a connection for decode nodes"
+    fleet.status_received(PREFILL, "d2", status(PREFILL, 30), 1.1)
+    assert fleet.prefills["d2"].open
+    assert fleet.status_received(PREFILL, "d2", status(PREFILL, 30), 2.0) == []
+
+
+def test_a_node_that_is_lost_in_another_role_is_expected_in_that_of_its_list() -> None:
+    """As when it was killed, and starts again with the settings that it had."""
+    fleet = SmallFleet(1, 2)
+    for role in (DECODE, PREFILL):
+        fleet.status_received(role, "d2", status(PREFILL, 30), 1.0)
+    assert fleet.lost(PREFILL, "d2", "gone") == [
+        LogLine("node-30: lost, gone", warning=True), ChangeRole("d2", PREFILL, DECODE),
+    ]  # fmt: skip
+    assert fleet.lost(DECODE, "d2", "refused") == [DropSession(DECODE, "d2", "refused")], "it has been named"
+    fleet.status_received(DECODE, "d2", status(DECODE, 31), 2.0)
+    assert fleet.decodes["d2"].open
+
+
+def test_a_node_that_cannot_be_reached_in_the_role_that_it_names_is_not_used_and_tried_later() -> None:
+    fleet = SmallFleet(1, 2)
+    fleet.status_received(DECODE, "d2", status(PREFILL, 30), 1.0)
+    assert fleet.lost(PREFILL, "d2", "wrong certificate") == [ChangeRole("d2", PREFILL, DECODE)]
+    (line, _) = fleet.status_received(DECODE, "d2", status(PREFILL, 30), 2.0)
+    wrong = "it is a prefill node, not a decode node, and cannot be reached as one: wrong certificate"
+    assert line == LogLine(f"d2 is not used: {wrong}", warning=True)
+    assert fleet.status_received(DECODE, "d2", status(PREFILL, 30), 3.0) == [], "said once"
+    assert not fleet.decodes["d2"].open
+    assert ChangeRole("d2", DECODE, PREFILL) in fleet.status_received(DECODE, "d2", status(PREFILL, 30), 12.0)
+    fleet.lost(PREFILL, "d2", "wrong certificate")
+    restarted = fleet.status_received(DECODE, "d2", status(PREFILL, 31), 12.5)
+    assert ChangeRole("d2", DECODE, PREFILL) in restarted, "it may have another certificate"
+
+
+def test_a_node_that_is_about_to_have_the_role_of_its_list_is_waited_for() -> None:
+    """It has ended its session already, so it was lost in its old role."""
+    fleet = SmallFleet(1, 2)
+    back = status(PREFILL, 30)
+    for role in (DECODE, PREFILL):
+        fleet.status_received(role, "d2", back, 1.0)
+    back.next_role = DECODE
+    fleet.status_received(PREFILL, "d2", back, 2.0)
+    assert fleet.lost(PREFILL, "d2", "it ended the session") == [
+        LogLine("node-30: switching its role, it ended the session"), ChangeRole("d2", PREFILL, DECODE),
+    ]  # fmt: skip
+    assert fleet.status_received(DECODE, "d2", back, 2.1) == []
+    fleet.status_received(DECODE, "d2", status(DECODE, 31), 2.2)
+    assert fleet.decodes["d2"].open
+
+
+def test_a_retired_node_that_changes_its_role_stays_retired() -> None:
+    fleet = SmallFleet(1, 2)
+    fleet.decodes["d2"].retired = True
+    for role in (DECODE, PREFILL):
+        fleet.status_received(role, "d2", status(PREFILL, 30), 1.0)
+    assert fleet.prefills["d2"].retired
+    assert not fleet.prefills["d2"].open
+
+
+def test_a_node_that_is_listed_for_both_roles_is_used_once() -> None:
     fleet = SmallFleet(1, 1)
-    commands = fleet.status_received(DECODE, "d1", status(PREFILL, 30), 1.0)
+    fleet.add(DECODE, "p1")
     wrong = "it is a prefill node, not a decode node"
-    assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession(DECODE, "d1", wrong)]
-    assert fleet.status_received(DECODE, "d1", status(PREFILL, 30), 2.0) == []
-    assert not fleet.serves()
-    assert fleet.explain() == "node-11 is available; node-21 cannot be used (it is a prefill node, not a decode node)"
+    commands = fleet.status_received(DECODE, "p1", status(PREFILL, 11), 1.0)
+    assert commands == [LogLine(f"p1 is not used: {wrong}", warning=True), DropSession(DECODE, "p1", wrong)]
+    assert fleet.prefills["p1"].open
 
 
 def test_a_node_with_a_role_of_a_newer_version_is_not_used() -> None:

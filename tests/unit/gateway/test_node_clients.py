@@ -43,6 +43,11 @@ class Publishing(node_pb2_grpc.NodeServicer):
     async def Drain(self, request: object, context: object) -> node_pb2.DrainResponse:  # noqa: N802
         return node_pb2.DrainResponse()
 
+    async def SwitchRole(  # noqa: N802
+        self, request: object, context: object
+    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+        yield node_pb2.SwitchRoleResponse()
+
 
 class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
     """A node that has drained: it ends its statuses while the last message of a request is still on its way."""

@@ -57,7 +57,7 @@ def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() ->
 
 def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
     fleet = mixed()
-    metrics = GatewayMetrics(Board(), "m", fleet)
+    metrics = GatewayMetrics(Board(), "m", fleet, lambda: True)
     shown = by_series(metrics.figures())
     assert shown["baton_serving_versions", ()] == 3
     assert shown["baton_serving_revisions", ()] == 2

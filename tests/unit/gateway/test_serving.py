@@ -145,7 +145,9 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
         running.decode.send_tokens(token(index))
     running.decode.send_tokens(token(4, LENGTH))
     running.answer(released=decode_pb2.Released(key=1))
-    session = running.connections.client(DECODE, running.decode.address).session()
+    client_of_node = running.connections.client(DECODE, running.decode.address)
+    assert client_of_node is not None
+    session = client_of_node.session()
     async with asyncio.timeout(BOUND_S):
         while session.num_held:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)

@@ -107,7 +107,7 @@ async def test_grammars_that_take_long_delay_no_others() -> None:
         await checker.check(YES)
         _, long = forks(checker)
         long.suspend()
-        crowd = [asyncio.create_task(checker.check(heavy(number))) for number in range(30)]
+        crowd = [asyncio.create_task(checker.check(heavy(number))) for number in range(8)]
         await asyncio.sleep(0)
         with pytest.raises(InvalidRequest):
             await checker.check(Grammar(GrammarKind.REGEX, "(a"))
@@ -118,6 +118,28 @@ async def test_grammars_that_take_long_delay_no_others() -> None:
         for each in crowd:
             each.cancel()
         await asyncio.wait(crowd)
+
+
+async def test_a_client_with_many_grammars_delays_others_by_one_of_them() -> None:
+    async with opened() as checker:
+        await checker.check(YES)
+        fork = forks(checker)[0]
+        fork.suspend()
+        ended: list[str] = []
+
+        async def ask(client: str, number: int) -> None:
+            await checker.check(Grammar(GrammarKind.CHOICE, f'["{number}"]'), client=client)
+            ended.append(client)
+
+        async with asyncio.TaskGroup() as asking:
+            for number in range(30):
+                asking.create_task(ask("crowd", number))
+            await asyncio.sleep(0)
+            for number in (98, 99):
+                asking.create_task(ask("other", number))
+            await asyncio.sleep(0)
+            fork.resume()
+        assert ended[:4] == ["crowd", "other", "crowd", "other"]
 
 
 async def test_a_client_that_leaves_gives_no_answer_to_the_next_one() -> None:

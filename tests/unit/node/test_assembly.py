@@ -18,7 +18,7 @@ def settings(**values: object) -> DecodeSettings:
 
 def built(max_batch_tokens: int) -> Any:
     view = SimpleNamespace(device=torch.device("cuda", 0))
-    return SimpleNamespace(limits=StepLimits(max_batch_tokens, 256), cache=SimpleNamespace(view=view))
+    return SimpleNamespace(limits=StepLimits(max_batch_tokens, 256), costs=None, cache=SimpleNamespace(view=view))
 
 
 def test_a_batch_invariant_node_starts_with_any_step_size_of_its_profile() -> None:

@@ -14,6 +14,7 @@ from baton.errors import BatonError, Draining, InternalError
 from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from node.assembly import Node
+from node.role_services import RoleServices
 from node.waiting import until
 from prefill_node.service import PrefillService
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, prefill_pb2_grpc
@@ -102,7 +103,9 @@ async def clients(**values: object) -> AsyncIterator[Clients]:
     service = PrefillService(node, settings)
     server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    service.add_to(server)
+    services = RoleServices(node.name)
+    services.serve(node.name, service.servicers)
+    services.add_to(server)
     async with node, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await server.start()
         opened = Clients(node, service, channel)

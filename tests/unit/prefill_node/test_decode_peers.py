@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import NoNode, PeerRefused, UnknownLease
+from baton.errors import Draining, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from node.assembly import Listener
 from node.waiting import until
@@ -183,3 +183,13 @@ async def test_the_latest_lost_peers_stay_in_the_status() -> None:
             await known.connect(address)
         assert len(addresses) > 33
         assert [state.address for state in known.states()] == list(addresses)[-33:]
+
+
+async def test_after_the_close_no_connection_is_made() -> None:
+    """A call that came late would leave a pair that nobody ends: a node that changes its role closes only its role."""
+    async with decode_node() as decode, peers() as (known, _):
+        await known.connect(decode.address)
+        await known.close()
+        with pytest.raises(Draining):
+            await known.connect(decode.address)
+        assert [state.phase for state in known.states()] == [common_pb2.PEER_PHASE_LOST]

@@ -9,6 +9,7 @@ import pytest
 from baton.errors import Draining, InvalidRequest
 from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
+from node.role_services import RoleServices
 from node.waiting import until
 from prefill_node.service import PrefillService
 from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
@@ -23,7 +24,9 @@ async def served() -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.Pref
     service = PrefillService(node, settings)
     server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    service.add_to(server)
+    services = RoleServices(node.name)
+    services.serve(node.name, service.servicers)
+    services.add_to(server)
     async with node, connect(f"127.0.0.1:{port}") as channel:
         await server.start()
         try:

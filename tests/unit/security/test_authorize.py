@@ -70,6 +70,8 @@ def test_a_method_without_a_row_is_for_nobody() -> None:
         ("/baton.v1.Prefill/Connect", {"gateway"}),
         ("/baton.v1.Node/Drain", {"operator"}),
         ("/baton.v1.Node/Watch", {"gateway", "operator"}),
+        ("/baton.v1.Node/SwitchRole", {"gateway", "operator"}),
+        ("/baton.v1.Generation/SwitchNodeRole", {"operator"}),
         ("/baton.v1.Generation/ClusterStatus", {"operator"}),
         ("/baton.v1.Generation/ClusterView", {"operator"}),
         ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", {"operator"}),
@@ -162,12 +164,13 @@ def tls_of(folder: Path, name: str) -> InternalTls:
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_a_certificate_opens_the_methods_of_its_role_and_no_other(folder: Path, role: Role) -> None:
+    rights = {Right.PREFILL, Right.DECODE} if role is Role.NODE else {Right(role)}
     async with (
         serving(CertificateGuard(), tls_of(folder, "decode").server()) as address,
         connect(address, dial=tls_of(folder, role).to_role(Role.DECODE)) as channel,
     ):
         for path in PATHS:
-            allowed = rights_for(path) & {Right.ANYONE, Right(role)}
+            allowed = rights_for(path) & {Right.ANYONE, *rights}
             assert await outcome(channel, path) == ("served" if allowed else "PermissionDenied"), path
 
 

@@ -13,7 +13,7 @@ from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, read_keys
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role, role_of
-from baton.security.servers import protect_node, watch_client_pems
+from baton.security.servers import check_certificate, protect_node, watch_client_pems
 from baton.security.tls import InternalTls
 from baton.security.watched import Watched
 from tests.unit.security.settings import TlsSettings
@@ -64,6 +64,17 @@ def test_a_process_takes_its_own_certificate_and_no_other(certs: Path) -> None:
         InternalTls.read(TlsSettings.of(certs, "prefill"), Role.DECODE)
     with pytest.raises(ConfigError, match="names no role, or several; allowed: spiffe://baton/decode"):
         InternalTls.read(TlsSettings.of(certs, CLIENTS), Role.DECODE)
+
+
+def test_a_certificate_of_a_node_is_for_both_roles_of_nodes_and_no_other(certs: Path) -> None:
+    settings = TlsSettings.of(certs, "node")
+    for role in (Role.PREFILL, Role.DECODE):
+        check_certificate(settings, role)
+    for role in (Role.GATEWAY, Role.OPERATOR):
+        with pytest.raises(ConfigError, match=f"the certificate of a node, not of a {role}"):
+            check_certificate(settings, role)
+    with pytest.raises(ConfigError, match="the certificate of a prefill, not of a decode"):
+        check_certificate(TlsSettings.of(certs, "prefill"), Role.DECODE)
 
 
 def test_what_does_not_fit_is_a_wrong_setting(certs: Path, tmp_path: Path) -> None:

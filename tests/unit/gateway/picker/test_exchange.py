@@ -147,7 +147,7 @@ def test_the_subset_is_a_list_or_a_text(subset: object) -> None:
     assert notes.wanted[0].subset == frozenset({A, "10.0.0.9:1"})
 
 
-@pytest.mark.parametrize("subset", [[], "", 7])
+@pytest.mark.parametrize("subset", [[], "", 7, float("inf"), {"a": "b"}])
 def test_an_empty_subset_allows_nothing(subset: object) -> None:
     notes = Notes()
     answers(notes, headers(end=True, subset=subset))

@@ -1,6 +1,7 @@
 """A whole picker over gRPC, in front of ports that serve gateways' metrics."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from baton.metrics.port import MetricsPort
 from baton.metrics.tally import Layout, Tally
 from baton.rpc import sockets
 from baton.rpc.server import connect
+from baton.security.certificates import write_set
 from gateway.picker.choice import Choice
 from gateway.picker.gateways import Gateways, read_report
-from gateway.picker.process import serve_picks, set_ready, start_serving
+from gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
 from gateway.picker.service import SERVICE_NAME
 from protos.ext_proc import external_processor_pb2 as pb
 from protos.ext_proc import external_processor_pb2_grpc
@@ -52,12 +54,21 @@ class Door:
 
 
 @asynccontextmanager
-async def door(address: str = "127.0.0.1:0") -> AsyncIterator[Door]:
-    bound = sockets.bind(address, field="metrics_listen")
-    assert bound is not None
+async def door(bound: socket.socket | None = None) -> AsyncIterator[Door]:
+    """Opened: at this port, or at a free one."""
+    bound = bound or held_port()
+    bound.listen()
     made = Door(sockets.address_of(bound))
     async with MetricsPort(bound, made.page):
         yield made
+
+
+def held_port() -> socket.socket:
+    """A port that refuses connections, and that nobody else can take."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    bound.setblocking(False)
+    return bound
 
 
 @dataclass
@@ -93,7 +104,7 @@ class Picker:
 @asynccontextmanager
 async def picker(gateways: str, **more: object) -> AsyncIterator[Picker]:
     settings = PickerSettings.model_validate({"pool": gateways, "fallbacks": 0, **FAST, **more})
-    choice = Choice(stale_s=settings.stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+    choice = new_choice(settings)
     async with AsyncExitStack() as stack:
         server, picks = serve_picks(settings, choice)
         await stack.enter_async_context(server)
@@ -125,19 +136,18 @@ async def test_a_gateway_that_drains_gets_no_more_requests() -> None:
         assert {endpoint(await served.ask()) for _ in range(3)} == {other.address}
 
 
-async def test_a_dead_gateway_is_left_out_until_it_is_back() -> None:
-    async with door() as one:
-        address = one.address
+async def test_a_gateway_that_refuses_connections_is_left_out_until_it_answers() -> None:
+    bound = held_port()
+    address = sockets.address_of(bound)
     async with picker(address) as served:
         answer = await served.ask()
         assert answer.immediate_response.status.code == 503
-        async with door(address):
+        line = b'baton_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0'
+        assert line in await served.page(frozenset())
+        async with door(bound):
             await served.until(1, 0)
             assert endpoint(await served.ask()) == address
         await served.until(0, 1)
-        assert b'baton_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0' in await served.page(
-            frozenset()
-        )
 
 
 async def test_something_else_at_a_gateways_address_is_no_gateway() -> None:
@@ -194,6 +204,20 @@ async def test_other_machines_reach_it_with_tls_or_on_purpose_only() -> None:
             pass
     async with door() as one, picker(one.address, listen="0.0.0.0:0", insecure=True) as served:
         assert endpoint(await served.ask()) == one.address
+
+
+async def test_the_proxy_sees_its_certificate(tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+    pems = {"client_tls_cert": tmp_path / "clients.crt", "client_tls_key": tmp_path / "clients.key"}
+    request = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=True))
+    trusted = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
+    async with (
+        door() as one,
+        picker(one.address, listen="0.0.0.0:0", **pems) as served,
+        grpc.aio.secure_channel(served.address, trusted) as channel,
+    ):
+        call = external_processor_pb2_grpc.ExternalProcessorStub(channel).Process(iter([request]))
+        assert [endpoint(answer) async for answer in call] == [one.address]
 
 
 async def test_gateways_must_be_named() -> None:

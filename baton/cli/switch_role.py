@@ -1,0 +1,49 @@
+"""`baton role`: a running node becomes a prefill node or a decode node."""
+
+import asyncio
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from baton.cli.access import ApiKey, TlsCa, use
+from baton.client import DEFAULT_TARGET, Client
+from protos.baton.v1 import common_pb2
+
+
+class NodeRole(StrEnum):
+    """What a node can be."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+_ROLES = {NodeRole.PREFILL: common_pb2.ROLE_PREFILL, NodeRole.DECODE: common_pb2.ROLE_DECODE}
+
+
+def role(
+    node: Annotated[str, typer.Argument(help="Name or address of the node, as `baton status` shows it.")],
+    wanted: Annotated[NodeRole, typer.Argument(metavar="prefill|decode", help="The role that it gets.")],
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="How long running requests may take to finish; the others go on elsewhere."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if no other node of its present role is left.")] = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Switch a running node to another role. It keeps its weights, and no request is lost."""
+    use(api_key, tls_ca)
+    asyncio.run(_switch(target, node, wanted, grace_s=grace_s, force=force))
+
+
+async def _switch(target: str, node: str, wanted: NodeRole, *, grace_s: float | None, force: bool) -> None:
+    async with Client(target) as client:
+        done = await client.switch_role(node, _ROLES[wanted], grace_s=grace_s, force=force)
+    name = done.info.name
+    print(
+        f"{name} is a {wanted} node now, after {done.elapsed_s:.2f} s"
+        if done.elapsed_s
+        else f"{name} is a {wanted} node already"
+    )

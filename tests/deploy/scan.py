@@ -26,6 +26,8 @@ def main() -> None:
     manifests = {name: render(OVERLAYS / name) for name in SCANNED}
     with running_helm() as helm:
         manifests["chart"] = helm.release(values_of("nvidia", "autoscaled"), PINNED).rendered
+        pooled: Values = {"inferencePool": {"enabled": True}}
+        manifests["chart-with-pool"] = helm.release(values_of("cpu-demo"), PINNED, pooled).rendered
     with tempfile.TemporaryDirectory() as folder:
         for name, rendered in manifests.items():
             _write(Path(folder) / f"{name}.yaml", rendered)

@@ -9,7 +9,17 @@ import pytest
 from baton import __version__
 from deploy.monitoring import prometheus_rule
 from tests.deploy.chart import CHART, Helm, Refused, Release, Values, merged, running_helm, values_of
-from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, NVIDIA, ROLES, Manifest, Rendered, render_with, validate
+from tests.deploy.manifests import (
+    CPU_DEMO,
+    KUSTOMIZE,
+    NODE_ROLES,
+    NVIDIA,
+    ROLES,
+    Manifest,
+    Rendered,
+    render_with,
+    validate,
+)
 
 # Labels and annotations that a chart has and a kustomization has not.
 HELM_KEYS = {
@@ -21,7 +31,10 @@ HELM_KEYS = {
     "helm.sh/resource-policy",
 }
 # Names that end in a hash of the content.
-HASHED = re.compile(r"^(baton(?:-gateway|-prefill|-decode)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-f]{8}$")
+HASHED = re.compile(
+    r"^(baton(?:-gateway|-prefill|-decode|-picker)?)-[0-9a-z]{10}$|^(baton-model-download)-[0-9a-f]{8}$"
+)
+POOLED_VALUES: Values = {"inferencePool": {"enabled": True}}
 DIGEST = "sha256:" + "0" * 64
 
 # Files of values, and the fixture of the overlay that they are the same as.
@@ -32,6 +45,7 @@ OVERLAYS_AS_VALUES = {
     "sets": ("nvidia", "leader-worker-set"),
     "disaggregated": ("nvidia", "disaggregated-set"),
     "everything_else": ("nvidia",),
+    "pooled": ("cpu-demo",),
 }
 EVERYTHING_ELSE = ("cert-manager", "endpoint-slices", "pod-monitor", "keda", "monitoring", "rdma")
 METERED: dict[str, Any] = {"podMonitor": {"enabled": True}}
@@ -57,9 +71,14 @@ def everything_else(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     return render_with(here, NVIDIA, *(KUSTOMIZE / "components" / name for name in EVERYTHING_ELSE))
 
 
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    return render_with(tmp_path_factory.mktemp("pool"), CPU_DEMO, KUSTOMIZE / "components" / "inference-pool")
+
+
 @pytest.fixture(scope="module", params=OVERLAYS_AS_VALUES)
 def both(request: pytest.FixtureRequest, helm: Helm) -> tuple[Release, Rendered]:
-    more = EVERYTHING_ELSE_VALUES if request.param == "everything_else" else {}
+    more = {"everything_else": EVERYTHING_ELSE_VALUES, "pooled": POOLED_VALUES}.get(request.param, {})
     chart = helm.release(values_of(*OVERLAYS_AS_VALUES[request.param]), more)
     return chart, request.getfixturevalue(request.param)
 
@@ -196,6 +215,13 @@ def test_a_release_may_be_called_by_a_number(helm: Helm) -> None:
         assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
 
 
+def test_alerts_link_to_the_page_that_the_values_name(helm: Helm) -> None:
+    rules = {"enabled": True, "runbook": "https://docs.example.org/operations/"}
+    (made,) = helm.release({"insecure": True, "prometheusRule": rules}).rendered.of_kind("PrometheusRule")
+    links = re.findall(r"'runbook_url': '([^#]*)#", str(made))
+    assert set(links) == {"https://docs.example.org/operations/"}
+
+
 def test_large_numbers_are_written_out(helm: Helm) -> None:
     found = helm.release({"insecure": True, "node": {"settings": {"BATON_KV_CACHE_MIB": 10_000_000}}}).rendered
     assert found.settings("decode")["kv_cache_mib"] == "10000000"
@@ -208,6 +234,7 @@ def test_large_numbers_are_written_out(helm: Helm) -> None:
         ({"decode": {"settings": {"BATON_LISTEN": "0.0.0.0:1"}}}, "BATON_LISTEN"),
         ({"decode": {"settings": {"KV_CACHE_MIB": "1"}}}, "KV_CACHE_MIB"),
         ({"decode": {"settings": {"BATON_DRAIN_GRACE_S": 600}}}, "use 610 or more"),
+        ({"insecure": False, "inferencePool": {"enabled": True}}, "inferencePool.enabled needs insecure"),
         ({"decode": {"image": {"digest": "sha256:1"}}}, "digest"),
         ({"autoscaling": {"by": "hpa"}}, "needs podMonitor.enabled"),
         (

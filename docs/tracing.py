@@ -69,8 +69,8 @@ one that they are again.
 ## Cost
 
 A request that is not exported costs its journal, and one that is exported the building and encoding of its spans, both
-once per request. Tokens cost nothing: decoding is one span. [tracing.md](../bench/results/tracing.md) has what traces add
-to the CPU time of a real gateway, [tracing_cost.md](../bench/results/tracing_cost.md) the parts of it.
+once per request. Tokens cost nothing: decoding is one span. [tracing.md](../bench/results/tracing.md) has what traces
+add to the CPU time of a real gateway, [tracing_cost.md](../bench/results/tracing_cost.md) the parts of it.
 
 ## What traces do not have
 

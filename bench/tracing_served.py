@@ -1,10 +1,11 @@
 """What traces cost a gateway end to end: CPU seconds of its process per served request, with traces off, of a tenth of
 all requests, and of all.
 
-Three real gateways serve the same streamed requests in turns, in an order that changes, from one pair of scripted
-nodes: each round gives pairs of figures with the gateway without traces, so that other work on the machine moves both.
+Three real gateways serve the same streamed requests at the same time, from one pair of scripted nodes. So other work on
+the machine moves the figures of a round alike, and their differences little.
 What traces add does not depend on the length of the output, so it is measured with short ones, whose own cost hides
-less of it, and then compared with the cost of a request of usual length.
+less of it, and then compared with the cost of a request of usual length: the mean of ShareGPT's conversations, as the
+vLLM paper has it.
 """
 
 import asyncio
@@ -14,25 +15,38 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
+import orjson
 import uvloop
 
 from baton.cli.processes import Process, Processes
 from bench import scripted_pair
-from bench.http_door import Load, Pace, SseClient
 from bench.scripted_decode import MODEL
 from bench.table import Row
 
 GOAL_PERCENT = 1.0
-SHORT_ROUNDS, USUAL_ROUNDS = 120, 10
-_STREAMS = 32
-_PROMPT = list(range(10, 74))
-_SHORT_TOKENS, _USUAL_TOKENS = 4, 128
+SHORT_ROUNDS, USUAL_ROUNDS = 80, 8
+_STREAMS, _BURSTS = 32, 4
 _TIMEOUT_S = 120.0
 _SETTLE_S = 0.7  # until the last traces are exported
 _OFF, _TENTH, _ALL = "off", "10 % exported", "all exported"
 _SAMPLED = {_OFF: None, _TENTH: 0.1, _ALL: 1.0}
+
+
+class Shape(NamedTuple):
+    """Tokens of each request."""
+
+    prompt: int
+    output: int
+
+    @property
+    def work(self) -> str:
+        return f"{_STREAMS} requests at once, {self.prompt} tokens in, {self.output} out"
+
+
+_SHORT, _USUAL = Shape(64, 4), Shape(161, 338)
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,8 @@ def rows_of(measured: Measured) -> list[Row]:
     without = measured.short[_OFF]
     usual_us = statistics.median(measured.usual)
     rows = [
-        Row("CPU a request, no traces", _work(_SHORT_TOKENS), statistics.median(without), "us"),
-        Row("CPU a request, no traces", _work(_USUAL_TOKENS), usual_us, "us"),
+        Row("CPU a request, no traces", _SHORT.work, statistics.median(without), "us"),
+        Row("CPU a request, no traces", _USUAL.work, usual_us, "us"),
     ]
     for name in (_TENTH, _ALL):
         added = Middle.of([one - other for one, other in zip(measured.short[name], without, strict=True)])
@@ -98,7 +112,7 @@ def rows_of(measured: Measured) -> list[Row]:
             Row(f"added, {name}: standard error", pairs, added.error, "us"),
             Row(
                 f"added, {name}: share",
-                f"of a request with {_USUAL_TOKENS} tokens out",
+                f"of a request with {_USUAL.output} tokens out",
                 100 * added.median / usual_us,
                 "%",
                 limit=GOAL_PERCENT if name == _TENTH else None,
@@ -106,10 +120,6 @@ def rows_of(measured: Measured) -> list[Row]:
             ),
         ]
     return rows
-
-
-def _work(tokens: int) -> str:
-    return f"{_STREAMS} requests at once, {len(_PROMPT)} tokens in, {tokens} out"
 
 
 def _flags(addresses: scripted_pair.Addresses, sampled: float | None) -> list[str]:
@@ -124,35 +134,61 @@ async def _measure(
     gateways: dict[str, Process], short_rounds: int, usual_rounds: int, progress: Callable[[str], None]
 ) -> Measured:
     short: dict[str, list[float]] = {name: [] for name in gateways}
-    names = list(gateways)
     for number in range(short_rounds + 1):
         progress(f"tracing: round {number} of {short_rounds}")
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            used_us = await _round(gateways[name], _SHORT_TOKENS)
-            if number:  # the first one warms up
-                short[name].append(used_us)
+        used_us = await _round(gateways, _SHORT, _BURSTS)
+        if number:  # the first one warms up
+            for name, each_us in used_us.items():
+                short[name].append(each_us)
     usual = []
     for number in range(usual_rounds):
-        progress(f"tracing: {_USUAL_TOKENS} tokens, round {number + 1} of {usual_rounds}")
-        usual.append(await _round(gateways[_OFF], _USUAL_TOKENS))
+        progress(f"tracing: {_USUAL.output} tokens, round {number + 1} of {usual_rounds}")
+        usual.append((await _round({_OFF: gateways[_OFF]}, _USUAL, 1))[_OFF])
     return Measured(short, usual)
 
 
-async def _round(gateway: Process, tokens: int) -> float:
-    """CPU microseconds of the gateway per request."""
-    before_s = _cpu_s(gateway)
-    load = Load(Pace("served", _STREAMS, tokens, scripted_pair.STEP_S))
+async def _round(gateways: Mapping[str, Process], shape: Shape, bursts: int) -> dict[str, float]:
+    """CPU microseconds of each gateway per request."""
+    before_s = {name: _cpu_s(gateway) for name, gateway in gateways.items()}
+    for _ in range(bursts):
+        await asyncio.gather(*(_burst(gateway, shape) for gateway in gateways.values()))
+    await asyncio.sleep(_SETTLE_S)
+    count = bursts * _STREAMS
+    return {name: 1e6 * (_cpu_s(gateway) - before_s[name]) / count for name, gateway in gateways.items()}
+
+
+async def _burst(gateway: Process, shape: Shape) -> None:
     where = urlsplit(gateway.http or "")
-    body: dict[str, object] = {"prompt": _PROMPT, "max_tokens": tokens, "stream": True}
+    loop = asyncio.get_running_loop()
     ended = []
     for _ in range(_STREAMS):
-        _, client = await asyncio.get_running_loop().create_connection(
-            lambda: SseClient("/v1/completions", body, load), str(where.hostname), where.port or 0
-        )
+        _, client = await loop.create_connection(lambda: _Client(shape), str(where.hostname), where.port or 0)
         ended.append(client.ended)
-    await asyncio.wait_for(asyncio.gather(*ended), _TIMEOUT_S)
-    await asyncio.sleep(_SETTLE_S)
-    return 1e6 * (_cpu_s(gateway) - before_s) / _STREAMS
+    for answer in await asyncio.wait_for(asyncio.gather(*ended), _TIMEOUT_S):
+        assert b"data: [DONE]" in answer, answer
+
+
+class _Client(asyncio.Protocol):
+    """One streamed completion, whose last bytes it keeps and parses nothing."""
+
+    def __init__(self, shape: Shape) -> None:
+        prompt = list(range(10, 10 + shape.prompt))
+        body = orjson.dumps({"prompt": prompt, "max_tokens": shape.output, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._request = head.encode() + body
+        self._last = b""
+        self.ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._last = (self._last + data)[-1000:]
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(self._last)
 
 
 def _cpu_s(process: Process) -> float:

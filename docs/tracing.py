@@ -70,7 +70,8 @@ one that they are again.
 
 Every request has a journal, which [the page](ui.md) reads too; one that is exported also costs the building and
 encoding of its spans, both once per request. Tokens cost nothing: decoding is one span.
-[tracing_cost.md](../bench/results/tracing_cost.md) has the measurement.
+[tracing.md](../bench/results/tracing.md) has what traces add to the CPU time of a real gateway,
+[tracing_cost.md](../bench/results/tracing_cost.md) the parts of it.
 
 ## What traces do not have
 

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _MESSAGE_BYTES_MAX = 4096
 _GRAMMARS_OF_A_FORK = 200
 # A bound for a grammar that waits for something; on a busy machine a check within its CPU time may take long, too.
 _TIME_S = 120
+_NUMBER_BYTES = 8
 _LANE_CLOSED = 3
 _NICE = 10  # for each lane after the first, whose grammars take long
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
@@ -85,7 +87,7 @@ class _Lane:
         self._nice = nice
         self._compiler = compiler
         self._memory_bytes = memory_bytes
-        self._busy = mmap.mmap(-1, 1)  # shared with the fork: whether a grammar is being checked
+        self._number = mmap.mmap(-1, _NUMBER_BYTES)  # of the question that the fork works on, which it shares; 0: none
 
     def fork(self) -> int:
         this = os.getpid()
@@ -95,11 +97,11 @@ class _Lane:
         return pid
 
     def report_death(self, status: int) -> None:
-        """Says what ended the check, if there was one."""
-        if self._busy[0]:
-            self._busy[0] = 0
+        """Says what ended the fork, unless it was done. It may have taken a question with it of which it had not noted
+        the number."""
+        if status:
             died = os.WIFSIGNALED(status)
-            self._send({"signal": os.WTERMSIG(status)} if died else {"untried": "the check did not begin"})
+            self._answer({"signal": os.WTERMSIG(status)} if died else {"untried": "the check did not begin"})
 
     def _serve(self, parent: int) -> NoReturn:
         try:
@@ -121,8 +123,8 @@ class _Lane:
         content, fds, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES_MAX, 1)
         if not content:
             os._exit(_LANE_CLOSED)
-        self._busy[0] = 1
         question = json.loads(content)
+        self._note(question["number"])
         with open(fds[0], "rb") as file:
             text = file.read().decode(errors="surrogatepass")
         signal.alarm(_TIME_S)
@@ -130,8 +132,7 @@ class _Lane:
         answer = self._check(Grammar(GrammarKind(question["kind"]), text))
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        self._busy[0] = 0
-        self._send(answer)
+        self._answer(answer)
 
     def _check(self, grammar: Grammar) -> dict[str, Any]:
         try:
@@ -145,11 +146,19 @@ class _Lane:
         except RecursionError:
             return {"refused": _fields(refusal("the grammar is too deeply nested"))}
         except BaseException as error:  # noqa: BLE001  such as a panic of the library, which is no Exception
-            return {"failed": _fields(InternalError(f"the check of the grammar failed: {type(error).__name__}"))}
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            # Without its text, which may be the grammar's.
+            what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+            return {"failed": _fields(InternalError(f"the check of the grammar failed: {what}"))}
         return {}
 
-    def _send(self, answer: dict[str, Any]) -> None:
-        self._socket.send(json.dumps(answer).encode())
+    def _note(self, number: int) -> None:
+        self._number[:] = number.to_bytes(_NUMBER_BYTES, "little")
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        number = int.from_bytes(self._number[:], "little")
+        self._note(0)
+        self._socket.send(json.dumps({"number": number, **answer}).encode())
 
 
 def _fields(error: BatonError) -> dict[str, Any]:

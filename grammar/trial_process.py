@@ -39,6 +39,7 @@ class TrialProcess:
         self._answered = False  # this process, at least once
         self._next_start_s = 0.0
         self._closed = False
+        self._number = 0  # of the last question
 
     @property
     def pid(self) -> int | None:
@@ -58,7 +59,8 @@ class TrialProcess:
         end = self._lanes[lane]
         self._asking.add(end)
         try:
-            answer = await self._exchange(end, {"kind": kind, "cpu_s": cpu_s}, text)
+            self._number += 1
+            answer = await self._exchange(end, {"number": self._number, "kind": kind, "cpu_s": cpu_s}, text)
             self._answered = True
             return answer
         except (OSError, asyncio.CancelledError):  # its answer would be taken for that to the next question
@@ -87,6 +89,8 @@ class TrialProcess:
         if not content:
             raise ConnectionResetError("the process that checks grammars has ended")
         answer: Answer = json.loads(content)
+        if answer.pop("number") != question["number"]:  # a fork was killed, perhaps with the question
+            raise ConnectionResetError("the process that waited for grammars was killed")
         return answer
 
     def _start(self) -> None:

@@ -1,6 +1,7 @@
 """Grammars are checked in a process that one of them may end: what is refused, who waits for whom, what is left."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -93,6 +94,15 @@ async def test_a_grammar_that_takes_too_much_time_is_refused_and_the_next_one_is
             assert refused.value.field == "grammar"
     async with opened(Bounds(moment_cpu_s=0.002)) as checker:  # it gets more time when no ordinary one waits
         await checker.check(heavy(1))
+
+
+async def test_a_schema_of_which_the_library_makes_no_end_is_refused() -> None:
+    """Twenty expressions whose states multiply: compiled without a bound it runs for minutes."""
+    patterns = [{"pattern": f".*a.{{{20 + number}}}.*"} for number in range(20)]
+    schema = json.dumps({"type": "string", "allOf": patterns})
+    async with opened(Bounds(moment_cpu_s=0.02, cpu_s=0.3)) as checker:
+        with pytest.raises(InvalidRequest, match="takes more than"):
+            await checker.check(Grammar(GrammarKind.JSON_SCHEMA, schema))
 
 
 async def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:

@@ -168,7 +168,7 @@ def test_it_reads_the_model_and_the_tokens_from_the_attributes(phoenix: Phoenix)
 
 @pytest.mark.usefixtures("served")
 def test_it_shows_a_lost_attempt_its_cause_and_the_retry(phoenix: Phoenix) -> None:
-    """Its API has no links: tests/integration/test_tracing.py and the unit tests look at those."""
+    """Its API has no links: the unit tests look at those."""
     spans = phoenix.until(RETRIED, lambda found: any(span["parent_id"] == CALLER for span in found))
     spans = phoenix.until(RETRIED, lambda found: len([span for span in found if span["name"] == "attempt"]) == 2)
     (root,) = [span for span in spans if span["parent_id"] == CALLER]

@@ -62,6 +62,7 @@ async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gat
         printed = await asyncio.to_thread(run_warm, BATON, *words)
         assert (printed.returncode, printed.stderr) == (0, "")
         assert printed.stdout.startswith(f"{done.info.name} is a prefill node now, after ")
+        await until_roles(client, PREFILL, PREFILL, DECODE)  # the other gateway may know it later
         assert (await client.switch_role(switching, PREFILL)).elapsed_s == 0, "it is one already"
         for gateway in (first, second):
             await until_whole(gateway.address, pairs=2)

@@ -4,18 +4,22 @@ The capacity is measured first, by as many requests at once as the decode node t
 times at multiples of it, each with a deadline; the best of these rounds is the peak. A light user sends one request
 after the other from an address of its own: alone, beside a client that keeps 150 requests open, and beside one that
 keeps 3,000 open. Last comes a long round at ten times the capacity, with the memory of all processes.
+
+The nodes have one half of the cores, the gateway and the clients the other one, as where they run on machines of their
+own: otherwise every refusal takes from the nodes what its client and the gateway spend on it.
 `python -m bench.overload` takes about five minutes; its arguments are the seconds of a round, and of the long one.
 """
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -65,9 +69,13 @@ class Outcome:
 
 def run(progress: Progress, round_s: float = ROUND_S, long_s: float = LONG_S) -> Iterator[Row]:
     with Processes(progress) as processes:
+        cores = sorted(os.sched_getaffinity(0))
+        half = (len(cores) + 1) // 2
         flags = ["--model", str(MODEL), "--device", "cpu"]
-        nodes = [processes.start(program, flags) for program in ("prefill_node", "decode_node")]
+        with _on_cores(cores[:half]):
+            nodes = [processes.start(program, flags) for program in ("prefill_node", "decode_node")]
         processes.wait_ready(nodes)
+        os.sched_setaffinity(0, cores[half:] or cores)
         ends = ["--prefill", nodes[0].address, "--decode", nodes[1].address]
         gateway = processes.start("gateway", ["--model", str(MODEL), *ends])
         processes.wait_ready([gateway])
@@ -75,6 +83,17 @@ def run(progress: Progress, round_s: float = ROUND_S, long_s: float = LONG_S) ->
         names = {"gateway": gateway.pid, "prefill node": nodes[0].pid, "decode node": nodes[1].pid}
         measured = {name: psutil.Process(pid) for name, pid in names.items()}
         yield from asyncio.run(_measure(gateway.address, gateway.http, measured, progress, round_s, long_s))
+
+
+@contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that start within the block run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 async def _measure(

@@ -1,4 +1,4 @@
-"""The manifests' pods as processes: one cluster with TLS, keys and metrics, a model from a volume, and its drain."""
+"""The manifests' pods as processes: one cluster with TLS, keys, metrics, a picker, a model from a volume; its drain."""
 
 import http.client
 import io
@@ -12,10 +12,14 @@ from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from baton.cli.certs import certs, key
 from baton.config import DEMO_MODELS
+from protos.ext_proc import external_processor_pb2 as pb
+from protos.ext_proc import external_processor_pb2_grpc
 from tests.deploy.images import read_stages
 from tests.deploy.manifests import BASE, KUSTOMIZE, ROLES, Manifest, Rendered, render_with
 from tests.deploy.pods import Pod, addresses
@@ -23,7 +27,8 @@ from tests.deploy.test_manifests import mebibytes
 
 pytestmark = pytest.mark.slow
 
-COMPONENTS = ("model-volume", "model-download", "tls", "pod-monitor")
+COMPONENTS = ("model-volume", "model-download", "tls", "pod-monitor", "inference-pool")
+PODS = (*ROLES, "picker")
 SERVER = "baton-gateway.baton.svc"  # how clients in the cluster call the service
 RESPONSE_S = 600.0
 
@@ -50,7 +55,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Iterator[Cluster]:
-    """A pod of each role, ready."""
+    """A pod of each role and a picker, ready."""
     here = tmp_path_factory.mktemp("pods")
     for folder in ("overlay", "volumes", "logs"):
         (here / folder).mkdir()
@@ -58,8 +63,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Itera
     secrets, made = make_secrets(here / "certs")
     stages = read_stages(dockerfile)
     address = addresses()
-    by_role = {role: address() for role in ROLES}
-    services = {f"baton-{role}": by_role[role] for role in ROLES}
+    by_role = {role: address() for role in PODS}
+    services = {f"baton-{role}": by_role[role] for role in ROLES} | {"baton-gateway-headless": by_role["gateway"]}
+    # Where the gateways' HTTP port has TLS, as docs/discovery.md says.
+    picker = rendered.container("picker")["envFrom"][0]["configMapRef"]["name"]
+    rendered.find("ConfigMap", picker)["data"]["BATON_POOL_METRICS_PORT"] = "9400"
 
     def pod(role: str) -> Pod:
         def volume(item: Manifest) -> Path:
@@ -73,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, dockerfile: Path) -> Itera
         return Pod(rendered, role, stages, by_role[role], services, volume, here / "logs")
 
     put_model(rendered, here / "volumes" / "model")
-    pods = {role: pod(role) for role in ROLES}
+    pods = {role: pod(role) for role in PODS}
     try:
         for each in pods.values():
             each.start()
@@ -130,6 +138,18 @@ def test_every_pod_serves_metrics_where_prometheus_scrapes(cluster: Cluster) -> 
             assert f'role="{role}"' in scraped.read().decode()
 
 
+def test_the_picker_names_the_gateway(cluster: Cluster) -> None:
+    picker = cluster.pods["picker"]
+    asked = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=True))
+    with grpc.insecure_channel(f"{picker.address}:{picker.rendered.ports('picker')['grpc']}") as channel:
+        (answer,) = external_processor_pb2_grpc.ExternalProcessorStub(channel).Process(
+            iter([asked]), timeout=RESPONSE_S
+        )
+    gateway = cluster.pods["gateway"]
+    named = f"{gateway.address}:{gateway.rendered.ports('gateway')['http']}"
+    assert MessageToDict(answer.dynamic_metadata) == {"envoy.lb": {"x-gateway-destination-endpoint": named}}
+
+
 def test_pods_stay_below_their_memory_limits(cluster: Cluster) -> None:
     for pod in cluster.pods.values():
         assert pod.peak_bytes() < mebibytes(pod.container["resources"]["limits"]["memory"]) * 2**20
@@ -139,9 +159,9 @@ def test_a_pod_that_ends_finishes_its_streams_within_its_grace_period(cluster: C
     wanted = {"model": "Qwen3-8B", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with cluster.completion(cluster.key, **wanted) as answer:
         first = answer.readline()
-        for role in ("gateway", "decode", "prefill"):
+        for role in ("picker", "gateway", "decode", "prefill"):
             cluster.pods[role].terminate()
         events = [first, *answer]
     assert [line for line in events if line.strip()][-1].strip() == b"data: [DONE]"
     assert sum(b'"text"' in line for line in events) > 1
-    assert {role: cluster.pods[role].wait_for_its_end() for role in ROLES} == dict.fromkeys(ROLES, 0)
+    assert {role: cluster.pods[role].wait_for_its_end() for role in PODS} == dict.fromkeys(PODS, 0)

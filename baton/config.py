@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.types import LocalPolicy
+from baton.types import LocalPolicy, Slo
 
 SOURCE_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "models" / "demo"
@@ -461,6 +461,11 @@ class GatewaySettings(CommonSettings):
     max_concurrent_requests: int = Field(
         1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
+
+    @property
+    def slo(self) -> Slo:
+        """Of requests that state none."""
+        return Slo(*(None if limit is None else limit / 1e3 for limit in (self.ttft_ms, self.tpot_ms)))
 
 
 class PickerSettings(ProcessSettings):

@@ -6,6 +6,7 @@ Converting a message also checks it: a value that breaks a rule of `baton.types`
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, PeerRefused
@@ -28,6 +29,23 @@ _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.ite
 _GRAMMAR_KINDS = {pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}"): kind for kind in GrammarKind}
 _PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL, Path.SPLIT: pb.PATH_SPLIT}
 _PATHS_BACK = {number: path for path, number in _PATHS.items()}
+
+
+def role_name(role: pb.Role.ValueType) -> str:
+    """As in flags and logs: "decode"; "unknown" where none is given, "role 7" for one of a newer version."""
+    return _enum_name(pb.Role, "ROLE_", role)
+
+
+def phase_name(phase: pb.PeerPhase.ValueType) -> str:
+    """As `role_name`."""
+    return _enum_name(pb.PeerPhase, "PEER_PHASE_", phase)
+
+
+def _enum_name(enum: Any, prefix: str, number: int) -> str:
+    if not number:
+        return "unknown"
+    name = enum.Name(number).removeprefix(prefix) if number in enum.values() else f"{prefix}{number}"
+    return str(name).lower().replace("_", " ")
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:

@@ -22,6 +22,7 @@ from baton.config import (
     variable,
 )
 from baton.errors import ConfigError, shortened
+from baton.security.log_lines import escaped
 
 _PREFIX = "BATON_"
 _SHOWN_MAX = 200  # characters of a wrong value
@@ -91,14 +92,9 @@ def describe_validation_error(cls: type[ProcessSettings], error: ValidationError
         known = cls.model_fields.get(name)
         where = f"{variable(name)} ({flag(name)})" if known else variable(name)
         message = item["msg"].removeprefix("Value error, ")
-        allowed = shortened(_one_line(message[:1].lower() + message[1:]), _SHOWN_MAX)
+        allowed = shortened(escaped(message[:1].lower() + message[1:]), _SHOWN_MAX)
         lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
-
-
-def _one_line(text: str) -> str:
-    """With characters that would end the line, or change the terminal, written as escapes."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:

@@ -4,11 +4,11 @@ import asyncio
 import logging
 from time import monotonic
 
+from baton.convert import role_name
 from baton.errors import BatonError, InvalidRequest
 from gateway.balance import Balance, BalanceRules, Move, loads_of
 from gateway.connections import Connections
 from gateway.role_change import switch_role
-from protos.baton.v1 import common_pb2
 
 log = logging.getLogger("baton")
 
@@ -39,8 +39,7 @@ async def keep_balance(connections: Connections, rules: BalanceRules) -> None:
 
 
 async def _make(connections: Connections, move: Move, rules: BalanceRules) -> None:
-    role = common_pb2.Role.Name(move.role).removeprefix("ROLE_").lower()
-    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role, move.why)
+    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role_name(move.role), move.why)
     switching = switch_role(connections, move.address, move.role, grace_s=None, dwell_s=rules.cool_down_s)
     async for _ in switching:
         pass

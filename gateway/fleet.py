@@ -7,6 +7,7 @@ for the shell.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from baton.convert import role_name
 from baton.types import LocalPolicy
 from gateway.affinity import Affinity
 from gateway.breaker import Breakers
@@ -115,10 +116,10 @@ class Fleet:
             unproved = self._unproved.get(address)
             if unproved is not None and unproved.incarnation == info.incarnation and now_s < unproved.until_s:
                 return self._wrong_role(node, info.role, unproved.reason)
-            moved = self._move(node, info.role, f"it is a {_role_name(info.role)} node now, and not reached as one yet")
+            moved = self._move(node, info.role, f"it is a {role_name(info.role)} node now, and not reached as one yet")
             moved.claimed, moved.last_message_at_s = info.incarnation, now_s
             return [
-                LogLine(f"{info.name} is a {_role_name(info.role)} node now, {address}"),
+                LogLine(f"{info.name} is a {role_name(info.role)} node now, {address}"),
                 ChangeRole(address, role, info.role),
             ]
         commands: list[FleetCommand] = []
@@ -349,7 +350,7 @@ class Fleet:
         return moved
 
     def _wrong_role(self, node: FleetNode, role: Role, why: str = "") -> list[FleetCommand]:
-        wrong = f"it is a {_role_name(role)} node, not a {_role_name(node.role)} node"
+        wrong = f"it is a {role_name(role)} node, not a {role_name(node.role)} node"
         wrong += f", and cannot be reached as one: {why}" if why else ""
         if node.detail == wrong:
             return []
@@ -380,9 +381,3 @@ def _lost_line(node: FleetNode, reason: str) -> LogLine:
 def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:
     """The node as one request finds it."""
     return (view.with_cached(cached[view.address]) if view.address in cached else view).with_queue(queue_s)
-
-
-def _role_name(role: Role) -> str:
-    if role not in common_pb2.Role.values():
-        return f"role {role}"  # of a newer version
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()

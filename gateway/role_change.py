@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from baton.convert import role_name
 from baton.errors import InvalidRequest, NoNode, Overloaded
 from gateway.connections import Connections
 from gateway.fleet import Fleet
@@ -71,7 +72,7 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
         raise Overloaded(f"{busy[0]} is switching its role", cure="wait until it has", retry_after_s=1.0)
     others = [each for each in fleet.nodes() if each.role == node.role and each is not node and each.open]
     if node.role != role and not others and not force:
-        what = "prefill" if node.role == common_pb2.ROLE_PREFILL else "decode"
+        what = role_name(node.role)
         raise InvalidRequest(
             f"{node.name} is the last usable {what} node", field="node", value=name,
             cure=f"start another {what} node first, or use --force",

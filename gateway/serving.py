@@ -17,7 +17,7 @@ from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt
 from baton.tracing.context import TraceContext
-from baton.types import Path, Slo
+from baton.types import Path
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
@@ -173,7 +173,7 @@ class Serving:
             prefill_stall_s=settings.prefill_stall_s,
             decode_stall_s=settings.decode_stall_s,
             failover_wait_s=settings.failover_wait_s,
-            slo=Slo(_seconds(settings.ttft_ms), _seconds(settings.tpot_ms)),
+            slo=settings.slo,
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
@@ -437,7 +437,3 @@ def _resume(machine: RequestMachine, token_ids: Sequence[int], chat: ChatOutput 
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:
     for each in output.messages(message):
         await write(each)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3

@@ -14,6 +14,7 @@ import orjson
 
 from baton import __version__
 from baton.config import GatewaySettings
+from baton.convert import phase_name, role_name
 from baton.costs import StepWork
 from baton.revisions import Member, mixture
 from baton.security.authorize import rights_for
@@ -46,7 +47,7 @@ class View:
 
     def __init__(self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str) -> None:
         self.name = name
-        self._settings = settings
+        self._slo = settings.slo
         self._serving = serving
         self._fleet = fleet
         self._latencies = Latencies(serving.board)
@@ -83,11 +84,11 @@ class View:
 
     async def _state(self, sees: str, client: str | None) -> dict[str, Any]:
         serving = self._serving
-        slo = {"ttft_s": _seconds(self._settings.ttft_ms), "tpot_s": _seconds(self._settings.tpot_ms)}
+        slo = self._slo
         requests: list[Shown] = []
         if sees != "nothing":
             requests = await serving.recent_of_all(REQUESTS_SHOWN, client)
-            mark_slow(requests, **slo)
+            mark_slow(requests, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
         found: dict[str, Any] = {
             "now_s": round(time.time(), 3),
             "gateway": self.name,
@@ -97,7 +98,7 @@ class View:
             "draining": serving.draining,
             "sees": sees,
             "requests": requests,
-            "slo": slo,
+            "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
         }
         if sees == "cluster":
             found |= {
@@ -123,10 +124,6 @@ def may_see(caller: Caller) -> str:
     if caller.rights & _CLUSTER:
         return "cluster"
     return "own" if caller.proved and caller.name else "nothing"
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _totals(serving: Serving) -> dict[str, int]:
@@ -179,7 +176,7 @@ def _node(node: FleetNode) -> dict[str, Any]:
     return {
         "name": printable(node.name, _TEXT_MAX),
         "address": printable(node.address, _TEXT_MAX),
-        "role": "prefill" if node.role == common_pb2.ROLE_PREFILL else "decode",
+        "role": role_name(node.role),
         "also_decodes": node.also_decodes,
         "state": state_of(node),
         "detail": printable(node.detail, _TEXT_MAX),
@@ -215,14 +212,12 @@ def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[
     """Args:
     prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
     """
-    known = peer.phase in common_pb2.PeerPhase.values()
-    phase = common_pb2.PeerPhase.Name(peer.phase).removeprefix("PEER_PHASE_").lower() if known else "unknown"
     mismatches = [f"{item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in peer.mismatches]
     return {
         "prefill": prefill,
         "decode": decode,
         "peer": printable(peer.name, _TEXT_MAX),
-        "state": phase,
+        "state": phase_name(peer.phase),
         "transport": printable(peer.transport, _TEXT_MAX),
         "gigabytes_per_s": _finite(peer.gigabytes_per_s),
         "latency_s": _finite(peer.latency_s),

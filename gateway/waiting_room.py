@@ -93,7 +93,7 @@ class WaitingRoom:
     """One per process."""
 
     def __init__(self, settings: GatewaySettings, connections: Connections, board: Board) -> None:
-        ttft_s = None if settings.ttft_ms is None else settings.ttft_ms / 1e3
+        ttft_s = settings.slo.ttft_s
         self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
         self._rooms = Rooms(ttft_s)
         self._elastic = settings.local_policy is LocalPolicy.ELASTIC

@@ -13,6 +13,7 @@ import torch
 
 from baton import __version__
 from baton.config import NodeSettings, PrefillSettings
+from baton.convert import role_name
 from baton.metrics.declared import Role as MeterRole
 from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
@@ -120,7 +121,7 @@ class Node:
         self.settings = settings
         self.role = role
         self.incarnation = secrets.randbits(63) + 1
-        self.name = settings.name or f"{common_pb2.Role.Name(role).removeprefix('ROLE_').lower()}@{self.address}"
+        self.name = settings.name or f"{role_name(role)}@{self.address}"
         self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
         self.counts = NodeMeter(self.meter_role)
         self.description = _describe(built.identity, built, settings)

@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
 
 from baton.config import NodeSettings
+from baton.convert import role_name
 from baton.errors import BatonError, ConfigError, Draining, InternalError, InvalidRequest, Overloaded
 from baton.metrics.declared import SwitchOutcome
 from baton.security import roles as certified
@@ -194,7 +194,7 @@ class RoleSwitch:
 
     async def _run(self, role: common_pb2.Role.ValueType, settings: NodeSettings, grace_s: float) -> None:
         try:
-            await self._drain(grace_s)
+            await self._drain(role, grace_s)
             await self._change(role, settings)
         except Draining:
             self._outcomes[SwitchOutcome.GIVEN_UP] += 1
@@ -209,11 +209,11 @@ class RoleSwitch:
         finally:
             self._next = None
 
-    async def _drain(self, grace_s: float) -> None:
+    async def _drain(self, role: common_pb2.Role.ValueType, grace_s: float) -> None:
         """Raises:
         Draining: the process is to end, so the role does not change any more.
         """
-        log.info("switching to role %s, after at most %.3g s", role_name(self._next), grace_s)
+        log.info("switching to role %s, after at most %.3g s", role_name(role), grace_s)
         self.role.stop_admission()
         await until(lambda: not self.role.busy or self._stop.is_set(), timeout_s=grace_s)
         if self._stop.is_set():
@@ -242,9 +242,3 @@ class RoleSwitch:
             node, status=self.status, leases=role.leases, knows=role.knows, switches=self._outcomes
         )
         self.services.serve(node.name, role.servicers)
-
-
-def role_name(role: Any) -> str:
-    """As in flags and logs."""
-    known = role in common_pb2.Role.values()
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower() if known else str(role)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
+from baton.convert import phase_name, role_name
 from baton.errors import BatonError
 from baton.revisions import Member, describe_revision, mixture, revision_of
 from baton.security.log_lines import escaped
@@ -322,8 +323,7 @@ def _name(node: generation_pb2.NodeReport) -> str:
 
 
 def _role(node: generation_pb2.NodeReport) -> str:
-    role = node.status.info.role
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else "unknown"
+    return role_name(node.status.info.role)
 
 
 def _version(node: generation_pb2.NodeReport) -> str:
@@ -335,4 +335,4 @@ def _is_prefill(node: generation_pb2.NodeReport) -> bool:
 
 
 def _phase(peer: common_pb2.PeerState) -> str:
-    return common_pb2.PeerPhase.Name(peer.phase).removeprefix("PEER_PHASE_").lower()
+    return phase_name(peer.phase)

@@ -67,8 +67,8 @@ class EndpointSlices:
 
 
 def _takes_requests(conditions: Mapping[str, Any]) -> bool:
-    """An unknown condition means ready, and a pod that is terminating is never ready (KEP 1672): with
-    `publishNotReadyAddresses`, it is said to be."""
+    """An unknown condition means ready. A pod that is terminating is never ready (KEP 1672), although a Service with
+    `publishNotReadyAddresses` reports it as ready."""
     return conditions.get("ready") is not False and conditions.get("terminating") is not True
 
 

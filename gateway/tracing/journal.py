@@ -93,7 +93,7 @@ class Journal:
     Attributes:
         index: which of the request's outputs.
         marks: in their order, with times.
-        dropped: number of those that are missing.
+        dropped: how many marks were not kept, because there were too many.
     """
 
     def __init__(self, index: int) -> None:

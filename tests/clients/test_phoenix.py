@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine.batch import Batch
-from engine.device.runner import ModelRunner
 from tests.clients.install import CLIENTS
+from tests.integration.broken_steps import BAD_TOKEN, break_steps
 from tests.integration.cluster import DEADLINE_S, machines
 
 REMOTE, RETRIED = "0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "b7ad6b7169203331"
 LOCAL_TOKENS = 20  # fewer than what decode nodes leave to prefill nodes
-BAD_TOKEN = 13
 
 Spans = list[dict[str, Any]]
 
@@ -101,26 +99,10 @@ def until_there(url: str, served: "subprocess.Popen[bytes]", log: Path) -> None:
             time.sleep(0.1)
 
 
-def break_one_step(marker: Path) -> None:
-    """The first step that has the bad token fails, on whichever node it is."""
-    launch = ModelRunner.launch
-
-    def launch_or_break(self: ModelRunner, batch: Batch, on_mark: Any = None) -> Any:
-        if any(list(row.token_ids[:3]) == [BAD_TOKEN] * 3 for row in batch.shared_rows):
-            try:
-                marker.touch(exist_ok=False)
-            except FileExistsError:
-                return launch(self, batch, on_mark)
-            raise RuntimeError("the kernel broke")
-        return launch(self, batch, on_mark)
-
-    ModelRunner.launch = launch_or_break  # type: ignore[method-assign]
-
-
 @pytest.fixture(scope="module")
 def served(phoenix: Phoenix, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A prompt that is handed over, and one whose first attempt a decode node loses."""
-    breaks = partial(break_one_step, tmp_path_factory.mktemp("steps") / "broken")
+    breaks = partial(break_steps, tmp_path_factory.mktemp("steps") / "broken")
     with machines() as started:
         nodes = started.nodes(("prefill", {}), ("decode", {}), ("decode", {}), prepare=breaks)
         gateway = started.gateway(nodes[:1], nodes[1:], otlp_endpoint=phoenix.otlp, trace_sample=0.0)

@@ -2,7 +2,7 @@
 
 A pod has no network of its own here, but an address of its own on the loopback device: so it has the ports of its
 manifest, and 0.0.0.0 becomes that address. Names of services become addresses, mounts become directories. A container's
-limits are not enforced: `peak_bytes` tells what it took.
+limits are not enforced: `peak_bytes` measures the memory that it used.
 """
 
 import os

@@ -6,25 +6,11 @@ import re
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
-from engine.batch import Batch
-from engine.device.runner import ModelRunner
+from tests.integration.broken_steps import BAD_TOKEN, break_steps
 from tests.integration.cluster import Flags, machines
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
-BAD_TOKEN = 13
-
-
-def break_steps_of_the_bad_token() -> None:
-    launch = ModelRunner.launch
-
-    def launch_or_break(self: ModelRunner, batch: Batch, on_mark: Any = None) -> Any:
-        if any(list(row.token_ids[:3]) == [BAD_TOKEN] * 3 for row in batch.shared_rows):
-            raise RuntimeError("the kernel broke")
-        return launch(self, batch, on_mark)
-
-    ModelRunner.launch = launch_or_break  # type: ignore[method-assign]
 
 
 def complete(url: str | None, request_id: str, token: int) -> int:
@@ -44,7 +30,7 @@ def test_a_failed_request_is_found_by_its_id_at_the_door_and_on_its_node(tmp_pat
     of_gateway.mkdir()
     with machines() as started:
         flags: Flags = {"log_format": "json"}
-        nodes = started.nodes(("decode", flags), prepare=break_steps_of_the_bad_token, outputs=of_node)
+        nodes = started.nodes(("decode", flags), prepare=break_steps, outputs=of_node)
         gateway = started.gateway([], nodes, local_policy="local", max_attempts=1, outputs=of_gateway)
         assert complete(gateway.http, "served", 5) == 200
         assert complete(gateway.http, "broken", BAD_TOKEN) == 500

@@ -1,7 +1,9 @@
 """Setup of all tests: one torch thread per process, because several processes share the cores, Triton's interpreter if
-there is no GPU, and the same generated examples on any machine, however long they take."""
+there is no GPU, the same generated examples on any machine, however long they take, and programs that can be
+interrupted, also where a shell started pytest in the background."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from baton.logs import enter_request
 if not torch.cuda.is_available():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; programs that tests start inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

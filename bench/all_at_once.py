@@ -1,0 +1,177 @@
+"""256 requests at once on one GPU, as nano-vllm's own benchmark has them: output tokens per second of the engine alone,
+and through a gateway and one node with default settings.
+
+Qwen3-8B's shape with random weights; prompts and outputs of 100 to 1,024 tokens, temperature 0.6. nano-vllm
+(GeeeekExplorer/nano-vllm, bb823b3) is the rival where it can be imported, with its own defaults and random weights too.
+"""
+
+import asyncio
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.cli.processes import Processes
+from baton.client import Client
+from baton.config import DecodeSettings
+from baton.types import SamplingParams
+from bench.exposed import Setup, on_gpus, write_model
+from bench.table import Row
+from engine.build import build_runner, measured
+from engine.engine import Engine
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest
+
+GOAL = 1.25
+REQUESTS, SHORTEST, LONGEST = 256, 100, 1024
+ROUNDS = 3  # the best counts, of the rival too
+_QWEN3_8B = Path(__file__).resolve().parent / "engine" / "configs" / "qwen3-8b" / "config.json"
+_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    output_tokens: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.6, max_tokens=self.output_tokens, ignore_eos=True)
+
+
+def asks(seed: int) -> list[Ask]:
+    """The requests of a round; a seed of its own for each, so that no round finds the prefixes of another."""
+    source = random.Random(seed)
+    return [
+        Ask(
+            tuple(source.randint(0, 10_000) for _ in range(source.randint(SHORTEST, LONGEST))),
+            source.randint(SHORTEST, LONGEST),
+        )
+        for _ in range(REQUESTS)
+    ]
+
+
+def run(progress: Callable[[str], None]) -> list[Row]:
+    if not torch.cuda.is_available():
+        progress("all_at_once: needs a GPU")
+        return []
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        setup: Setup = replace(on_gpus(), config=_QWEN3_8B, positions=4096)
+        model = write_model(Path(folder), setup)
+        rival = None
+        if find_spec("nanovllm") is None:
+            progress("all_at_once: nano-vllm is not installed, the rival is missing")
+        else:
+            progress("all_at_once: nano-vllm")
+            rival = _in_a_process(of_nano_vllm, model)
+        rows = []
+        for name, measure in (("engine alone", of_the_engine), ("through a gateway", of_a_gateway)):
+            progress(f"all_at_once: {name}")
+            rate = _in_a_process(measure, model)
+            work = f"{REQUESTS} requests of {SHORTEST}-{LONGEST} tokens in and out"
+            rows.append(Row(name, work, rate, "tokens/s", "nano-vllm", rival, goal=None if rival is None else GOAL))
+        return rows
+
+
+def _in_a_process(measure: Callable[[Path], float], model: Path) -> float:
+    """Its own process, whose memory on the GPU is free afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, model).result()
+
+
+def _best(seconds_of: Callable[[list[Ask]], float]) -> float:
+    rates = []
+    for seed in range(ROUNDS):
+        requests = asks(seed)
+        rates.append(sum(request.output_tokens for request in requests) / seconds_of(requests))
+    print(f"bench: rounds {[round(rate) for rate in rates]}", flush=True)
+    return max(rates)
+
+
+def of_the_engine(model: Path) -> float:
+    """Tokens per second of the engine of a node that decodes what it prefills."""
+    settings = DecodeSettings(model=model, load_format="dummy", device="cuda:0")
+    built = measured(build_runner(settings), settings)
+
+    async def seconds_of(requests: list[Ask]) -> float:
+        left, over = {str(index) for index in range(len(requests))}, asyncio.Event()
+
+        def on_step(events: StepEvents) -> None:
+            assert not events.failed
+            left.difference_update(one.request_id for one in events.tokens if one.finish_reason is not None)
+            if not left:
+                over.set()
+
+        limits = EngineLimits(
+            max_batch_tokens=built.limits.max_batch_tokens,
+            max_batch_requests=built.limits.max_batch_requests,
+            max_waiting=len(requests),
+            prefix_cache=True,
+        )
+        async with Engine(built.runner, limits, on_step=on_step, grammars=built.grammars) as engine:
+            start_s = time.perf_counter()
+            for index, request in enumerate(requests):
+                engine.submit(EngineRequest(str(index), request.prompt, request.params))
+            async with asyncio.timeout(_TIMEOUT_S):
+                await over.wait()
+            return time.perf_counter() - start_s
+
+    return _best(lambda requests: asyncio.run(seconds_of(requests)))
+
+
+def of_a_gateway(model: Path) -> float:
+    """Tokens per second at a client of a gateway in front of one node."""
+    with Processes(print) as processes:
+        node = processes.start("decode_node", ["--model", str(model), "--load-format", "dummy", "--device", "cuda:0"])
+        processes.wait_ready([node])
+        gateway = processes.start("gateway", ["--model", str(model), "--decode", node.address])
+        processes.wait_ready([gateway])
+
+        async def seconds_of(requests: list[Ask]) -> float:
+            async with Client(gateway.address) as client:
+
+                async def one(request: Ask) -> None:
+                    tokens = 0
+                    async for answer in client.generate(request.prompt, request.params, timeout_s=_TIMEOUT_S):
+                        tokens += len(getattr(answer, "tokens", ()))
+                    assert tokens == request.output_tokens
+
+                start_s = time.perf_counter()
+                await asyncio.gather(*(one(request) for request in requests))
+                return time.perf_counter() - start_s
+
+        return _best(lambda requests: asyncio.run(seconds_of(requests)))
+
+
+def of_nano_vllm(model: Path) -> float:
+    """Tokens per second of nano-vllm with its defaults. It has no random weights, so it gets them here."""
+    from nanovllm import LLM  # type: ignore[import-not-found]
+    from nanovllm import SamplingParams as Params
+    from nanovllm.engine import model_runner  # type: ignore[import-not-found]
+
+    def fill(module: Any, _path: str) -> None:
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter.data, std=0.02)
+
+    model_runner.load_model = fill
+    llm = LLM(str(model), enforce_eager=False, max_model_len=4096)
+
+    def seconds_of(requests: list[Ask]) -> float:
+        params = [Params(temperature=0.6, ignore_eos=True, max_tokens=request.output_tokens) for request in requests]
+        prompts = [list(request.prompt) for request in requests]
+        start_s = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start_s
+
+    llm.generate([[1] * 100], Params(ignore_eos=True, max_tokens=10), use_tqdm=False)
+    return _best(seconds_of)

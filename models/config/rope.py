@@ -69,7 +69,10 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A rotary embedding. `interleaved`: channels 2i and 2i+1 turn together; otherwise channels i and i + dim/2."""
+    """A rotary embedding of the first `dim` channels of each head; the others do not turn.
+
+    `interleaved`: channels 2i and 2i+1 turn together; otherwise channels i and i + dim/2.
+    """
 
     dim: int
     theta: float

@@ -15,6 +15,7 @@ from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
+from models.moe import MoE
 
 
 class LlamaAttention(nn.Module):
@@ -73,7 +74,14 @@ class LlamaLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
+        self.mlp = make_mlp(config, layer_index, dtype=dtype)
+
+
+def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn.Module:
+    """The layer's mixture of experts, or its gated MLP."""
+    if config.moe is not None and config.moe.layers[layer_index]:
+        return MoE(config.hidden_size, config.moe, dtype=dtype)
+    return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
 
 class LlamaForCausalLM(CausalLM):

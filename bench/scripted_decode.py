@@ -38,7 +38,9 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
             name="scripted", role=common_pb2.ROLE_DECODE, incarnation=_INCARNATION, model=identity,
             max_context_tokens=4096, cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
         )  # fmt: skip
-        self.status = node_pb2.NodeStatus(info=info, blocks_free=1 << 20, blocks_total=1 << 20)
+        self.status = node_pb2.NodeStatus(
+            info=info, blocks_free=1 << 20, blocks_total=1 << 20, max_batch_requests=1 << 12
+        )
         self._pace = pace
         self._sessions = GatewaySessions(self._deliver, itertools.count(1))
         self._batches: dict[int, list[decode_pb2.SubmitRequest]] = {}  # by session

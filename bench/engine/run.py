@@ -10,7 +10,7 @@ import torch
 
 from baton.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
-from bench.engine import mixed, rivals
+from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
@@ -91,21 +91,16 @@ def run(progress: Callable[[str], None], names: tuple[str, ...] = ()) -> Iterato
 
 def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     progress(f"engine: {model.name}")
-    built = _build(model)
+    built = build(model)
     weights = count_weights(built.runner.model, tied=built.config.tie_word_embeddings)
     yield from _decodes(model, built, weights, machine, "decode step")
     yield from _prefills(model, built, weights, machine)
     if model.whole:
         yield from _hosts(model, built)
-        yield from mixed.run(model.name, built)
     del built
-    _forget()
+    forget()
     if model.whole:
         yield from _variant(model, weights, machine, "decode step, graphs off", cuda_graphs=False)
-        built = _build(model, cuda_graphs=False)
-        yield from mixed.run(model.name, built, "graphs off: ")
-        del built
-        _forget()
         yield from _variant(model, weights, machine, "decode step, library products", library_products=True)
     if model.batch_invariant:
         yield from _variant(model, weights, machine, "decode step, batch-invariant", batch_invariant=True)
@@ -132,16 +127,17 @@ def _variant(
     model: Model, weights: Weights, machine: Ceilings, what: str, *, library_products: bool = False, **options: Any
 ) -> Iterator[Row]:
     """A few points of the model, built with other options."""
-    built = _build(model, **options)
+    built = build(model, **options)
     if library_products:
         use_library_products(built.runner.model)
     yield from _decodes(model, built, weights, machine, what, few=True)
     yield from _prefills(model, built, weights, machine, prefix=what.partition(", ")[2] + ", ", few=True)
     del built
-    _forget()
+    forget()
 
 
-def _build(model: Model, **options: Any) -> Built:
+def build(model: Model, **options: Any) -> Built:
+    """The model with random weights on this machine's GPU; its steps are not prepared yet."""
     settings = {"block_size": model.block_size, **options}
     return build_runner(
         NodeSettings(model=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings)
@@ -195,6 +191,7 @@ def _fitting(built: Built, requests: int) -> int:
     return built.cache.shape.num_slots // requests - HOST_STEPS - 2 * built.cache.shape.block_size
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Gives the memory of models that were deleted back to the GPU."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -42,12 +42,14 @@ class Features:
         attention: of `attention.backend.AttentionFeature`, which layers have it.
         experts: some of its models have a mixture of experts.
         latent: its KV cache is MLA's.
+        layer_norm: its layers have layer norms in place of RMS norms.
     """
 
     special: str = ""
     attention: str = ""
     experts: bool = False
     latent: bool = False
+    layer_norm: bool = False
 
 
 _LLAMA = "models.families.llama:LlamaForCausalLM"
@@ -102,9 +104,11 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
             experts=True,
         ),
         "FalconForCausalLM": Features(
-            "attention and MLP in sequence or in parallel", "ALiBi, or none with rotary embedding"
+            "attention and MLP in sequence or in parallel", "ALiBi, or none with rotary embedding", layer_norm=True
         ),
-        "BloomForCausalLM": Features("norm after the embedding, no rotary embedding", "ALiBi"),
-        "Phi3SmallForCausalLM": Features("its own gated MLP, muP's multipliers", "block-sparse in most layers"),
+        "BloomForCausalLM": Features("norm after the embedding, no rotary embedding", "ALiBi", layer_norm=True),
+        "Phi3SmallForCausalLM": Features(
+            "its own gated MLP, muP's multipliers", "block-sparse in most layers", layer_norm=True
+        ),
     }
 )

@@ -103,6 +103,7 @@ docs: install  ## Write the pages and tables that come from the code, and build 
 	@$(BIN)/python -m docs.tracing
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
+	@$(BIN)/python -m docs.models
 	@$(BIN)/python -m deploy.monitoring.prometheus_rule
 	@$(BIN)/python -m deploy.monitoring.dashboard
 	@$(BIN)/python -m docs.wire

@@ -29,6 +29,7 @@ GIGA = 1e9
 KEEPALIVE_S = 10.0
 GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
 CPU_CACHE_MIB = 128
+CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
 # Of nodes that decode; the smaller one where the cache is too small for more. Where only prompts are computed, requests
@@ -134,8 +135,9 @@ class NodeSettings(CommonSettings):
         None,
         ge=1,
         le=_CACHE_MIB_MAX,
-        description=f"memory for the cache when num_blocks is not given; default: {CPU_CACHE_MIB} on a CPU; on a "
-        "GPU, what is left of gpu_memory_fraction",
+        description="memory for the cache when num_blocks is not given; default: on a CPU what one request of the "
+        f"longest context needs, at least {CPU_CACHE_MIB} and at most a quarter of the memory of machine or container; "
+        "on a GPU, what is left of gpu_memory_fraction",
     )
     gpu_memory_fraction: float = Field(
         0.9,

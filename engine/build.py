@@ -12,10 +12,8 @@ from attention.selection import select_backend
 from baton.config import (
     CPU_BATCH_REQUESTS,
     CPU_BATCH_TOKENS,
-    CPU_CACHE_MIB,
     GPU_BATCH_REQUESTS,
     GPU_PREFILL_REQUESTS,
-    MIB,
     SMALL_GPU_BATCH_REQUESTS,
     DecodeSettings,
     NodeSettings,
@@ -24,6 +22,8 @@ from baton.config import (
 )
 from baton.costs import StepCosts
 from baton.errors import ConfigError
+from baton.memory import memory_limit_bytes
+from engine.context_room import cpu_cache_bytes
 from engine.device.fits import check_fits
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
@@ -144,7 +144,7 @@ def build_runner(
         refuse_batch_invariance(parallel)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
-    sizes = _given_sizes(settings, spec, device)
+    sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
     check_fits(settings, spec, num_blocks=sizes.num_blocks, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
@@ -255,12 +255,13 @@ def step_rule(settings: NodeSettings) -> StepRule:
     return BOTH_RULE if also_decodes else PREFILL_RULE
 
 
-def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device) -> _Sizes:
+def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device, *, context_tokens: int) -> _Sizes:
     """The sizes that the settings give, and the defaults of the others."""
     on_gpu = device.type == "cuda"
     num_blocks, cache_bytes = settings.num_blocks, settings.kv_cache_bytes
     if cache_bytes is None and not on_gpu:
-        cache_bytes = CPU_CACHE_MIB * MIB
+        memory_bytes = memory_limit_bytes()
+        cache_bytes = cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes)
     if num_blocks is None and cache_bytes is not None:
         num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=cache_bytes)
     seats = settings.max_batch_requests

@@ -33,6 +33,7 @@ from gateway.validate import (
     check_text,
     check_truncation,
     end_of,
+    too_long_cure,
 )
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -96,7 +97,8 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
     sampling = check_sampling(given, model)
     if not is_chat and message.WhichOneof("prompt") == "token_ids":
         ids = message.token_ids.ids
-        check_prompt_length(len(ids) if keep is None else min(keep, len(ids)), max_context_tokens=max_context_tokens)
+        kept = len(ids) if keep is None else min(keep, len(ids))
+        check_prompt_length(kept, model, max_context_tokens=max_context_tokens)
         prompt = _Prompt(list(ids if keep is None else ids[-keep:]), sampling)
     else:
         work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
@@ -222,7 +224,8 @@ def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, 
     if num_tokens > 2 * max_context_tokens:
         what = f"{field} has {len(text)} characters, and the first {stop} of them are {num_tokens} tokens"
         allowed = (f"1 to {max_context_tokens - 1} tokens",)
-        raise InvalidRequest(what, field=field, value=len(text), allowed=allowed, cure="shorten it")
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise InvalidRequest(what, field=field, value=len(text), allowed=allowed, cure=cure)
 
 
 def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:

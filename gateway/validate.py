@@ -140,11 +140,11 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
     """
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
-    check_prompt_length(len(prompt), max_context_tokens=max_context_tokens)
+    check_prompt_length(len(prompt), model, max_context_tokens=max_context_tokens)
     model.check_token_ids("prompt", prompt)
 
 
-def check_prompt_length(num_tokens: int, *, max_context_tokens: int) -> None:
+def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_tokens: int) -> None:
     """Raises:
     InvalidRequest: so many tokens leave no room for an output.
     """
@@ -154,8 +154,18 @@ def check_prompt_length(num_tokens: int, *, max_context_tokens: int) -> None:
             field="prompt",
             value=num_tokens,
             allowed=(f"1 to {max_context_tokens - 1} tokens",),
-            cure="shorten it",
+            cure=too_long_cure(model, max_context_tokens=max_context_tokens),
         )
+
+
+def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
+    """What to do about a prompt that is too long for the nodes."""
+    if max_context_tokens >= model.max_context_tokens:
+        return "shorten it"
+    return (
+        f"shorten it, or give the decode nodes room for the model's {model.max_context_tokens} tokens with "
+        "--kv-cache-mib, --num-blocks or --max-context-tokens"
+    )
 
 
 def check_output(

@@ -1,6 +1,7 @@
 """Assembles a node from its settings: model, engine, KV transfer, identity."""
 
 import itertools
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from baton.metrics.declared import Role as MeterRole
 from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
 from engine.build import Built, build_runner, measured, step_limits
+from engine.context_room import shortage
 from engine.device.device_thread import StepRunner
 from engine.engine import Engine
 from engine.events import StepEvents
@@ -43,6 +45,8 @@ from node.ranks.remote import RemoteTransfer
 from node.ranks.runner import RankedRunner
 from node.ranks.steps import StepWriter
 from protos.baton.v1 import common_pb2, node_pb2
+
+_log = logging.getLogger(__name__)
 
 # In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
@@ -93,6 +97,14 @@ class Node:
         self.switches = 0
         self.kv_scales = kv_scales(built.runner.model)
         self._listeners: list[Listener] = []
+        if short := shortage(
+            settings,
+            built.cache.spec,
+            num_blocks=built.cache.shape.num_blocks,
+            context_tokens=built.config.max_context_tokens,
+            on_gpu=built.cache.view.device.type == "cuda",
+        ):
+            _log.warning(short)
         self._take_role(settings, role)
         self._workers = group.workers if group is not None else ()
         runner: StepRunner = built.runner
@@ -134,6 +146,7 @@ class Node:
             model_name=built.identity.name,
             revision_name=settings.model_revision or hub_commit(settings.model),
             max_context_tokens=self.max_context_tokens,
+            model_context_tokens=built.config.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
             also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
         )

@@ -27,6 +27,7 @@ def to_info(
     model_name: str,
     revision_name: str = "",
     max_context_tokens: int,
+    model_context_tokens: int = 0,
     cache_identity: str = "",
     also_decodes: bool = False,
 ) -> pb.NodeInfo:
@@ -56,6 +57,7 @@ def to_info(
         cache_shape=pb.CacheShape(layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks),
         wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
         max_context_tokens=max_context_tokens,
+        model_context_tokens=model_context_tokens,
         batch_invariant=description.batch_invariant,
         tensor_parallel_size=description.tensor_parallel_size,
         converted_kv_dtypes=description.converted_kv_dtypes,

@@ -172,6 +172,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "block_size": info.cache_shape.block_size,
         "tensor_parallel_size": info.tensor_parallel_size or 1,
         "max_context_tokens": info.max_context_tokens,
+        "model_context_tokens": info.model_context_tokens,
         "blocks_total": status.blocks_total,
         "blocks_free": status.blocks_free,
         "blocks_used": status.blocks_total - status.blocks_free,
@@ -269,8 +270,15 @@ def _model(status: node_pb2.NodeStatus) -> str:
     ranks = info.tensor_parallel_size or 1
     return (
         f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
-        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}"
+        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}{_context(info)}"
     )
+
+
+def _context(info: common_pb2.NodeInfo) -> str:
+    """Says so where a node takes shorter requests than its model could."""
+    if info.max_context_tokens >= info.model_context_tokens:
+        return ""
+    return f", requests of up to {info.max_context_tokens:,} of the model's {info.model_context_tokens:,} tokens"
 
 
 def _release(status: node_pb2.NodeStatus) -> str:

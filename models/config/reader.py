@@ -10,7 +10,8 @@ from kvcache.spec import DTYPE_BYTES
 from models.config.fields import Fields, Integers, Texts
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
-from models.families.table import FAMILIES
+from models.families.nearest import nearest
+from models.families.table import FAMILIES, FEATURES
 from models.weights.checkpoint import stored_dtype
 
 # Fields that publishers keep outside of the language model's table.
@@ -50,8 +51,12 @@ def read_config(directory: Path) -> ModelConfig:
 def _architecture(file: ConfigFile) -> str:
     names = _Architectures.read(file).architectures
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise file.refuse("architectures", *FAMILIES)
+        raise file.refuse("architectures", *FAMILIES, cure=_nearest(names, file))
     return names[0]
+
+
+def _nearest(names: tuple[str, ...], file: ConfigFile) -> str:
+    return nearest(names[0], file.values, FAMILIES, FEATURES) if len(names) == 1 else ""
 
 
 def _text_config(file: ConfigFile) -> ConfigFile:

@@ -33,10 +33,34 @@ class Family:
     overflows_float16: bool = False
 
 
+@dataclass(frozen=True)
+class Features:
+    """What docs/models.md says of an architecture, and what `models.families.nearest` compares.
+
+    Attributes:
+        special: parts that Llama does not have.
+        attention: of `attention.backend.AttentionFeature`, which layers have it.
+        experts: some of its models have a mixture of experts.
+        latent: its KV cache is MLA's.
+        layer_norm: its layers have layer norms in place of RMS norms.
+    """
+
+    special: str = ""
+    attention: str = ""
+    experts: bool = False
+    latent: bool = False
+    layer_norm: bool = False
+
+
 _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
 _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+
+_GROUPED = "mixture of experts, chosen in groups"
+_GEMMA2_PARTS = "norms before and after both halves of a layer, capped logits"
+_GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in layers with a window"
+_LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -55,5 +79,36 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+    }
+)
+
+# A family without a row has Features().
+FEATURES: Mapping[str, Features] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Features("rotary embedding plain, linear, llama3 or YaRN"),
+        "MistralForCausalLM": Features("", "sliding window in all layers, where the config has one"),
+        "Qwen2ForCausalLM": Features("biases on q, k and v", "sliding window in some layers, where switched on"),
+        "Qwen3ForCausalLM": Features("norms on queries and keys", "sliding window in some layers, where switched on"),
+        "DeepseekV2ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
+        "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
+        "Gemma2ForCausalLM": Features(_GEMMA2_PARTS, "sliding window in every other layer, soft cap"),
+        "Gemma3ForCausalLM": Features(_GEMMA3_PARTS, "sliding window in five of six layers"),
+        "Gemma3ForConditionalGeneration": Features(_GEMMA3_PARTS, "sliding window in five of six layers"),
+        "Llama4ForCausalLM": Features(_LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True),
+        "Llama4ForConditionalGeneration": Features(
+            _LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True
+        ),
+        "GptOssForCausalLM": Features(
+            "mixture of experts with biases and clamped activation",
+            "sinks, sliding window in every other layer",
+            experts=True,
+        ),
+        "FalconForCausalLM": Features(
+            "attention and MLP in sequence or in parallel", "ALiBi, or none with rotary embedding", layer_norm=True
+        ),
+        "BloomForCausalLM": Features("norm after the embedding, no rotary embedding", "ALiBi", layer_norm=True),
+        "Phi3SmallForCausalLM": Features(
+            "its own gated MLP, muP's multipliers", "block-sparse in most layers", layer_norm=True
+        ),
     }
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton import errors
-from docs import benchmarks, troubleshooting, wire
+from docs import benchmarks, models, troubleshooting, wire
 from docs.site_files import ROOT
 from kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
 from models.config.reader import read_config
@@ -18,7 +18,7 @@ from models.needs import kv_cache_spec
 _AXES = {"L": "layer", "K": "key/value", "B": "block", "N": "slot", "H": "head", "C": "channel"}
 
 
-@pytest.mark.parametrize("module", [benchmarks, troubleshooting, wire], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [benchmarks, models, troubleshooting, wire], ids=lambda module: module.__name__)
 def test_a_page_is_made_from_the_code(module: object) -> None:
     assert module.PAGE.read_text() == module.page(), "run `make docs`"  # type: ignore[attr-defined]
 

@@ -89,6 +89,15 @@ def test_a_wrong_prompt_is_named(model: ServedModel, prompt: list[int], message:
     assert raised.value.allowed
 
 
+def test_a_prompt_that_only_the_nodes_caches_are_too_small_for_names_their_settings(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_prompt([1] * 40, model, max_context_tokens=40)
+    assert "room for the model's 64 tokens with --kv-cache-mib" in raised.value.cure
+    with pytest.raises(InvalidRequest) as raised:
+        check_prompt([1] * 64, model, max_context_tokens=64)
+    assert raised.value.cure == "shorten it"
+
+
 def test_the_longest_prompt_leaves_room_for_one_token(model: ServedModel) -> None:
     check_prompt([1] * 63, model, max_context_tokens=64)
 

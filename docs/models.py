@@ -1,0 +1,73 @@
+"""Writes docs/models.md from the table of families and transformers' lists of architectures; `make docs` calls it."""
+
+from itertools import groupby
+from pathlib import Path
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from models.families.table import FAMILIES, FEATURES, Features
+
+PAGE = Path(__file__).resolve().parent / "models.md"
+
+_INTRODUCTION = """# Models
+
+`--model` names a directory in Hugging Face's form: `config.json`, safetensors, tokenizer. The first entry of
+`architectures` decides which file of `models/families/` computes the model. A field of `config.json` that asks for an
+unsupported feature is an error that names the field; nothing is ignored silently.
+"""
+
+_NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serves the language model.
+- Weights are float64, float32, float16 or bfloat16. If `config.json` names no dtype, Baton uses the largest
+  tensor's dtype.
+- fp8 (e4m3) checkpoints of Llama, Mistral, Qwen, DeepSeek and Gemma run as they are stored: with scales for each
+  tensor, for each row, or for each block of 128x128 numbers, as DeepSeek-V3 is published. Activations are quantized as
+  the checkpoint says. On a CPU, and on GPUs whose tensor cores have no fp8, weights are dequantized before they are
+  multiplied. Other quantizations are refused by name; for gpt-oss in mxfp4 the error says how to convert it.
+- All families but Phi-3-small, which transformers does not have, are tested against transformers in float32: the logits
+  are equal for whole prompts, prompts in chunks, single tokens, and batches of all three (`tests/unit/models`).
+- `--tensor-parallel-size` splits every family: each rank has some query heads with their kv heads, some channels of
+  each MLP and expert, and some rows of the vocabulary. The number of ranks has to divide the query heads and the
+  channels; fp8 weights in blocks need at least one block of channels for each rank. It also has to divide the kv heads
+  or be a multiple of them; ranks that need the same kv head each have a copy. A dense model with one kv head may have
+  unequal numbers of query heads on its ranks, as Falcon-7B with 71. Any other number of ranks is refused, and the error
+  lists the numbers that work.
+- [attention.md](attention.md) says which attention backend can serve which model. The size of one token's KV, and what
+  each layer needs of attention, come from `models/needs.py`.
+- [Adding a model family](adding-a-model.md) has a complete example.
+"""
+
+_NOT_SERVED = """Of the causal language models of transformers {version}, {served} are served, and these are not:"""
+
+
+def page() -> str:
+    """The page's text."""
+    names = causal_lm_names()
+    served = [name for name in names if name in FAMILIES]
+    sentence = _NOT_SERVED.format(version=transformers.__version__, served=len(served))
+    others = ", ".join(f"`{name}`" for name in names if name not in FAMILIES)
+    sections = [_INTRODUCTION, *_table(), "", _NOTES, "## Not served", "", sentence, "", others]
+    return "\n".join(sections) + "\n"
+
+
+def causal_lm_names() -> list[str]:
+    """The architectures that transformers makes by `AutoModelForCausalLM`, in alphabetical order."""
+    return sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.casefold)
+
+
+def _table() -> list[str]:
+    """A row for each run of architectures with the same file and features."""
+    rows = ["| architecture | file | special features | attention features |", "|---|---|---|---|"]
+    for (file, features), names in groupby(FAMILIES, _described):
+        listed = ", ".join(f"`{name}`" for name in names)
+        rows.append(f"| {listed} | `{file}` | {features.special} | {features.attention} |")
+    return rows
+
+
+def _described(architecture: str) -> tuple[str, Features]:
+    module = FAMILIES[architecture].model.partition(":")[0]
+    return f"{module.rpartition('.')[2]}.py", FEATURES.get(architecture, Features())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -140,7 +140,7 @@ class Attention(nn.Module):
     def rotate_and_attend(
         self,
         qkv_TX: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
         *,
@@ -151,11 +151,13 @@ class Attention(nn.Module):
 
         Args:
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
-            rotation: of all channels of each head.
-            norms: of each head of queries and keys, before they turn.
+            rotation: of the first channels of each head, or of all; None: nothing turns.
+            norms: of each head of queries and keys.
         """
-        if not qkv_TX.is_cuda:
+        in_torch = rotation is None or (norms is not None and norms.turned)  # neither of which the kernel knows
+        if in_torch or not qkv_TX.is_cuda:
             return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
+        assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
         writes = self.uses_cache and not self.shares_kv and not calculates
         kv_layer = kv_cache.layer(self.kv_layer_index)
@@ -175,15 +177,22 @@ class Attention(nn.Module):
             return self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
 
-    def _rotated(self, qkv_TX: Tensor, rotation: Rotation, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(
+        self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and turned queries and keys, and values: the twin of the kernel."""
         qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
         qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if norms is not None:
-            qk_TXD = torch.cat((norms.q(qk_TXD[:, : self.num_heads]), norms.k(qk_TXD[:, self.num_heads :])), dim=1)
+        heads = [self.num_heads, self.num_kv_heads]
+        if norms is not None and not norms.turned:
+            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
         # Queries and keys turn by the same angles: one rotation serves both.
-        turned_TXD = rotation.apply(qk_TXD)
-        return turned_TXD[:, : self.num_heads], turned_TXD[:, self.num_heads :], v_TKD
+        if rotation is not None:
+            qk_TXD = rotation.apply(qk_TXD)
+        if norms is not None and norms.turned:
+            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
+        q_THD, k_TKD = qk_TXD.split(heads, dim=1)
+        return q_THD, k_TKD, v_TKD
 
     def _split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

@@ -15,7 +15,7 @@ from models.kernels.decode_matmul import DecodeMultiply
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
-from models.linear import Multiply
+from models.linear import Linear, Multiply
 from models.quantization.fp8 import dequantize_blocks
 
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
@@ -200,7 +200,8 @@ def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Routed experts plus, where the model has them, experts that every token goes through."""
+    """Routed experts plus, where the model has them, experts that every token goes through, each token to a degree of
+    its own where they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -209,23 +210,33 @@ class MoE(nn.Module):
         self.shared_experts = (
             GatedMLP(size, moe.shared_intermediate_size, dtype=dtype) if moe.shared_intermediate_size else None
         )
+        self.shared_expert_gate = Linear(size, 1, dtype=dtype) if moe.shared_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         shared = self.shared_weights(len(x_TD)) if x_TD.is_cuda else None
         if shared is not None:
             return self.experts.run_grouped(x_TD, *self.gate(x_TD), shared=shared)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=shared_TD)
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=self._shared(x_TD))
         return out_TD
+
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        out_TD: Tensor = self.shared_experts(x_TD)
+        if self.shared_expert_gate is None:
+            return out_TD
+        return out_TD * sigmoid(self.shared_expert_gate(x_TD).float()).to(x_TD.dtype)
 
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
         """The shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no bias, scales or activation that routed experts do not have.
+        part of them may not be), and have no gate, bias, scales or activation that routed experts do not have.
         """
         experts, mlp = self.experts, self.shared_experts
-        if mlp is None or num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
+        if mlp is None or self.shared_expert_gate is not None:
+            return None
+        if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
             return None
         if mlp.activate is not silu_and_multiply or mlp.down_proj.in_features % experts.down_proj.shape[2]:
             return None

@@ -71,7 +71,11 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none."""
+    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none.
+
+    Attributes:
+        shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
+    """
 
     layers: tuple[bool, ...]
     num_experts: int
@@ -85,6 +89,7 @@ class MoEConfig:
     normalize_weights: bool
     weight_scale: float
     router_bias: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from models.quantization.replace import finish_quantized, quantize, weight_scale
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
+from models.weights.names import in_our_names
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
 
@@ -104,6 +105,7 @@ def load_model(
     else:
         views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
+        stored = in_our_names(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales

@@ -1,0 +1,155 @@
+"""config.json of the families that are Llama's layers with a mixture of experts in place of the MLP: Qwen2-MoE,
+Qwen3-MoE, Mixtral."""
+
+from typing import Literal
+
+from models.config.decoder import RotaryFields
+from models.config.fields import Count, CountOrZero, Heads, Integers, LayersOrZero, Size, Table
+from models.config.file import ConfigFile
+from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
+
+
+class RoutedFields(RotaryFields):
+    intermediate_size: Size
+    quantization_config: Table | None = None
+
+    def greedy_experts(
+        self,
+        num_experts: int,
+        *,
+        per_token: int,
+        intermediate_size: int,
+        normalize_weights: bool,
+        layers: tuple[bool, ...] | None = None,
+        shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
+    ) -> MoEConfig | None:
+        """The best experts of all by a softmax.
+
+        Args:
+            layers: those with experts; None: all. Without any, the result is None.
+        """
+        if per_token > num_experts:
+            raise self.refuse("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+        layers = (True,) * self.num_hidden_layers if layers is None else layers
+        return (
+            None
+            if not any(layers)
+            else MoEConfig(
+                layers=layers,
+                num_experts=num_experts,
+                experts_per_token=per_token,
+                intermediate_size=intermediate_size,
+                shared_intermediate_size=shared_intermediate_size,
+                scoring=Scoring.SOFTMAX,
+                method=TopKMethod.GREEDY,
+                num_groups=1,
+                groups_per_token=1,
+                normalize_weights=normalize_weights,
+                weight_scale=1.0,
+                shared_gate=shared_gate,
+            )
+        )
+
+    def with_experts(self, attention: GQAConfig, moe: MoEConfig | None) -> ModelConfig:
+        return self.model(
+            attention=attention,
+            rope=self.rope(dim=attention.head_dim),
+            intermediate_size=self.intermediate_size,
+            moe=moe,
+        )
+
+
+class _QwenMoEFields(RoutedFields):
+    num_experts: Heads | None = None
+    num_local_experts: Heads | None = None  # the spelling of newer files
+    num_experts_per_tok: Heads
+    moe_intermediate_size: Size
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: Integers = ()
+
+    def count_of_experts(self) -> int:
+        names = {"num_experts": self.num_experts, "num_local_experts": self.num_local_experts}
+        given = {name: count for name, count in names.items() if count is not None}
+        if len(set(given.values())) != 1:
+            raise self.refuse(next(iter(given), "num_experts"), "one integer of at least 1")
+        return next(iter(given.values()))
+
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        return tuple(
+            index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+            for index in range(self.num_hidden_layers)
+        )
+
+
+class _Qwen3MoEFields(_QwenMoEFields):
+    attention_bias: bool = False
+    # NOTE: publishers mean a window from layer max_window_layers on, transformers one in all layers.
+    use_sliding_window: Literal[False] = False
+
+
+def read_qwen3_moe(file: ConfigFile) -> ModelConfig:
+    fields = _Qwen3MoEFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    moe = fields.greedy_experts(
+        fields.count_of_experts(),
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size,
+        normalize_weights=fields.norm_topk_prob,
+        layers=fields.layers_with_experts(),
+    )
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return fields.with_experts(attention, moe)
+
+
+class _MixtralFields(RoutedFields):
+    num_local_experts: Heads
+    num_experts_per_tok: Heads = 2
+    sliding_window: Count | None = None
+
+
+def read_mixtral(file: ConfigFile) -> ModelConfig:
+    fields = _MixtralFields.read(file)
+    windows = fields.uniform_windows(fields.sliding_window)
+    moe = fields.greedy_experts(
+        fields.num_local_experts,
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.intermediate_size,
+        normalize_weights=True,
+    )
+    return fields.with_experts(fields.gqa(windows=windows, qkv_bias=False, output_bias=False), moe)
+
+
+class _Qwen2MoEFields(_QwenMoEFields):
+    shared_expert_intermediate_size: Size
+    qkv_bias: bool = True
+    use_sliding_window: bool = False
+    sliding_window: CountOrZero | None = None  # 0 in files that newer transformers wrote for models without windows
+    max_window_layers: LayersOrZero = 0
+
+    def windows(self) -> tuple[int | None, ...]:
+        types = self.types_of_layers("full_attention", "sliding_attention")
+        if not self.use_sliding_window:
+            if "sliding_attention" in types:
+                raise self.refuse("use_sliding_window", "true", cure="layer_types has sliding_attention")
+            return (None,) * self.num_hidden_layers
+        if not types:  # transformers and the publisher's code read max_window_layers differently
+            raise self.refuse("layer_types", "full_attention or sliding_attention for each layer")
+        if not self.sliding_window:
+            raise self.refuse("sliding_window", "an integer of at least 1")
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_qwen2_moe(file: ConfigFile) -> ModelConfig:
+    fields = _Qwen2MoEFields.read(file)
+    moe = fields.greedy_experts(
+        fields.count_of_experts(),
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size,
+        normalize_weights=fields.norm_topk_prob,
+        layers=fields.layers_with_experts(),
+        shared_intermediate_size=fields.shared_expert_intermediate_size,
+        shared_gate=True,
+    )
+    return fields.with_experts(fields.gqa(windows=fields.windows(), qkv_bias=fields.qkv_bias, output_bias=False), moe)

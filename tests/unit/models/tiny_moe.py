@@ -1,0 +1,50 @@
+"""Tiny models with mixtures of experts: transformers' class and the values of its config."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_SHARED = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 3,
+}
+_QWEN = _SHARED | {"num_experts": 6, "moe_intermediate_size": 20}
+_QWEN2 = _QWEN | {"shared_expert_intermediate_size": 28}
+
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "qwen3-moe": ("Qwen3Moe", _QWEN | {"head_dim": 16, "norm_topk_prob": True}),
+        "qwen3-moe-dense-layers-between": (
+            "Qwen3Moe",
+            _QWEN
+            | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True}
+            | {"num_experts_per_tok": 2},
+        ),
+        "mixtral": ("Mixtral", _SHARED | {"num_local_experts": 5}),
+        "mixtral-window-tied": (
+            "Mixtral",
+            _SHARED
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+            | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        ),
+        "qwen2-moe": ("Qwen2Moe", _QWEN2),
+        "qwen2-moe-window-no-biases": (
+            "Qwen2Moe",
+            _QWEN2
+            | {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True, "qkv_bias": False}
+            | {"layer_types": ["sliding_attention", "full_attention"], "mlp_only_layers": [0]},
+        ),
+    }
+)
+
+# Rows of test_parallel.
+SPLIT = ("qwen3-moe-dense-layers-between", "mixtral-window-tied", "qwen2-moe")
+# Rows of test_moe_checkpoints.
+SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe")

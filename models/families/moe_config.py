@@ -1,12 +1,13 @@
 """config.json of the families that are Llama's layers with a mixture of experts in place of the MLP: Qwen2-MoE,
 Qwen3-MoE, Mixtral."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, CountOrZero, Heads, Integers, LayersOrZero, Size, Table
+from models.config.fields import Count, CountOrZero, Fraction, Heads, Integers, LayersOrZero, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
+from models.families.deepseek_config import GroupedExpertFields
 
 
 class RoutedFields(RotaryFields):
@@ -153,3 +154,35 @@ def read_qwen2_moe(file: ConfigFile) -> ModelConfig:
         shared_gate=True,
     )
     return fields.with_experts(fields.gqa(windows=fields.windows(), qkv_bias=fields.qkv_bias, output_bias=False), moe)
+
+
+class _Glm4MoEFields(GroupedExpertFields):
+    partial_rotary: ClassVar[bool] = True
+    partial_rotary_factor: Fraction = 0.5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    n_group: Heads = 1
+    topk_group: Heads = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Positive = 1.0
+    num_nextn_predict_layers: LayersOrZero = 0
+
+
+def read_glm4_moe(file: ConfigFile) -> ModelConfig:
+    fields = _Glm4MoEFields.read(file)
+    windows = fields.uniform_windows(None)
+    attention = fields.gqa(
+        windows=windows, qkv_bias=fields.attention_bias, output_bias=False, qk_norm=fields.use_qk_norm
+    )
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        moe=fields.moe(
+            scoring=Scoring.SIGMOID,
+            method=TopKMethod.NOAUX_TC,
+            normalize_weights=fields.norm_topk_prob,
+            weight_scale=fields.routed_scaling_factor,
+        ),
+        mtp_layers=fields.num_nextn_predict_layers,
+    )

@@ -86,6 +86,37 @@ QWEN2_MOE: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+GLM4_MOE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
 
 
 def read(directory: Path, config: dict[str, Any]) -> ModelConfig:
@@ -134,6 +165,18 @@ def test_qwen2_moe(tmp_path: Path) -> None:
     assert attention_of(config).qkv_bias
     assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (60, 4, 1408)
     assert (moe.shared_intermediate_size, moe.shared_gate, moe.normalize_weights) == (5632, True, False)
+
+
+def test_glm4_moe(tmp_path: Path) -> None:
+    config = read(tmp_path, GLM4_MOE)
+    attention, moe = attention_of(config), moe_of(config)
+    assert config.rope is not None
+    assert (config.rope.dim, attention.head_dim) == (64, 128)
+    assert (attention.qkv_bias, attention.output_bias, attention.qk_norm) == (True, False, False)
+    assert (moe.scoring, moe.method, moe.weight_scale) == (Scoring.SIGMOID, TopKMethod.NOAUX_TC, 1.0)
+    assert (moe.num_experts, moe.shared_intermediate_size) == (128, 1408)
+    assert moe.layers == (False,) + (True,) * 45
+    assert config.mtp_layers == 1
 
 
 @pytest.mark.parametrize(

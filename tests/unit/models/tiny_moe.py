@@ -17,6 +17,14 @@ _SHARED = {
 }
 _QWEN = _SHARED | {"num_experts": 6, "moe_intermediate_size": 20}
 _QWEN2 = _QWEN | {"shared_expert_intermediate_size": 28}
+_GLM = _SHARED | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -41,10 +49,17 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True, "qkv_bias": False}
             | {"layer_types": ["sliding_attention", "full_attention"], "mlp_only_layers": [0]},
         ),
+        "glm4-moe": ("Glm4Moe", _GLM | {"use_qk_norm": True, "routed_scaling_factor": 1.7}),
+        "glm4-moe-biases-groups": (
+            "Glm4Moe",
+            _GLM
+            | {"attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+        ),
     }
 )
 
 # Rows of test_parallel.
-SPLIT = ("qwen3-moe-dense-layers-between", "mixtral-window-tied", "qwen2-moe")
+SPLIT = ("qwen3-moe-dense-layers-between", "mixtral-window-tied", "qwen2-moe", "glm4-moe-biases-groups")
 # Rows of test_moe_checkpoints.
-SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe")
+SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")

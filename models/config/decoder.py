@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from models.config.fields import Count, Fields, Fraction, Heads, Integers, Layers, Positive, Size, Table, Texts
 from models.config.file import ConfigFile
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.config.rope import RopeConfig, read_rope
 from models.quantization.config import read_quantization
 
@@ -119,6 +119,8 @@ class DecoderFields(Fields):
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
+        qk_norm_of: QKNorm = QKNorm.HEAD,
+        rotary_layers: tuple[bool, ...] = (),
     ) -> GQAConfig:
         """Grouped-query attention.
 
@@ -149,6 +151,8 @@ class DecoderFields(Fields):
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes(num_heads) if alibi else (),
+            qk_norm_of=qk_norm_of,
+            rotary_layers=rotary_layers,
         )
 
     def types_of_layers(self, *allowed: str) -> tuple[str, ...]:

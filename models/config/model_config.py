@@ -11,11 +11,26 @@ from models.config.rope import RopeConfig, YarnScaling
 from models.quantization.config import Fp8Config
 
 
+class QKNorm(StrEnum):
+    """What the norms of queries and keys cover.
+
+    HEAD: each head, before it turns; one weight for all heads. TURNED_HEAD: the same, after it turns. ROW: all heads of
+    a token together, before they turn. OWN_WEIGHTS: each head, before it turns; weights for each head, and the mean is
+    subtracted.
+    """
+
+    HEAD = "head"
+    TURNED_HEAD = "turned_head"
+    ROW = "row"
+    OWN_WEIGHTS = "own_weights"
+
+
 @dataclass(frozen=True)
 class GQAConfig:
     """Grouped-query attention; tuples have one entry per layer.
 
     Attributes:
+        qk_norm_of: what the norms cover, with `qk_norm`.
         sliding_windows: number of tokens that each layer sees; None: all.
         scale: factor of the scores.
         attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
@@ -23,6 +38,7 @@ class GQAConfig:
         sinks: every head has one more logit in its softmax.
         alibi_slopes: one per head; () without ALiBi.
         blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
+        rotary_layers: whether each layer's queries and keys turn; () when all do.
     """
 
     num_heads: int
@@ -38,6 +54,8 @@ class GQAConfig:
     sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     blocksparse: tuple[BlocksparseParams | None, ...] = ()
+    qk_norm_of: QKNorm = QKNorm.HEAD
+    rotary_layers: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.dense_config import read_granite, read_seed_oss, read_smollm3
 from models.families.falcon_config import read_falcon
 from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
@@ -60,5 +61,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
         "Qwen2MoeForCausalLM": Family(read_qwen2_moe, _LLAMA),
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
+        # Llama's kin, by models/families/dense_config.py.
+        "GraniteForCausalLM": Family(read_granite, _LLAMA),
+        "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),
+        "SmolLM3ForCausalLM": Family(read_smollm3, _LLAMA),
     }
 )

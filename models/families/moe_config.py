@@ -1,18 +1,24 @@
-"""config.json of the families that are Llama's layers with a mixture of experts in place of the MLP: Qwen2-MoE,
-Qwen3-MoE, Mixtral."""
+"""config.json of the families that are Llama's layers with a mixture of experts in place of the MLP."""
 
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
-from models.config.decoder import RotaryFields
-from models.config.fields import Count, CountOrZero, Fraction, Heads, Integers, LayersOrZero, Positive, Size, Table
+from annotated_types import Ge
+
+from models.config.fields import Count, CountOrZero, Fraction, Heads, Integers, LayersOrZero, Positive, Size
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.families.deepseek_config import GroupedExpertFields
+from models.families.llama_config import LlamaLikeFields
+from models.families.llama_switches import LlamaSwitches
 
 
-class RoutedFields(RotaryFields):
-    intermediate_size: Size
-    quantization_config: Table | None = None
+class RoutedFields(LlamaLikeFields):
+    """Attributes:
+    per_token_field: what the family calls the number of experts that a token has.
+    """
+
+    per_token_field: ClassVar[str] = "num_experts_per_tok"
 
     def greedy_experts(
         self,
@@ -31,7 +37,7 @@ class RoutedFields(RotaryFields):
             layers: those with experts; None: all. Without any, the result is None.
         """
         if per_token > num_experts:
-            raise self.refuse("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+            raise self.refuse(self.per_token_field, f"at most the number of experts, {num_experts}")
         layers = (True,) * self.num_hidden_layers if layers is None else layers
         return (
             None
@@ -52,12 +58,15 @@ class RoutedFields(RotaryFields):
             )
         )
 
-    def with_experts(self, attention: GQAConfig, moe: MoEConfig | None) -> ModelConfig:
+    def with_experts(
+        self, attention: GQAConfig, moe: MoEConfig | None, *, switches: LlamaSwitches | None = None
+    ) -> ModelConfig:
         return self.model(
             attention=attention,
             rope=self.rope(dim=attention.head_dim),
             intermediate_size=self.intermediate_size,
             moe=moe,
+            switches=switches,
         )
 
 
@@ -184,5 +193,82 @@ def read_glm4_moe(file: ConfigFile) -> ModelConfig:
             normalize_weights=fields.norm_topk_prob,
             weight_scale=fields.routed_scaling_factor,
         ),
+        mtp_layers=fields.num_nextn_predict_layers,
+    )
+
+
+class _GraniteMoEFields(RoutedFields):
+    num_local_experts: Heads = 8
+    num_experts_per_tok: Heads = 2
+    attention_bias: bool = False
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
+
+
+def read_granite_moe(file: ConfigFile) -> ModelConfig:
+    fields = _GraniteMoEFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    moe = fields.greedy_experts(
+        fields.num_local_experts,
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.intermediate_size,
+        normalize_weights=True,
+    )
+    switches = LlamaSwitches(
+        embedding_multiplier=fields.embedding_multiplier,
+        residual_multiplier=fields.residual_multiplier,
+        logits_multiplier=1 / fields.logits_scaling,
+    )
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, scale=fields.attention_multiplier)
+    return fields.with_experts(attention, moe, switches=switches)
+
+
+class _ErnieMoEFields(RoutedFields):
+    per_token_field: ClassVar[str] = "moe_k"
+    rope_theta: Positive = 500_000.0
+    tie_word_embeddings: bool = True
+    rms_norm_eps: Positive = 1e-5
+    use_bias: Literal[False] = False
+    moe_intermediate_size: Size = 1536
+    moe_k: Heads = 6
+    moe_num_experts: Heads = 64
+    moe_num_shared_experts: LayersOrZero = 2
+    moe_layer_start_index: LayersOrZero = 1
+    moe_layer_end_index: Annotated[int, Ge(-1)] = -1
+    moe_layer_interval: Count = 1
+    moe_norm_min: Positive = 1e-12
+    moe_use_aux_free: Literal[True] = True  # the learnt correction
+    moe_gate_act: Literal["softmax"] = "softmax"
+    num_nextn_predict_layers: LayersOrZero = 0
+
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
+        return tuple(
+            (index + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= index <= last
+            for index in range(self.num_hidden_layers)
+        )
+
+
+def read_ernie_moe(file: ConfigFile) -> ModelConfig:
+    fields = _ErnieMoEFields.read(file)
+    # The smallest sum that chosen scores are divided by. No sum is near it, so it is not computed.
+    if fields.moe_norm_min > 1e-9:
+        raise fields.refuse("moe_norm_min", "a number of at most 1e-9")
+    attention = fields.gqa(windows=fields.uniform_windows(None), qkv_bias=False, output_bias=False)
+    moe = fields.greedy_experts(
+        fields.moe_num_experts,
+        per_token=fields.moe_k,
+        intermediate_size=fields.moe_intermediate_size,
+        normalize_weights=True,
+        layers=fields.layers_with_experts(),
+        shared_intermediate_size=fields.moe_intermediate_size * fields.moe_num_shared_experts,
+    )
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim, interleaved=True),
+        intermediate_size=fields.intermediate_size,
+        moe=None if moe is None else replace(moe, method=TopKMethod.NOAUX_TC),
         mtp_layers=fields.num_nextn_predict_layers,
     )

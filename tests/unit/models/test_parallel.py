@@ -17,8 +17,8 @@ from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
+from models.weights.expert_names import our_name
 from models.weights.loader import checkpoint_views, load_model
-from models.weights.names import our_name
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
 from tests.unit.models import tiny, tiny_moe

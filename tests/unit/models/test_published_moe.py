@@ -9,6 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.reader import read_config
+from models.families.llama_switches import LlamaSwitches
 
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
@@ -117,6 +118,57 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": False,
     "vocab_size": 151552,
 }
+GRANITE_MOE: dict[str, Any] = {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "logits_scaling": 6.0,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 40,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49155,
+}
+ERNIE_MOE: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_capacity": [64, 64, 64],
+    "moe_gate": "topk",
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "vocab_size": 103424,
+}
 
 
 def read(directory: Path, config: dict[str, Any]) -> ModelConfig:
@@ -179,6 +231,25 @@ def test_glm4_moe(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
+def test_granite_moe(tmp_path: Path) -> None:
+    config = read(tmp_path, GRANITE_MOE)
+    moe = moe_of(config)
+    assert attention_of(config).scale == 0.015625
+    assert config.switches == LlamaSwitches(12.0, 0.22, 1 / 6)
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (40, 8, 512)
+
+
+def test_ernie_moe(tmp_path: Path) -> None:
+    config = read(tmp_path, ERNIE_MOE)
+    moe = moe_of(config)
+    assert config.rope is not None
+    assert config.rope.interleaved
+    assert (moe.scoring, moe.method, moe.num_groups) == (Scoring.SOFTMAX, TopKMethod.NOAUX_TC, 1)
+    assert (moe.num_experts, moe.experts_per_token, moe.shared_intermediate_size) == (64, 6, 3072)
+    assert moe.layers == (False,) + (True,) * 27
+    assert config.mtp_layers == 1
+
+
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
@@ -187,6 +258,9 @@ def test_glm4_moe(tmp_path: Path) -> None:
         (QWEN3_MOE | {"num_experts": None}, "num_experts", "missing"),
         (QWEN3_MOE | {"num_local_experts": 64}, "num_experts", "128"),
         (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window", "false"),
+        (ERNIE_MOE | {"moe_k": 65}, "moe_k", "number of experts, 64"),
+        (ERNIE_MOE | {"use_bias": True}, "use_bias", "false"),
+        (ERNIE_MOE | {"moe_use_aux_free": False}, "moe_use_aux_free", "true"),
         (QWEN2_MOE | {"use_sliding_window": True}, "layer_types", "for each layer"),
         (
             QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 0, "layer_types": ["sliding_attention"] * 24},

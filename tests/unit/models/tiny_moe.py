@@ -25,6 +25,13 @@ _GLM = _SHARED | {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 20,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_num_shared_experts": 2,
+}
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -56,10 +63,30 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
         ),
+        "granite-moe": (
+            "GraniteMoe",
+            _SHARED
+            | {"num_local_experts": 5, "attention_bias": True, "embedding_multiplier": 3.0}
+            | {"residual_multiplier": 0.5, "attention_multiplier": 0.4, "logits_scaling": 0.25},
+        ),
+        "ernie-moe": ("Ernie4_5_Moe", _ERNIE),
+        "ernie-moe-dense-layers-around-no-shared": (
+            "Ernie4_5_Moe",
+            _ERNIE
+            | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 0}
+            | {"tie_word_embeddings": False},
+        ),
     }
 )
 
 # Rows of test_parallel.
-SPLIT = ("qwen3-moe-dense-layers-between", "mixtral-window-tied", "qwen2-moe", "glm4-moe-biases-groups")
+SPLIT = (
+    "qwen3-moe-dense-layers-between",
+    "mixtral-window-tied",
+    "qwen2-moe",
+    "glm4-moe-biases-groups",
+    "granite-moe",
+    "ernie-moe",
+)
 # Rows of test_moe_checkpoints.
-SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
+SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "granite-moe", "ernie-moe")

@@ -25,6 +25,9 @@ from models.quantization.fp8 import dequantize_blocks
 _MAX_TOKENS_IN_ONE_LAUNCH = 96
 _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
+# Scores rise with logits, and high ones round to the same score where the logits still differ.
+_BY_LOGITS = (TopKMethod.GREEDY, TopKMethod.SPARSE_MIXER)
+
 
 class Router(nn.Module):
     """Chooses experts and their weights, in float32 for every model dtype: close scores must not tie.
@@ -43,10 +46,11 @@ class Router(nn.Module):
             num_groups=moe.num_groups,
             groups_per_token=moe.groups_per_token,
             sigmoid=moe.scoring is Scoring.SIGMOID,
-            by_logits=moe.method is TopKMethod.GREEDY,
+            by_logits=moe.method in _BY_LOGITS,
             groups_by_two=moe.method is TopKMethod.NOAUX_TC,
             normalize_weights=moe.normalize_weights,
             weight_scale=moe.weight_scale,
+            mixer_threshold=moe.mixer_threshold if moe.method is TopKMethod.SPARSE_MIXER else None,
         )
         self.multiply: Multiply = linear
         self.batch_invariant = False
@@ -70,9 +74,10 @@ class Router(nn.Module):
                 batch_invariant=self.batch_invariant,
             )
         logits_TE = self.multiply(x_TD.float(), self.weight, self.bias)
+        if self.choice.mixer_threshold is not None:
+            return mixed_experts(logits_TE, self.moe.experts_per_token, threshold=self.choice.mixer_threshold)
         scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
-        # Scores rise with logits, and high ones round to the same score where the logits still differ.
-        ranked_TE = logits_TE if self.moe.method is TopKMethod.GREEDY else self._rank(scores_TE)
+        ranked_TE = logits_TE if self.moe.method in _BY_LOGITS else self._rank(scores_TE)
         experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.moe.normalize_weights:
@@ -94,6 +99,19 @@ class Router(nn.Module):
         ruled_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best_TG, value=False)
         grouped_TGE = grouped_TGE.masked_fill(ruled_out_TG.unsqueeze(-1), -torch.inf)
         return grouped_TGE.flatten(-2)
+
+
+def mixed_experts(logits_TE: Tensor, experts_per_token: int, *, threshold: float) -> tuple[Tensor, Tensor]:
+    """Weights and experts [T,K] of `TopKMethod.SPARSE_MIXER`."""
+    left_TE, weights, experts = logits_TE, [], []
+    for _ in range(experts_per_token):
+        best_T1, expert_T1 = left_TE.max(dim=-1, keepdim=True)
+        far_TE = best_T1 - logits_TE > threshold * logits_TE.abs().clamp(min=best_T1)
+        near_TE = left_TE.masked_fill(far_TE, -torch.inf)
+        weights.append(near_TE.softmax(dim=-1).gather(1, expert_T1))
+        experts.append(expert_T1)
+        left_TE = left_TE.scatter(1, expert_T1, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(experts, dim=1)
 
 
 def sigmoid(x: Tensor) -> Tensor:

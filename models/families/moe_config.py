@@ -1,6 +1,6 @@
 """config.json of the families that are Llama's layers with a mixture of experts in place of the MLP."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
@@ -272,3 +272,40 @@ def read_ernie_moe(file: ConfigFile) -> ModelConfig:
         moe=None if moe is None else replace(moe, method=TopKMethod.NOAUX_TC),
         mtp_layers=fields.num_nextn_predict_layers,
     )
+
+
+class _PhimoeFields(RoutedFields):
+    rms_norm_eps: Positive = 1e-5  # of layer norms
+    num_local_experts: Heads
+    num_experts_per_tok: Literal[2] = 2
+    router_jitter_noise: Annotated[float, Ge(0)] = 0.01
+    sliding_window: Count | None = None
+    attention_bias: bool = False
+    lm_head_bias: bool = False
+
+
+def read_phimoe(file: ConfigFile) -> ModelConfig:
+    fields = _PhimoeFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(fields.sliding_window)
+    moe = fields.greedy_experts(
+        fields.num_local_experts,
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.intermediate_size,
+        normalize_weights=False,
+    )
+    assert moe is not None
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        moe=replace(moe, method=TopKMethod.SPARSE_MIXER, mixer_threshold=2 * fields.router_jitter_noise),
+        switches=PhimoeSwitches(head_bias=fields.lm_head_bias),
+    )
+
+
+@dataclass(frozen=True)
+class PhimoeSwitches:
+    """Whether logits have a bias."""
+
+    head_bias: bool

@@ -19,6 +19,7 @@ from models.families.moe_config import (
     read_glm4_moe,
     read_granite_moe,
     read_mixtral,
+    read_phimoe,
     read_qwen2_moe,
     read_qwen3_moe,
 )
@@ -70,6 +71,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
         "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
+        "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
+        "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         # Llama's kin, by models/families/dense_config.py.
         "GraniteForCausalLM": Family(read_granite, _LLAMA),
         "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),

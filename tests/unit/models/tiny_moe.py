@@ -32,6 +32,7 @@ _ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts
     "moe_k": 3,
     "moe_num_shared_experts": 2,
 }
+_PHIMOE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {"num_local_experts": 6}
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -76,6 +77,23 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 0}
             | {"tie_word_embeddings": False},
         ),
+        "phimoe": ("Phimoe", _PHIMOE | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}),
+        "phimoe-window-longrope": (
+            "Phimoe",
+            _PHIMOE
+            | {"sliding_window": 9, "num_local_experts": 2}
+            | {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 500.0,
+                    "short_factor": [1.0, 1.5, 2.0, 3.0],
+                    "long_factor": [2.0, 3.0, 4.0, 8.0],
+                    "short_mscale": 1.2,
+                    "long_mscale": 1.3,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+        ),
     }
 )
 
@@ -89,4 +107,4 @@ SPLIT = (
     "ernie-moe",
 )
 # Rows of test_moe_checkpoints.
-SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "granite-moe", "ernie-moe")
+SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "granite-moe", "ernie-moe", "phimoe")

@@ -8,7 +8,19 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
-from models.families.dense_config import read_granite, read_seed_oss, read_smollm3
+from models.families.dense_config import (
+    read_ernie4_5,
+    read_exaone4,
+    read_granite,
+    read_hunyuan_dense,
+    read_ministral,
+    read_ministral3,
+    read_mistral3,
+    read_olmo2,
+    read_olmo3,
+    read_seed_oss,
+    read_smollm3,
+)
 from models.families.falcon_config import read_falcon
 from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
@@ -77,5 +89,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GraniteForCausalLM": Family(read_granite, _LLAMA),
         "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),
         "SmolLM3ForCausalLM": Family(read_smollm3, _LLAMA),
+        "Olmo2ForCausalLM": Family(read_olmo2, _LLAMA),
+        "Olmo3ForCausalLM": Family(read_olmo3, _LLAMA),
+        "Exaone4ForCausalLM": Family(read_exaone4, _LLAMA),
+        "Ernie4_5ForCausalLM": Family(read_ernie4_5, _LLAMA),
+        "HunYuanDenseV1ForCausalLM": Family(read_hunyuan_dense, _LLAMA),
+        "MinistralForCausalLM": Family(read_ministral, _LLAMA),
+        "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
+        "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
     }
 )

@@ -21,7 +21,7 @@ from models.weights.expert_names import our_name
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_moe
+from tests.unit.models import tiny, tiny_dense, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
@@ -43,6 +43,7 @@ SPLIT = (
     "falcon-rotary",
     *tiny_moe.SPLIT,
     *BY_TWO,
+    *tiny_dense.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -70,7 +71,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, "olmo2", FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -189,7 +190,7 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     copies = max(1, size // gqa.num_kv_heads)
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
-    return times * copies if ".k_proj." in path or ".v_proj." in path else times
+    return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times
 
 
 def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str, Path]) -> None:

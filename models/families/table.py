@@ -26,6 +26,15 @@ from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.moe_config import (
+    read_ernie_moe,
+    read_glm4_moe,
+    read_granite_moe,
+    read_mixtral,
+    read_phimoe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from models.families.phi3_small_config import read_phi3_small
 
 
@@ -92,6 +101,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        "Qwen3MoeForCausalLM": Family(read_qwen3_moe, _LLAMA),
+        "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
+        "Qwen2MoeForCausalLM": Family(read_qwen2_moe, _LLAMA),
+        "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
+        "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
+        "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
+        "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
+        "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         # Llama's kin, by models/families/dense_config.py.
         "GraniteForCausalLM": Family(read_granite, _LLAMA),
         "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),

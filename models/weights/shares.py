@@ -67,6 +67,7 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
     for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
         yield f"{vocabulary}.weight", rows
+    yield "lm_head.bias", rows
     of_first = Share(0, config.hidden_size, (range(config.hidden_size),) if parallel.rank == 0 else ())
     attention, block = config.attention, channel_block(config)
     if isinstance(attention, GQAConfig):

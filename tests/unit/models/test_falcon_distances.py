@@ -24,7 +24,8 @@ def unrounded(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Ten
     first_T = torch.ones_like(attention_mask[:, :2])
     slopes_H = ROUNDED(first_T, num_heads, torch.float32)[:, 0, 1]  # at position 1
     positions_T = (attention_mask.cumsum(-1) - 1).float()
-    return (slopes_H[:, None, None] * positions_T[None]).to(dtype)
+    distances_H1T: Tensor = slopes_H[:, None, None] * positions_T[None]
+    return distances_H1T.to(dtype)
 
 
 @pytest.fixture(scope="module", params=["falcon-rw", "falcon-rw-untied-six-heads", "falcon-new-one-norm-alibi"])

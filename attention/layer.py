@@ -151,7 +151,7 @@ class Attention(nn.Module):
 
         Args:
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
-            rotation: of all channels of each head.
+            rotation: of the first channels of each head, or of all.
             norms: of each head of queries and keys, before they turn.
         """
         if not qkv_TX.is_cuda:

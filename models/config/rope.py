@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict
 
 from baton.errors import ConfigError
-from models.config.fields import Count, Fields, Positive
+from models.config.fields import Count, Fields, Fraction, Positive
 from models.config.file import ConfigFile
 
 
@@ -88,7 +88,7 @@ class _RopeFields(Fields):
     rope_type: object = None
     type: object = None
     rope_theta: Positive | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Fraction | None = None
 
     def scaling(self, max_position_embeddings: int) -> Scaling | None:
         """How frequencies are stretched; None where they are not."""
@@ -153,27 +153,32 @@ def read_rope(
     interleaved: bool,
     max_position_embeddings: int,
     original_max_position_embeddings: int | None = None,
+    partial_rotary_factor: float | None = None,
 ) -> RopeConfig:
-    """The rotary embedding of `dim` channels that `table` describes.
+    """The rotary embedding that `table` describes.
 
     Args:
+        dim: channels of a head that can turn.
         theta: the base, unless the table has one.
         max_position_embeddings: the original context, unless the table has one.
         original_max_position_embeddings: the original context that some files have next to the table. It takes
             precedence over the table, as it does in transformers.
+        partial_rotary_factor: the part of `dim` that turns, unless the table has one; None: all of it, and a table that
+            says otherwise is refused.
 
     Raises:
         ConfigError: an unsupported type or field, or a wrong value.
     """
-    if dim % 2:
-        raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
     fields_class = _fields_class(table)
     name = "original_max_position_embeddings"
     if original_max_position_embeddings is not None and name in fields_class.model_fields:
         table = table.with_values({name: original_max_position_embeddings})
     fields = fields_class.read(table)
-    if fields.partial_rotary_factor != 1.0:
+    if partial_rotary_factor is None and fields.partial_rotary_factor not in (None, 1):
         raise fields.refuse("partial_rotary_factor", "1.0")
+    dim = int(dim * (fields.partial_rotary_factor or partial_rotary_factor or 1.0))
+    if dim % 2 or not dim:
+        raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
     return RopeConfig(dim, fields.rope_theta or theta, interleaved, fields.scaling(max_position_embeddings))
 
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from baton.errors import ConfigError
 from models import rotary
 from models.config.file import ConfigFile
 from models.config.rope import RopeConfig, YarnScaling, read_rope
@@ -21,6 +22,7 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings":
     "scaling",
     [
         {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.375},
         LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0},
         LLAMA3 | {"original_max_position_embeddings": 64},
         LLAMA3 | {"original_max_position_embeddings": 8192, "high_freq_factor": 1.0},
@@ -31,6 +33,7 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings":
         YARN | {"mscale": 1.0},
         YARN | {"attention_factor": 1.25},
         YARN | {"factor": 0.5},
+        YARN | {"partial_rotary_factor": 0.75},
     ],
 )
 def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> None:
@@ -41,7 +44,9 @@ def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> No
     expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
 
     table = ConfigFile("test", parameters)
-    rope = read_rope(table, dim=64, theta=1e4, interleaved=False, max_position_embeddings=131072)
+    rope = read_rope(
+        table, dim=64, theta=1e4, interleaved=False, max_position_embeddings=131072, partial_rotary_factor=1.0
+    )
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     if isinstance(rope.scaling, YarnScaling):
         assert rope.scaling.rotary_scale == pytest.approx(expected_scale)
@@ -93,3 +98,27 @@ def test_rotation_is_multiplication_by_a_complex_number(interleaved: bool, dtype
     torch.testing.assert_close(
         rotated_THD, expected.flatten(-2).to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_past_the_rotary_ones_do_not_turn(interleaved: bool) -> None:
+    rotation = Rotary(RopeConfig(dim=6, theta=100.0, interleaved=interleaved, scaling=None))(torch.tensor([0, 3, 50]))
+    x_THD = torch.randn(3, 2, 9)
+    turned_THD = rotation.apply(x_THD)
+    assert torch.equal(turned_THD[..., :6], rotation.apply(x_THD[..., :6]))
+    assert torch.equal(turned_THD[..., 6:], x_THD[..., 6:])
+
+
+@pytest.mark.parametrize(("in_table", "outside", "dim"), [(None, 0.5, 16), (0.25, 0.5, 8), (None, 1.0, 32)])
+def test_a_table_s_part_of_the_head_counts_before_the_file_s(in_table: float | None, outside: float, dim: int) -> None:
+    table = ConfigFile("test", {"partial_rotary_factor": in_table})
+    rope = read_rope(
+        table, dim=32, theta=1e4, interleaved=False, max_position_embeddings=64, partial_rotary_factor=outside
+    )
+    assert rope.dim == dim
+
+
+def test_a_part_of_the_head_is_refused_where_the_family_turns_all_of_it() -> None:
+    table = ConfigFile("test", {"partial_rotary_factor": 0.5})
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.5"):
+        read_rope(table, dim=32, theta=1e4, interleaved=False, max_position_embeddings=64)

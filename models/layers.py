@@ -52,9 +52,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * (weight_offset + weight) + bias."""
 
-    def __init__(
-        self, size: int, *, eps: float, dtype: torch.dtype, bias: bool = True, weight_offset: int = 0
-    ) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, bias: bool = True, weight_offset: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype)) if bias else None

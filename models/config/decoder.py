@@ -211,13 +211,13 @@ class RotaryFields(DecoderFields):
         )
 
 
-def alibi_slopes(num_heads: int, *, exponent: int = 8) -> tuple[float, ...]:
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """How fast each head's scores fall with distance (ALiBi, arXiv 2108.12409).
 
-    A geometric sequence that ends at 2 ** -exponent; heads beyond a power of two have every other member of the sequence for
+    A geometric sequence that ends at 1/256; heads beyond a power of two have every other member of the sequence for
     twice as many heads.
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-exponent * (head + 1) / power) for head in range(power)]
-    slopes += [2.0 ** (-exponent * (2 * head + 1) / (2 * power)) for head in range(num_heads - power)]
+    slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2.0 ** (-8 * (2 * head + 1) / (2 * power)) for head in range(num_heads - power)]
     return tuple(slopes)

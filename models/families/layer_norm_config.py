@@ -2,12 +2,12 @@
 MPT."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from models.config.decoder import DecoderFields, RotaryFields, alibi_slopes
+from models.config.decoder import DecoderFields, RotaryFields
 from models.config.fields import Count, Cure, Fields, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
@@ -112,6 +112,58 @@ def read_starcoder2(file: ConfigFile) -> ModelConfig:
     )
 
 
+class _NemotronFields(RotaryFields):
+    partial_rotary: ClassVar[bool] = True
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"partial_rotary_factor": 0.5})
+    intermediate_size: Size
+    hidden_act: ActivationName = "relu2"
+    norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+    quantization_config: Table | None = None
+
+
+def read_nemotron(file: ConfigFile) -> ModelConfig:
+    fields = _NemotronFields.read(_renamed(file, {"rope_percent": "partial_rotary_factor"}))
+    attention = fields.gqa(qkv_bias=fields.attention_bias, output_bias=fields.attention_bias)
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        norm_eps=fields.norm_eps,
+        switches=LayerNormSwitches(_ACTIVATIONS[fields.hidden_act], norm_weight_offset=1),
+    )
+
+
+class _GPTNeoXFields(RotaryFields):
+    partial_rotary: ClassVar[bool] = True
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"partial_rotary_factor": 0.25})
+    intermediate_size: Size
+    hidden_act: ActivationName = "gelu"
+    layer_norm_eps: Positive = 1e-5
+    attention_bias: bool = True
+    use_parallel_residual: bool = True
+
+
+_GPT_NEOX_NAMES = MappingProxyType({"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"})
+
+
+def read_gpt_neox(file: ConfigFile) -> ModelConfig:
+    fields = _GPTNeoXFields.read(_renamed(file, _GPT_NEOX_NAMES))
+    attention = fields.gqa(qkv_bias=fields.attention_bias, output_bias=fields.attention_bias)
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        norm_eps=fields.layer_norm_eps,
+        mlp_bias=True,
+        switches=LayerNormSwitches(
+            _ACTIVATIONS[fields.hidden_act],
+            projection=Projection.BY_HEAD,
+            parallel=fields.use_parallel_residual,
+        ),
+    )
+
+
 class _GPT2Fields(DecoderFields):
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
         {
@@ -204,7 +256,7 @@ class _MPTAttentionFields(Fields):
 
     cure: ClassVar[str] = "transformers computes no other variant either"
     alibi: Literal[True] = True
-    alibi_bias_max: Count = 8
+    alibi_bias_max: Literal[8] = 8
     attn_type: Literal["multihead_attention"] = "multihead_attention"
     attn_uses_sequence_id: Literal[False] = False
     clip_qkv: Positive | None = None
@@ -245,10 +297,8 @@ _MPT_NAMES = MappingProxyType(
 def read_mpt(file: ConfigFile) -> ModelConfig:
     fields = _MPTFields.read(_renamed(file, _MPT_NAMES))
     own = _MPTAttentionFields.read(fields.table("attn_config"))
-    attention = fields.gqa(qkv_bias=False, output_bias=False, scale=own.softmax_scale)
-    slopes = alibi_slopes(attention.num_heads, exponent=own.alibi_bias_max)
     return fields.model(
-        attention=replace(attention, alibi_slopes=slopes),
+        attention=fields.gqa(qkv_bias=False, output_bias=False, scale=own.softmax_scale, alibi=True),
         rope=None,
         intermediate_size=fields.expansion_ratio * fields.hidden_size,
         norm_eps=fields.layer_norm_epsilon,

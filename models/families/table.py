@@ -11,6 +11,14 @@ from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from models.families.falcon_config import read_falcon
 from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.layer_norm_config import (
+    read_gpt2,
+    read_gpt_neox,
+    read_mpt,
+    read_nemotron,
+    read_opt,
+    read_starcoder2,
+)
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.phi3_small_config import read_phi3_small
@@ -37,6 +45,7 @@ _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
 _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+_LAYER_NORM = "models.families.layer_norm_decoder"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -55,5 +64,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        # Layer norms, and an MLP of two layers.
+        "Starcoder2ForCausalLM": Family(read_starcoder2, f"{_LAYER_NORM}:StarCoder2ForCausalLM"),
+        "NemotronForCausalLM": Family(read_nemotron, f"{_LAYER_NORM}:LayerNormForCausalLM"),
+        "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
+        "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
+        "OPTForCausalLM": Family(read_opt, f"{_LAYER_NORM}:OPTForCausalLM"),
+        "MptForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
+        "MPTForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
     }
 )

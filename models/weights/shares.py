@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from models.families.layer_norm_config import LayerNormSwitches
+from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -94,8 +94,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
-    if isinstance(config.switches, LayerNormSwitches) and config.switches.inputs_first:
-        yield from _with_inputs_first(attention, part_of(config.intermediate_size), parallel)
+    if isinstance(config.switches, LayerNormSwitches):
+        yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -112,9 +112,6 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
     yield "self_attn.o_proj.weight", _as_inputs(queries)
     yield "self_attn.o_proj.bias", of_first
     yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))
-    joined = _queries_then_keys_then_values(gqa, parallel)
-    yield "self_attn.qkv_proj.weight", joined
-    yield "self_attn.qkv_proj.bias", joined
     in_one = _queries_keys_values(gqa, parallel)
     for attention in ("self_attn", "self_attention"):
         yield f"{attention}.query_key_value.weight", in_one
@@ -144,17 +141,20 @@ def _queries_then_keys_then_values(gqa: GQAConfig, parallel: TensorParallel) -> 
     return Share(0, size, tuple(_times(part, gqa.head_dim) for part in parts))
 
 
-def _with_inputs_first(
-    gqa: GQAConfig | MLAConfig, channels_of_mlp: Share, parallel: TensorParallel
+def _layer_norm_decoder(
+    config: ModelConfig, switches: LayerNormSwitches, channels_of_mlp: Share, parallel: TensorParallel
 ) -> Iterator[tuple[str, Share]]:
-    """Weights that are [in, out] in the checkpoint."""
+    gqa = config.attention
     assert isinstance(gqa, GQAConfig)
-    joined = _queries_then_keys_then_values(gqa, parallel)
-    heads = _times(query_heads(gqa.num_heads, parallel), gqa.head_dim)
-    yield "self_attn.qkv_proj.weight", _as_inputs(joined)
-    yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
-    yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
-    yield "mlp.down_proj.weight", channels_of_mlp
+    by_head = switches.projection is Projection.BY_HEAD
+    in_one = (_queries_keys_values if by_head else _queries_then_keys_then_values)(gqa, parallel)
+    yield "self_attn.qkv_proj.bias", in_one
+    yield "self_attn.qkv_proj.weight", _as_inputs(in_one) if switches.inputs_first else in_one
+    if switches.inputs_first:
+        heads = _times(query_heads(gqa.num_heads, parallel), gqa.head_dim)
+        yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
+        yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
+        yield "mlp.down_proj.weight", channels_of_mlp
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

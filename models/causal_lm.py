@@ -79,7 +79,8 @@ class CausalLM(ParallelModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
-        checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place.
+        checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
+            `models.weights.names` translates them.
         config: of this rank, where several ranks compute the model together.
         vocab_size: of the whole model.
         rotary: None where the config has no rotary embedding.

@@ -50,14 +50,17 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
+    """(x - mean(x)) / sqrt(var(x) + eps) * (weight_offset + weight) + bias."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, bias: bool = True, weight_offset: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype)) if bias else None
+        self.eps, self.weight_offset = eps, weight_offset
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+        weight_D = self.weight + self.weight_offset if self.weight_offset else self.weight
+        return layer_norm(x_TD, weight_D.shape, weight_D, self.bias, self.eps)
 
 
 class Embedding(ParallelModule):

@@ -32,6 +32,15 @@ class Linear(nn.Linear):
         """Does nothing: drawing billions of numbers, which loading overwrites, takes minutes."""
 
 
+class InputsFirstLinear(Linear):
+    """A linear layer whose weight is [in, out] in the checkpoint, as GPT-2's are."""
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """(Tensor name, relative to this layer; the memory that it fills.)"""
+        for name, parameter in self.named_parameters():
+            yield name, parameter.data.t() if name == "weight" else parameter.data
+
+
 class FusedLinear(Linear):
     """Several of a checkpoint's linear layers that read the same input, computed as one.
 

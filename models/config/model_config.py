@@ -123,7 +123,7 @@ class ModelConfig:
 
     Attributes:
         norm_eps: of RMS norms, and of layer norms in the families that have those.
-        dtype: of the saved weights.
+        dtype: of the saved weights; float32 for float64.
         rope: None for models without rotary embedding.
         local_rope: of the layers with a sliding window, where they have their own.
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).

@@ -68,13 +68,16 @@ def _text_config(file: ConfigFile) -> ConfigFile:
 
 
 def _dtype(directory: Path, file: ConfigFile) -> str:
-    """The file's dtype; the weights' dtype if it names none, as BLOOM's published files do."""
+    """The file's dtype; the weights' dtype if it names none, as BLOOM's published files do. Models run in float32 at
+    most, so float64 weights are converted to that."""
     name = "torch_dtype" if file.raw("dtype") is None else "dtype"
     if file.raw(name) is None:
         file = file.with_values({name: stored_dtype(directory) or "float32"})
     dtype = file.raw(name)
+    if dtype == "float64":
+        return "float32"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise file.refuse(name, *DTYPE_BYTES)
+        raise file.refuse(name, *DTYPE_BYTES, "float64")
     return dtype
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from models.config.decoder import DecoderFields
-from models.config.fields import Positive, Size
+from models.config.fields import Count, Positive, Size
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 
@@ -33,11 +33,16 @@ class _BloomFields(DecoderFields):
     apply_residual_connection_post_layernorm: bool = False
     n_inner: Size | None = None
     layer_norm_epsilon: Positive = 1e-5
+    pretraining_tp: Count = 1
+    slow_but_exact: bool = False
 
 
 def read_bloom(file: ConfigFile) -> ModelConfig:
     renamed = {name: file.raw(published) for published, name in _SPELLINGS if file.raw(published) is not None}
     fields = _BloomFields.read(ConfigFile(file.where, {**renamed, **file.values}))
+    if fields.slow_but_exact and fields.pretraining_tp > 1:
+        # The reference sums slices of the products' inputs, and leaves out the biases.
+        raise fields.refuse("slow_but_exact", "false", cure="with pretraining_tp above 1 it leaves biases out")
     return fields.model(
         attention=fields.gqa(qkv_bias=True, output_bias=True, alibi=True),
         rope=None,

@@ -24,6 +24,14 @@ from models.families.dense_config import (
 from models.families.falcon_config import read_falcon
 from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.layer_norm_config import (
+    read_gpt2,
+    read_gpt_neox,
+    read_mpt,
+    read_nemotron,
+    read_opt,
+    read_starcoder2,
+)
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.moe_config import (
@@ -78,6 +86,7 @@ _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
 _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+_LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
 _GEMMA2_PARTS = "norms before and after both halves of a layer, capped logits"
@@ -121,6 +130,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MinistralForCausalLM": Family(read_ministral, _LLAMA),
         "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
         "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
+        # Layer norms, and an MLP of two layers.
+        "Starcoder2ForCausalLM": Family(read_starcoder2, f"{_LAYER_NORM}:StarCoder2ForCausalLM"),
+        "NemotronForCausalLM": Family(read_nemotron, f"{_LAYER_NORM}:LayerNormForCausalLM"),
+        "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
+        "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
+        "OPTForCausalLM": Family(read_opt, f"{_LAYER_NORM}:OPTForCausalLM"),
+        "MptForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
+        "MPTForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
     }
 )
 

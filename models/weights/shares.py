@@ -1,17 +1,21 @@
 """The part of each checkpoint tensor that one rank holds: one table for all families.
 
-Names are as in checkpoints, or paths of our modules for families with another prefix there. A tensor that is not in the
+Names are as in checkpoints, or paths of our modules for families with other names there. A tensor that is not in the
 table is whole on every rank. Where ranks' results are summed, the first rank holds the bias and the others have zeros.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
+from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.phi3_small_config import Phi3SmallSwitches
+from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
 from models.quantization.config import FP8_BLOCK, Granularity
+from models.weights.names import renamed
 
 _LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -42,9 +46,12 @@ class Shares:
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         self._granularity = None if config.quantization is None else config.quantization.weights
         self._table: Mapping[str, Share] = dict(_table(config, parallel)) if parallel.size > 1 else {}
+        prefixes: Mapping[str, str] = resolve_name(FAMILIES[config.architecture].model).checkpoint_prefixes
+        self._prefixes = {theirs: ours for ours, theirs in prefixes.items()}
 
     def of(self, name: str) -> Share | None:
         """None: the tensor is whole."""
+        name = renamed(name, self._prefixes)
         weight = _SCALE.sub(".weight", name)
         share = self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
         return share if share is None or weight == name else self._of_scale(share, name)
@@ -88,6 +95,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
+    if isinstance(config.switches, LayerNormSwitches):
+        yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -125,6 +134,31 @@ def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
         before, stop = 2 * sharing.start, sharing.stop * group
         parts = [range(heads.start + before, heads.stop + before), range(stop - 2, stop)]
     return Share(0, gqa.num_kv_heads * group * gqa.head_dim, tuple(_times(part, gqa.head_dim) for part in parts))
+
+
+def _queries_then_keys_then_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
+    """The share of a tensor with the queries of all heads, then their keys, then their values."""
+    heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
+    keys, values = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
+    parts = [heads, *(range(first + sharing.start, first + sharing.stop) for first in (keys, values))]
+    size = (gqa.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim
+    return Share(0, size, tuple(_times(part, gqa.head_dim) for part in parts))
+
+
+def _layer_norm_decoder(
+    config: ModelConfig, switches: LayerNormSwitches, channels_of_mlp: Share, parallel: TensorParallel
+) -> Iterator[tuple[str, Share]]:
+    gqa = config.attention
+    assert isinstance(gqa, GQAConfig)
+    by_head = switches.projection is Projection.BY_HEAD
+    in_one = (_queries_keys_values if by_head else _queries_then_keys_then_values)(gqa, parallel)
+    yield "self_attn.qkv_proj.bias", in_one
+    yield "self_attn.qkv_proj.weight", _as_inputs(in_one) if switches.inputs_first else in_one
+    if switches.inputs_first:
+        heads = _times(query_heads(gqa.num_heads, parallel), gqa.head_dim)
+        yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
+        yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
+        yield "mlp.down_proj.weight", channels_of_mlp
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

@@ -24,9 +24,9 @@ def cache_shape(config: ModelConfig, *, num_blocks: int = 64) -> KVCacheShape:
 
 
 def backend_for(
-    config: ModelConfig, dtype: str = "float32", kv_dtype: str = "", *, device: str = "cpu"
+    config: ModelConfig, dtype: str = "float32", kv_dtype: str = "", *, device: str = "cpu", num_blocks: int = 64
 ) -> AttentionBackend:
-    shape = cache_shape(config)
+    shape = cache_shape(config, num_blocks=num_blocks)
     needs = attention_needs(config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype, max_num_reqs=256)
     return select_backend(needs)
 
@@ -42,9 +42,10 @@ class PagedDriver:
         kv_dtype: str = "",
         *,
         device: str = "cpu",
+        num_blocks: int = 64,
     ) -> None:
         self.model, self.backend, self.device = model, backend, device
-        shape = cache_shape(model.config)
+        shape = cache_shape(model.config, num_blocks=num_blocks)
         self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape, device)
         self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
         generator = torch.Generator().manual_seed(1)

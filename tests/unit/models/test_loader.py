@@ -57,6 +57,17 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | 
     return target
 
 
+def test_float64_weights_are_converted_to_the_model_s_dtype(llama: Path, tmp_path: Path) -> None:
+    wide = rewritten(llama, tmp_path, lambda tensors: {name: each.double() for name, each in tensors.items()})
+    fields = json.loads((wide / "config.json").read_text())
+    for named in ("float64", None):
+        (wide / "config.json").write_text(json.dumps(fields | {"dtype": named}))
+        assert read_config(wide).dtype == "float32"
+        for dtype in ("float32", "bfloat16"):
+            converted, expected = load(wide, dtype=dtype).state_dict(), load(llama, dtype=dtype).state_dict()
+            assert all(torch.equal(converted[name], each) for name, each in expected.items())
+
+
 def test_every_stored_tensor_fills_its_part(any_family: Path) -> None:
     views, stored = checkpoint_views(load(any_family)), load_file(any_family / "model.safetensors")
     assert views.keys() == stored.keys()

@@ -32,7 +32,9 @@ from tests.unit.models.tiny import save_tiny
 
 # With two kv heads where there are any, so that four ranks hold each of them twice.
 BY_TWO = ("qwen3-window-by-layer-types", "deepseek-v3", "llama4", "gpt-oss", "bloom", "falcon-new")
+LAYER_NORMS = ("starcoder2", "gpt-neox", "gpt2", "opt-norms-after-projections", "mpt")
 SPLIT = (
+    "nemotron-wide-heads-biases",
     "llama-llama3-tied",
     "llama-linear-biases-wide-heads",
     "deepseek-v2-q-lora-groups-yarn",
@@ -71,7 +73,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, "olmo2", *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -203,7 +205,17 @@ def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", SPARSE]
+    "name",
+    [
+        "llama-linear-biases-wide-heads",
+        "deepseek-v3",
+        "llama4",
+        "falcon-new",
+        "bloom",
+        "gpt2",
+        "opt-norms-after-projections",
+        SPARSE,
+    ],
 )
 def test_dummy_weights_are_parts_of_those_of_the_whole_model(name: str, models: dict[str, Path]) -> None:
     def views(parallel: TensorParallel) -> dict[str, torch.Tensor]:

@@ -312,6 +312,7 @@ def test_bloom(tmp_path: Path) -> None:
     assert config.max_context_tokens == 2048
     assert config.intermediate_size == 4096
     assert config == read(tmp_path, BLOOM | {"hidden_size": 1024, "n_embed": None})
+    assert config == read(tmp_path, BLOOM | {"slow_but_exact": True}), "one slice is the whole product"
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
@@ -360,6 +361,7 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
             "false",
         ),
         (BLOOM | {"n_head": None}, "num_attention_heads", "missing"),
+        (BLOOM | {"pretraining_tp": 4, "slow_but_exact": True}, "slow_but_exact", "leaves biases out"),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:

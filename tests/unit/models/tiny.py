@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_moe
+from tests.unit.models import tiny_dense, tiny_gpt, tiny_moe
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
 _CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig"}
-_REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks")
+_REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks", *tiny_gpt.NORMS)
 
 _SHARED = {
     "vocab_size": VOCAB_SIZE,
@@ -170,8 +170,14 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
         **tiny_moe.MODELS,
         **tiny_dense.MODELS,
+        **tiny_gpt.MODELS,
     }
 )
+
+
+def architecture_of(family: str) -> str:
+    """transformers' class of the language model."""
+    return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
 
 
 def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
@@ -181,7 +187,7 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     config = getattr(transformers, f"{family}{_CONFIG_SUFFIX.get(family, 'Config')}")(**fields)
     # NOTE: transformers' eager attention adds Falcon's distances twice, in the mask and to the scores; its default not.
     config._attn_implementation = "sdpa" if family == "Falcon" else "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, architecture_of(family))(config).eval()
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
             if path.endswith(_REDRAWN):  # transformers begins with ones and zeros, which hide mistakes

@@ -1,6 +1,7 @@
-"""config.json of Gemma-2 and of Gemma-3's text model."""
+"""config.json of Gemma 1, Gemma-2, Gemma-3's text model, and VaultGemma."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -22,6 +23,52 @@ _UNMENTIONED = {
     "tie_word_embeddings": True,
 }
 _GEMMA3_ROPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True)
+class NormsBefore:
+    """A layer has norms before both halves and none after them.
+
+    Attributes:
+        mlp_norm: the name in checkpoints of the norm before the MLP.
+    """
+
+    mlp_norm: str
+
+
+class _Gemma1Fields(RotaryFields):
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {
+            "vocab_size": 256_000,
+            "hidden_size": 3072,
+            "intermediate_size": 24_576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        }
+    )
+    intermediate_size: Size
+    quantization_config: Table | None = None
+    # NOTE: first files say gelu and mean its approximation, which the model was trained with.
+    hidden_act: Literal["gelu_pytorch_tanh", "gelu"] = "gelu_pytorch_tanh"
+    hidden_activation: Literal["gelu_pytorch_tanh"] | None = None
+    use_bidirectional_attention: Literal[False] | None = None
+    attention_bias: bool = False
+
+
+def read_gemma1(file: ConfigFile) -> ModelConfig:
+    fields = _Gemma1Fields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        switches=NormsBefore("post_attention_layernorm"),
+    )
 
 
 class _GemmaFields(RotaryFields):
@@ -60,6 +107,14 @@ class _Gemma2Fields(_GemmaFields):
 
 
 def read_gemma2(file: ConfigFile) -> ModelConfig:
+    return _gemma2(file, None)
+
+
+def read_vault_gemma(file: ConfigFile) -> ModelConfig:
+    return _gemma2(file, NormsBefore("pre_feedforward_layernorm"))
+
+
+def _gemma2(file: ConfigFile, switches: NormsBefore | None) -> ModelConfig:
     fields = _Gemma2Fields.read(file)
     attention = fields.attention(every=2, qk_norm=False, soft_cap=fields.attn_logit_softcapping)
     return fields.model(
@@ -67,6 +122,7 @@ def read_gemma2(file: ConfigFile) -> ModelConfig:
         rope=fields.rope(dim=attention.head_dim),
         intermediate_size=fields.intermediate_size,
         final_logits_soft_cap=fields.final_logit_softcapping,
+        switches=switches,
     )
 
 

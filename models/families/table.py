@@ -9,7 +9,7 @@ from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from models.families.falcon_config import read_falcon
-from models.families.gemma_config import read_gemma2, read_gemma3
+from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
@@ -55,5 +55,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
+        "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
     }
 )

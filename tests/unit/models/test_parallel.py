@@ -20,7 +20,7 @@ from models.quantization.fp8_linear import Fp8Linear
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
-from tests.unit.models import tiny
+from tests.unit.models import tiny, tiny_gemma
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
@@ -40,6 +40,7 @@ SPLIT = (
     "llama4-all-experts-two-of-them-biases",
     "falcon-multi-query-alibi",
     "falcon-rotary",
+    *tiny_gemma.BY_FOUR,
     *BY_TWO,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.unit.models import tiny_gemma
+
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
@@ -166,6 +168,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"hidden_size": 40, "n_head": 5, "tie_word_embeddings": False}
             | {"apply_residual_connection_post_layernorm": True},
         ),
+        **tiny_gemma.MODELS,
     }
 )
 

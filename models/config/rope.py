@@ -64,7 +64,16 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `turning` pairs of channels turn, as fast as in a rotary embedding of all channels, divided by
+    `factor`."""
+
+    factor: float
+    turning: int
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
 
 
 @dataclass(frozen=True)

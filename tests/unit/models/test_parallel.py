@@ -1,6 +1,7 @@
 """A model split over several ranks equals the model on one rank. `test_parallel_parts` tests which rank has which part,
 and which splits are refused."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +65,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, *tiny_gemma.BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -175,7 +176,8 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     times, gqa = torch.ones_like(held), config.attention
     if not isinstance(gqa, GQAConfig):
         return times
-    copies = max(1, size // gqa.num_kv_heads)
+    layer = re.search(r"layers\.(\d+)\.", path)
+    copies = max(1, size // (gqa.heads_of(int(layer[1]))[0] if layer else gqa.num_kv_heads))
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
     return times * copies if ".k_proj." in path or ".v_proj." in path else times

@@ -257,6 +257,7 @@ def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int
 def _intermediate_sizes(config: ModelConfig) -> dict[str, int]:
     moe = config.moe
     if moe is None:
-        return {"its MLP": min(config.intermediate_sizes, default=config.intermediate_size)}
+        sizes = {f"the MLP of layer {index}": size for index, size in enumerate(config.intermediate_sizes)}
+        return sizes or {"its MLP": config.intermediate_size}
     sizes = {"an expert": moe.intermediate_size, "the shared expert": moe.shared_intermediate_size}
     return sizes if all(moe.layers) else sizes | {"its MLP": config.intermediate_size}

@@ -10,6 +10,7 @@ from models.config.fields import Count, CountOrZero, Fields, Heads, LayersOrZero
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.rope import ProportionalScaling, RopeConfig, read_rope
+from models.families.gemma_config import with_shared_kv
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EVERY = 6  # each of these layers sees all tokens, and so does the last layer
@@ -99,12 +100,6 @@ class _Gemma4Fields(DecoderFields):
             raise self.refuse("num_key_value_heads", "a multiple of the other layers' kv heads, or a divisor of them")
         if self.num_attention_heads % largest_heads:
             raise self.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {self.num_attention_heads}")
-        shared = self.num_kv_shared_layers
-        owned = self.num_hidden_layers - shared
-        if owned < 1 or set(windows[owned:]) - set(windows[:owned]):
-            raise self.refuse(
-                "num_kv_shared_layers", "a number that leaves a layer of each kind before those that share"
-            )
         attention = GQAConfig(
             num_heads=self.num_attention_heads,
             num_kv_heads=largest_heads,
@@ -114,10 +109,10 @@ class _Gemma4Fields(DecoderFields):
             qk_norm=True,
             sliding_windows=windows,
             scale=1.0,
-            kv_shared_layers=shared,
             layer_heads=heads if len(set(heads)) > 1 else (),
         )
-        if any(heads[index] != heads[attention.kv_source(index)] for index in range(owned, len(heads))):
+        attention = with_shared_kv(self, attention, self.num_kv_shared_layers)
+        if any(own != heads[attention.kv_source(index)] for index, own in enumerate(heads)):
             raise self.refuse("per_layer_config", "equal heads in layers that share keys and values")
         return attention
 
@@ -202,10 +197,8 @@ def read_gemma4(file: ConfigFile) -> ModelConfig:
     }
     rope, local_rope = fields.ropes({_FULL: fields.head_dim, _SLIDING: fields.head_dim} | dims)
     owned, wide = attention.num_kv_layers, fields.use_double_wide_mlp
-    sizes = tuple(
-        fields.intermediate_size * (2 if wide and index >= owned else 1)
-        for index in range(len(attention.sliding_windows))
-    )
+    size, layers = fields.intermediate_size, range(fields.num_hidden_layers)
+    sizes = tuple(2 * size if wide and index >= owned else size for index in layers)
     if wide and fields.enable_moe_block:
         raise fields.refuse("use_double_wide_mlp", "false", cure="not supported together with enable_moe_block")
     return fields.model(

@@ -1,12 +1,12 @@
 """config.json of Gemma 1, Gemma-2, Gemma-3's text model, and VaultGemma."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, Positive, Size, Table
+from models.config.fields import Count, Fields, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.rope import RopeConfig, read_rope
@@ -126,21 +126,11 @@ def _gemma2(file: ConfigFile, switches: NormsBefore | None) -> ModelConfig:
     )
 
 
-class _Gemma3Fields(_GemmaFields):
-    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
-        {
-            **_UNMENTIONED,
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-        }
-    )
-    # NOTE: the reference ignores this field in the attention of this family, so no right answer exists.
-    attn_logit_softcapping: None = None
-    sliding_window_pattern: Count = 6
-    rope_theta: Positive
-    rope_local_base_freq: Positive
+class LocalRopeFields(RotaryFields):
+    """Fields of families that rotate faster in layers with a window."""
+
+    rope_theta: Positive = 1_000_000.0
+    rope_local_base_freq: Positive = 10_000.0
 
     def ropes(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
         """The rotary embeddings of layers without and with a window. Newer files have a table for each; in older files
@@ -161,6 +151,19 @@ class _Gemma3Fields(_GemmaFields):
         return rope(table, self.rope_theta), rope(local, self.rope_local_base_freq)
 
 
+class _Gemma3Fields(_GemmaFields, LocalRopeFields):
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {
+            **_UNMENTIONED,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+        }
+    )
+    # NOTE: the reference ignores this field in the attention of this family, so no right answer exists.
+    attn_logit_softcapping: None = None
+    sliding_window_pattern: Count = 6
+
+
 def read_gemma3(file: ConfigFile) -> ModelConfig:
     fields = _Gemma3Fields.read(file)
     attention = fields.attention(every=fields.sliding_window_pattern, qk_norm=True, soft_cap=None)
@@ -172,3 +175,13 @@ def read_gemma3(file: ConfigFile) -> ModelConfig:
         intermediate_size=fields.intermediate_size,
         final_logits_soft_cap=fields.final_logit_softcapping,
     )
+
+
+def with_shared_kv(fields: Fields, attention: GQAConfig, num_layers: int) -> GQAConfig:
+    """The attention, whose last layers have no keys and values of their own."""
+    windows = attention.sliding_windows
+    owned = len(windows) - num_layers
+    if owned < 1 or set(windows[owned:]) - set(windows[:owned]):
+        cure = "before the layers that share keys and values there has to be one of each kind"
+        raise fields.refuse("num_kv_shared_layers", cure=cure)
+    return replace(attention, kv_shared_layers=num_layers)

@@ -9,6 +9,7 @@ from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from models.families.falcon_config import read_falcon
+from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
@@ -37,6 +38,7 @@ class Family:
 _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
 _GEMMA = "models.families.gemma:GemmaForCausalLM"
+_GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
 
@@ -59,6 +61,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
         "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
         "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
+        "Gemma3nForCausalLM": Family(read_gemma3n, _GEMMA3N, overflows_float16=True),
+        "Gemma3nForConditionalGeneration": Family(read_gemma3n, _GEMMA3N, text_config=True, overflows_float16=True),
         "Gemma4ForCausalLM": Family(read_gemma4, _GEMMA4, overflows_float16=True),
         "Gemma4ForConditionalGeneration": Family(read_gemma4, _GEMMA4, text_config=True, overflows_float16=True),
     }

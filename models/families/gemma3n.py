@@ -213,7 +213,8 @@ class Streams(nn.Module):
         """Each row of `x_TD` with the mean square of the first stream's."""
         wanted_T1 = self.row_mean(first_TD.float().square()).sqrt()
         present_T1 = self.row_mean(x_TD.float().square()).clamp(min=_LEAST_SQUARE).sqrt()
-        return (x_TD * wanted_T1 / present_T1).to(x_TD.dtype)
+        scaled_TD: Tensor = x_TD * wanted_T1 / present_T1
+        return scaled_TD.to(x_TD.dtype)
 
 
 class Gemma3nForCausalLM(CausalLM):

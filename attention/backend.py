@@ -31,6 +31,7 @@ class AttentionFeature(StrEnum):
     ALIBI = "alibi"
     SINKS = "sinks"
     BLOCK_SPARSE = "block_sparse"
+    UNEQUAL_HEADS = "unequal_heads"  # layers differ in kv heads or head size
     ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
     QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
     CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed

@@ -27,6 +27,10 @@ from kvcache.scales import KVScales
 class Attention(nn.Module):
     """Multi-head, grouped-query or multi-query attention, by the numbers of heads.
 
+    A layer may have fewer kv heads than the cache, or smaller ones. It then fills the first channels of each place, and
+    stores each head several times, side by side, so that heads are cut over ranks alike in all layers. A cache whose
+    layers all have one shape keeps layouts, transfers and digests simple, at the cost of the memory in between.
+
     Args:
         scale: factor of the scores.
         sliding_window, attention_chunk_size, logits_soft_cap, blocksparse: as `AttentionParameters` defines them.
@@ -125,14 +129,15 @@ class Attention(nn.Module):
         """
         if out is not None:
             check_out(out, q_THD)
-        kv_layer = kv_cache.layer(self.kv_layer_index)
+        kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
         if self.shares_kv:
             k_TKD = v_TKD = None
         elif k_TKD is not None and v_TKD is not None:
             if self.uses_cache:
                 self._calculate_scales(q_THD, k_TKD, v_TKD, metadata)
                 k_scale, v_scale = (None, None) if self.scales is None else self.scales.tensors[1:]
-                store_kv(kv_layer, k_TKD, v_TKD, metadata.new_tokens, k_scale=k_scale, v_scale=v_scale)
+                for stored in (kv_layer, *copies):
+                    store_kv(stored, k_TKD, v_TKD, metadata.new_tokens, k_scale=k_scale, v_scale=v_scale)
         elif self.attn_type is not AttentionType.ENCODER_DECODER or k_TKD is not v_TKD:
             raise InternalError(f"attention layer {self.layer_index} got no keys or no values", field="k_TKD")
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
@@ -160,7 +165,8 @@ class Attention(nn.Module):
         assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
         writes = self.uses_cache and not self.shares_kv and not calculates
-        kv_layer = kv_cache.layer(self.kv_layer_index)
+        kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
+        writes = writes and not copies
         rotate_qkv(
             qkv_TX,
             rotation,
@@ -176,6 +182,13 @@ class Attention(nn.Module):
         if not writes:
             return self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
+
+    def _own_heads(self, kv_layer: Tensor) -> tuple[Tensor, ...]:
+        """The places of this layer's heads in [K, B, N, H, C], once for each time that they are stored."""
+        if kv_layer.shape[3:] == (self.num_kv_heads, self.head_dim):
+            return (kv_layer,)
+        times = kv_layer.shape[3] // self.num_kv_heads
+        return tuple(kv_layer[:, :, :, first::times, : self.head_dim] for first in range(times))
 
     def _rotated(
         self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None
@@ -241,6 +254,10 @@ class Attention(nn.Module):
         if self.scales not in (None, target.scales):
             raise refused("scales", "given", "none: shared KV is read with the scales of the layer that wrote it")
         self.kv_layer_index = target.kv_layer_index
+        self.use_scales_of(target)
+
+    def use_scales_of(self, target: "Attention") -> None:
+        """Reads shared KV with the scales that the layer which wrote it has now."""
         self.scales = target.scales
         self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=target.scales)
 

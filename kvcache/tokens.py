@@ -22,7 +22,7 @@ class TokenIndex:
     def __init__(self, block_S: NDArray[np.int64], offset_S: NDArray[np.int64]) -> None:
         self._block_S = block_S
         self._offset_S = offset_S
-        self._runs: dict[tuple[bool, tuple[int, ...]], tuple[tuple[int, int], Tensor]] = {}
+        self._runs: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, int], Tensor]] = {}
         self._slots: Tensor | None = None
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class TokenIndex:
         Their order is [K, S]; where the heads of a token lie apart, [K, H, S] (heads_first) or [K, S, H]. Rows of the
         table overlap, rows of different tokens do not.
         """
-        key = (heads_first, kv_layer.stride())
+        key = (heads_first, kv_layer.shape[3:], kv_layer.stride())
         found = self._runs.get(key)
         if found is None:
             found = self._runs[key] = self._find_runs(kv_layer, heads_first=heads_first)

@@ -44,10 +44,13 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
         return KVCacheSpec(KVKind.MLA, config.num_layers, 1, channels, kv_dtype or dtype)
-    windows = tuple(window or 0 for window in attention.sliding_windows)
+    # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
+    # layer has the place of the largest (`attention.layer` says why).
+    num_layers = attention.num_kv_layers
+    windows = tuple(window or 0 for window in attention.sliding_windows[:num_layers])
     return KVCacheSpec(
         kind=KVKind.GQA,
-        num_layers=config.num_layers,
+        num_layers=num_layers,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         dtype=kv_dtype or dtype,
@@ -102,6 +105,7 @@ def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
         AttentionFeature.ALIBI: bool(gqa.alibi_slopes),
         AttentionFeature.SINKS: gqa.sinks,
         AttentionFeature.BLOCK_SPARSE: any(gqa.blocksparse),
+        AttentionFeature.UNEQUAL_HEADS: len(set(gqa.layer_heads)) > 1,
     }
     return frozenset(feature for feature, is_needed in needed.items() if is_needed)
 

@@ -144,6 +144,7 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
         config,
         attention=_local_attention(config.attention, parallel),
         intermediate_size=len(channels(config.intermediate_size, parallel, block=block)),
+        intermediate_sizes=tuple(len(channels(size, parallel, block=block)) for size in config.intermediate_sizes),
         moe=None if moe is None else _local_moe(moe, parallel, block),
         vocab_size=padded_rows(config.vocab_size, parallel),
     )
@@ -179,6 +180,7 @@ def _local_attention(attention: GQAConfig | MLAConfig, parallel: TensorParallel)
         attention,
         num_heads=len(heads),
         num_kv_heads=len(kv_heads(attention.num_kv_heads, parallel)),
+        layer_heads=tuple((len(kv_heads(heads, parallel)), size) for heads, size in attention.layer_heads),
         alibi_slopes=attention.alibi_slopes[heads.start : heads.stop],
     )
     return replace(local, blocksparse=tuple(_local_pattern(each, local, parallel) for each in attention.blocksparse))
@@ -215,8 +217,10 @@ def _problem(config: ModelConfig, size: int) -> str | None:
     attention, block = config.attention, channel_block(config)
     if not _splits_heads(attention, size, block):
         return f"it has {attention.num_heads} query heads"
-    if isinstance(attention, GQAConfig) and attention.num_kv_heads % size and size % attention.num_kv_heads:
-        return f"it has {attention.num_kv_heads} kv heads"
+    if isinstance(attention, GQAConfig):
+        for num_kv_heads in sorted({attention.num_kv_heads, *(heads for heads, _ in attention.layer_heads)}):
+            if num_kv_heads % size and size % num_kv_heads:
+                return f"it has {num_kv_heads} kv heads"
     if block is not None:
         for name, count in _head_channels(attention, size).items():
             if count % block:
@@ -243,8 +247,9 @@ def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int
     """One rank's channels of the projections that are split between heads."""
     num_heads = attention.num_heads // size
     if isinstance(attention, GQAConfig):
-        num_kv_heads = max(1, attention.num_kv_heads // size)
-        return {"queries": num_heads * attention.head_dim, "keys": num_kv_heads * attention.head_dim}
+        layers = {*attention.layer_heads} or {(attention.num_kv_heads, attention.head_dim)}
+        fewest = min(max(1, kv_heads // size) * head_dim for kv_heads, head_dim in layers)
+        return {"queries": num_heads * min(head_dim for _, head_dim in layers), "keys": fewest}
     return {
         "queries": num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim),
         "keys and values": num_heads * (attention.qk_nope_head_dim + attention.v_head_dim),
@@ -255,6 +260,7 @@ def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int
 def _intermediate_sizes(config: ModelConfig) -> dict[str, int]:
     moe = config.moe
     if moe is None:
-        return {"its MLP": config.intermediate_size}
+        sizes = {f"the MLP of layer {index}": size for index, size in enumerate(config.intermediate_sizes)}
+        return sizes or {"its MLP": config.intermediate_size}
     sizes = {"an expert": moe.intermediate_size, "the shared expert": moe.shared_intermediate_size}
     return sizes if all(moe.layers) else sizes | {"its MLP": config.intermediate_size}

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from attention.rotation import Rotation
-from models.config.rope import AlphaScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from models.config.rope import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 from models.kernels.rotary import angles
 
 
@@ -56,6 +64,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
             return _llama3(frequencies, rope.scaling)
         case YarnScaling():
             return _yarn(frequencies, rope.scaling, dim=rope.dim, theta=rope.theta)
+        case ProportionalScaling(factor, turning):
+            return torch.cat((frequencies[:turning] / factor, torch.zeros_like(frequencies[turning:])))
     return frequencies
 
 

@@ -37,10 +37,15 @@ _PARTS = 4
 
 
 class LayerMarks:
-    """The marks of one model, for the thread that launches its steps."""
+    """The marks of one model, for the thread that launches its steps.
 
-    def __init__(self, layers: nn.ModuleList, device: torch.device) -> None:
+    Args:
+        kv_layers: how many layers write KV. Those that read another layer's come after them and are not counted.
+    """
+
+    def __init__(self, layers: nn.ModuleList, device: torch.device, *, kv_layers: int) -> None:
         self._num_layers = len(layers)
+        self._kv_layers = kv_layers
         self._device = device
         self._layers_per_group = 1
         self._marked_groups = 0
@@ -69,7 +74,8 @@ class LayerMarks:
 
     def passed(self, layer_stop: int) -> None:
         """The layers before `layer_stop` are queued. Marks them where a group of layers is complete."""
-        groups = layer_stop // self._layers_per_group
+        kv_stop = min(layer_stop, self._kv_layers)
+        groups = kv_stop // self._layers_per_group + (kv_stop == self._kv_layers)
         if self._on_mark is None or groups == self._marked_groups or layer_stop == self._num_layers:
             return
         self._marked_groups = groups
@@ -77,7 +83,7 @@ class LayerMarks:
         if self._device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
-        self._on_mark(LayerMark(layer_stop, event, self._device))
+        self._on_mark(LayerMark(kv_stop, event, self._device))
 
     def _computed(self, layer_stop: int, *_: object) -> None:
         if self._cut is None:

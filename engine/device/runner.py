@@ -120,7 +120,7 @@ class ModelRunner:
         self.backend = backend
         self._cache = cache
         self._device = cache.view.device
-        self._marks = LayerMarks(model.model.layers, self._device)
+        self._marks = LayerMarks(model.model.layers, self._device, kv_layers=cache.spec.num_layers)
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         if graphs is not None:

@@ -77,6 +77,7 @@ class DecoderFields(Fields):
         moe: MoEConfig | None = None,
         mtp_layers: int = 0,
         switches: object = None,
+        intermediate_sizes: tuple[int, ...] = (),
     ) -> ModelConfig:
         """The model of these fields.
 
@@ -104,6 +105,7 @@ class DecoderFields(Fields):
             mtp_layers=mtp_layers,
             quantization=read_quantization(self._file),
             switches=switches,
+            intermediate_sizes=intermediate_sizes,
         )
 
     def gqa(

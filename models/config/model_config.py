@@ -40,6 +40,10 @@ class GQAConfig:
         alibi_slopes: one per head; () without ALiBi.
         blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
         rotary_layers: whether each layer's queries and keys turn; () when all do.
+        kv_shared_layers: how many layers at the end have no keys and values: each reads those of the last layer before
+            them that has the same window or also has none.
+        layer_heads: (kv heads, channels of a head) of each layer, where layers differ; num_kv_heads and head_dim are
+            then the largest, of which each number of kv heads is a divisor. () where all layers have these.
     """
 
     num_heads: int
@@ -57,6 +61,24 @@ class GQAConfig:
     blocksparse: tuple[BlocksparseParams | None, ...] = ()
     qk_norm_of: QKNorm = QKNorm.HEAD
     rotary_layers: tuple[bool, ...] = ()
+    kv_shared_layers: int = 0
+    layer_heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_kv_layers(self) -> int:
+        """How many layers have keys and values of their own. They come first."""
+        return len(self.sliding_windows) - self.kv_shared_layers
+
+    def kv_source(self, layer_index: int) -> int:
+        """The layer whose keys and values this layer reads: itself, unless it shares another's."""
+        windows, owned = self.sliding_windows, self.num_kv_layers
+        if layer_index < owned:
+            return layer_index
+        return max(index for index in range(owned) if windows[index] == windows[layer_index])
+
+    def heads_of(self, layer_index: int) -> tuple[int, int]:
+        """(kv heads, channels of a head) of this layer."""
+        return self.layer_heads[layer_index] if self.layer_heads else (self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,7 @@ class ModelConfig:
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: number of layers that checkpoints store after the last, for multi-token prediction.
         quantization: None where weights are not quantized.
+        intermediate_sizes: of each layer's dense MLP, where they differ; intermediate_size is then the largest.
         switches: values of this family alone, in a frozen dataclass of its own.
     """
 
@@ -151,6 +174,11 @@ class ModelConfig:
     mtp_layers: int = 0
     quantization: Fp8Config | None = None
     switches: object = None
+    intermediate_sizes: tuple[int, ...] = ()
+
+    def mlp_size(self, layer_index: int) -> int:
+        """The channels of this layer's dense MLP."""
+        return self.intermediate_sizes[layer_index] if self.intermediate_sizes else self.intermediate_size
 
     @property
     def max_context_tokens(self) -> int:

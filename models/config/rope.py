@@ -102,7 +102,16 @@ class LongRopeScaling:
         return self.long_scale if self.long else self.short_scale
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling | LongRopeScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `turning` pairs of channels turn, as fast as in a rotary embedding of all channels, divided by
+    `factor`."""
+
+    factor: float
+    turning: int
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True)

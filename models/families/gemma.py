@@ -1,10 +1,11 @@
-"""Gemma-2 and the text model of Gemma-3: norms before and after both halves of a layer, windows in some layers.
+"""Gemma 1, Gemma-2, the text model of Gemma-3, and VaultGemma: scaled embeddings, and norms whose weights are minus 1.
 
-The attention is Llama's. Gemma-2 caps its scores; Gemma-3 has norms on queries and keys, and rotates them faster in
-layers with a window. Shapes: T token, D hidden channel.
+Gemma-2 and Gemma-3 also have norms after both halves of a layer. The attention is Llama's. Gemma-2 and VaultGemma cap
+its scores and have windows in some layers; Gemma-3 has norms on queries and keys, and rotates them faster in layers
+with a window. Shapes: T token, D hidden channel.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
+from models.families.gemma_config import NormsBefore
 from models.families.llama import LlamaAttention
 from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from models.parallel import ParallelModule
@@ -32,6 +34,8 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class GemmaLayer(ParallelModule):
+    """Norms have the names that they have in checkpoints, so the norm before the MLP has one of two."""
+
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -42,10 +46,16 @@ class GemmaLayer(ParallelModule):
         self.self_attn = LlamaAttention(
             size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype, norm=GemmaRMSNorm
         )
-        self.post_attention_layernorm = GemmaRMSNorm(size, eps=eps, dtype=dtype)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(size, eps=eps, dtype=dtype)
+        before = config.switches if isinstance(config.switches, NormsBefore) else None
+        self.before_mlp = "pre_feedforward_layernorm" if before is None else before.mlp_norm
+        self.after_attention = None if before else "post_attention_layernorm"
+        self.after_mlp = None if before else "post_feedforward_layernorm"
+        for name in filter(None, (self.before_mlp, self.after_attention, self.after_mlp)):
+            self.add_module(name, GemmaRMSNorm(size, eps=eps, dtype=dtype))
         self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, activate=gelu_tanh_and_multiply)
-        self.post_feedforward_layernorm = GemmaRMSNorm(size, eps=eps, dtype=dtype)
+
+    def norm(self, name: str | None) -> GemmaRMSNorm | None:
+        return None if name is None else cast(GemmaRMSNorm, self.get_submodule(name))
 
     def forward(
         self,
@@ -63,11 +73,11 @@ class GemmaLayer(ParallelModule):
             normed_TD: this layer's first norm of the stream.
         """
         attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
-        normed_TD = self.pre_feedforward_layernorm.add_and_norm(
-            stream_TD, attended_TD, update_norm=self.post_attention_layernorm
-        )
+        before_mlp = self.norm(self.before_mlp)
+        assert before_mlp is not None
+        normed_TD = before_mlp.add_and_norm(stream_TD, attended_TD, update_norm=self.norm(self.after_attention))
         out_TD = self.parallel.all_reduce(self.mlp(normed_TD))
-        return next_norm.add_and_norm(stream_TD, out_TD, update_norm=self.post_feedforward_layernorm)
+        return next_norm.add_and_norm(stream_TD, out_TD, update_norm=self.norm(self.after_mlp))
 
 
 class GemmaForCausalLM(CausalLM):

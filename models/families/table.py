@@ -22,7 +22,9 @@ from models.families.dense_config import (
     read_smollm3,
 )
 from models.families.falcon_config import read_falcon
-from models.families.gemma_config import read_gemma2, read_gemma3
+from models.families.gemma3n_config import read_gemma3n
+from models.families.gemma4_config import read_gemma4
+from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.layer_norm_config import (
     read_gpt2,
@@ -85,6 +87,8 @@ class Features:
 _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
 _GEMMA = "models.families.gemma:GemmaForCausalLM"
+_GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
+_GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
@@ -138,6 +142,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "OPTForCausalLM": Family(read_opt, f"{_LAYER_NORM}:OPTForCausalLM"),
         "MptForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
         "MPTForCausalLM": Family(read_mpt, f"{_LAYER_NORM}:MptForCausalLM"),
+        "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
+        "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
+        "Gemma3nForCausalLM": Family(read_gemma3n, _GEMMA3N, overflows_float16=True),
+        "Gemma3nForConditionalGeneration": Family(read_gemma3n, _GEMMA3N, text_config=True, overflows_float16=True),
+        "Gemma4ForCausalLM": Family(read_gemma4, _GEMMA4, overflows_float16=True),
+        "Gemma4ForConditionalGeneration": Family(read_gemma4, _GEMMA4, text_config=True, overflows_float16=True),
     }
 )
 

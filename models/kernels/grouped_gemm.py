@@ -71,12 +71,14 @@ class Activation:
     """silu(gate) * up; with a limit, both clamped: gate * sigmoid(alpha * gate) * (up + 1).
 
     Attributes:
+        tanh_gelu: gelu(gate), approximated by tanh, * up.
         interleaved: gates at even channels and ups at odd ones, else all gates before all ups.
     """
 
     interleaved: bool = False
     limit: float | None = None
     alpha: float = 1.0
+    tanh_gelu: bool = False
 
 
 SILU = Activation()
@@ -254,6 +256,7 @@ def _launch_gate_up(
         IN=x_TD.shape[1],
         INTERLEAVED=activation.interleaved,
         CLAMPED=activation.limit is not None,
+        TANH_GELU=activation.tanh_gelu,
         SCALE_N=_part(layer.scales, 1, intermediate, halves=2),
         SCALE_K=_part(layer.scales, 2, x_TD.shape[1]),
         INPUTS_FIRST=layer.inputs_first,

@@ -45,6 +45,7 @@ def grouped_gate_up(
     IN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    TANH_GELU: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
     INPUTS_FIRST: tl.constexpr,
@@ -72,7 +73,7 @@ def grouped_gate_up(
             x + tokens_M.to(tl.int64) * x_stride, exists_M, shared, shared_map, 0, first, IN, 1, None, None,
             SHARED * OUT, IN, IN, 1, False, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
         )  # fmt: skip
-        gated_NM = _activate(gate_NM, up_NM, limit, alpha, CLAMPED)
+        gated_NM = _activate(gate_NM, up_NM, limit, alpha, CLAMPED, TANH_GELU)
         rows_M = num_tokens * (CHOICES + expert) + tokens_M
         store(out, gated_NM, rows_M, block * BLOCK_N + tl.arange(0, BLOCK_N), exists_M, OUT)
         return
@@ -119,7 +120,7 @@ def grouped_gate_up(
         weights_M = tl.load(row_weights + assignments_M, mask=exists_M, other=0.0)
         gate_NM *= weights_M[None, :]
         up_NM *= weights_M[None, :]
-    store(out, _activate(gate_NM, up_NM, limit, alpha, CLAMPED), places_M, channels_N, exists_M, OUT)
+    store(out, _activate(gate_NM, up_NM, limit, alpha, CLAMPED, TANH_GELU), places_M, channels_N, exists_M, OUT)
 
 
 @triton.jit
@@ -165,11 +166,13 @@ def _gate_and_up(
 
 
 @triton.jit
-def _activate(gate_NM, up_NM, limit, alpha, CLAMPED: tl.constexpr):
+def _activate(gate_NM, up_NM, limit, alpha, CLAMPED: tl.constexpr, TANH_GELU: tl.constexpr):
     if CLAMPED:
         gate_NM = tl.minimum(gate_NM, limit)
         up_NM = tl.minimum(tl.maximum(up_NM, -limit), limit) + 1.0
         gate_NM /= 1.0 + tl.exp(-alpha * gate_NM)
+    elif TANH_GELU:  # as in `models.kernels.activation`
+        gate_NM /= 1.0 + tl.exp(-1.5957691216057308 * (gate_NM + 0.044715 * gate_NM * gate_NM * gate_NM))
     else:
         gate_NM /= 1.0 + tl.exp(-gate_NM)
     return gate_NM * up_NM

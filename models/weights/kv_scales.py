@@ -22,9 +22,16 @@ _SCALE = re.compile(r"\.[qkv]_scale$")
 
 
 def add_scales(model: nn.Module) -> None:
-    """Gives every attention layer its own scales, which are 1 until they are filled."""
+    """Gives every attention layer that owns KV its own scales, which are 1 until they are filled, and the others the
+    scales of the layer whose KV they read."""
+    owners: dict[int, Attention] = {}
     for _, layer in _attention_layers(model):
+        if isinstance(layer, Attention) and layer.shares_kv:
+            layer.use_scales_of(owners[layer.kv_layer_index])
+            continue
         layer.use_scales(KVScales())
+        if isinstance(layer, Attention):
+            owners[layer.layer_index] = layer
 
 
 def scale_views(
@@ -39,7 +46,7 @@ def scale_views(
     """
     views = {}
     for path, layer in _attention_layers(model):
-        if layer.scales is None:
+        if layer.scales is None or (isinstance(layer, Attention) and layer.shares_kv):
             continue
         where = checkpoint_name(path.rpartition(".")[0])
         needed = ("k",) if isinstance(layer, MLAAttention) else ("k", "v")

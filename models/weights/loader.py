@@ -4,6 +4,7 @@ Maps a checkpoint's tensor names to parameters. Weights are read only after all 
 fit.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from baton.errors import ConfigError
 from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
-from models.config.model_config import ModelConfig
+from models.config.model_config import GQAConfig, ModelConfig
 from models.families.table import FAMILIES
 from models.linear import FusedLinear, InputsFirstLinear
 from models.moe import Experts
@@ -43,7 +44,15 @@ _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
 _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHER_PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+)
+_SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 
 
 def load_model(
@@ -223,6 +232,9 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return config.tie_word_embeddings
     if config.mtp_layers and name.startswith("model.mtp_"):  # ERNIE's layers for multi-token prediction
         return True
+    of_layer = _SHARED_KV.match(name)
+    if of_layer and isinstance(config.attention, GQAConfig):  # of layers that read another layer's KV
+        return config.attention.num_kv_layers <= int(of_layer[1]) < config.num_layers
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
     )

@@ -6,7 +6,7 @@ table is whole on every rank. Where ranks' results are summed, the first rank ho
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
@@ -53,7 +53,7 @@ class Shares:
         """None: the tensor is whole."""
         name = renamed(name, self._prefixes)
         weight = _SCALE.sub(".weight", name)
-        share = self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
+        share = self._table.get(weight) or self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
         return share if share is None or weight == name else self._of_scale(share, name)
 
     def _of_scale(self, share: Share, name: str) -> Share | None:
@@ -70,7 +70,8 @@ class Shares:
 
 
 def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
-    """Names without the layer and its number, and with `*` for an expert's number. The last share of a name counts."""
+    """Names without the layer and its number, and with `*` for an expert's number. The last share of a name counts.
+    Whole names come before these, for layers that differ."""
     rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
     for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
         yield f"{vocabulary}.weight", rows
@@ -79,6 +80,9 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     attention, block = config.attention, channel_block(config)
     if isinstance(attention, GQAConfig):
         yield from _grouped_attention(attention, of_first, parallel)
+        for index, (num_kv_heads, head_dim) in enumerate(attention.layer_heads):
+            own = replace(attention, num_kv_heads=num_kv_heads, head_dim=head_dim)
+            yield from _of_layer(index, _grouped_attention(own, of_first, parallel))
     else:
         yield from _latent_attention(attention, parallel)
 
@@ -95,11 +99,18 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
+    for index, size in enumerate(config.intermediate_sizes):
+        yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):
         yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
+
+
+def _of_layer(index: int, shares: Iterator[tuple[str, Share]]) -> Iterator[tuple[str, Share]]:
+    for name, share in shares:
+        yield f"model.layers.{index}.{name}", share
 
 
 def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
@@ -192,9 +203,11 @@ def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
 
 def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tuple[str, Share]]:
     """Shares of tensors with all of a layer's experts, inputs first: gpt-oss alternates gates and ups, Llama-4 has all
-    gates before all ups."""
+    gates before all ups, as Gemma 4, whose outputs come first."""
     size = moe.intermediate_size
     side_by_side = (part, range(size + part.start, size + part.stop))
+    yield "experts.gate_up_proj", Share(1, 2 * size, side_by_side)
+    yield "experts.down_proj", Share(2, size, (part,))
     yield "mlp.experts.gate_up_proj", _by_turns(Share(2, size, (part,)))
     yield "mlp.experts.gate_up_proj_bias", _by_turns(Share(1, size, (part,)))
     yield "mlp.experts.down_proj_bias", Share(1, of_first.size, of_first.ranges)

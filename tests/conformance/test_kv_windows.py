@@ -18,8 +18,9 @@ from tests.conformance.kv import Pair, eventually, job, linked
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
-# All layers have a window of 6; every second one 7; two of three 7; every second one, with sinks.
-MODELS = ("mistral-window", "gemma2", "gemma3", "gpt-oss")
+# All layers have a window of 6; every second one 7; two of three 7; every second one, with sinks; every second one, and
+# some that read others' KV; two of three, with other heads.
+MODELS = ("mistral-window", "gemma2", "gemma3", "gpt-oss", "gemma3n", "gemma4-wide-mlps")
 BLOCK_SIZE, CHUNK_TOKENS, NUM_TOKENS = 4, 16, 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 

@@ -1,6 +1,7 @@
 """A model split over several ranks equals the model on one rank. `test_parallel_parts` tests which rank has which part,
 and which splits are refused."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from models.weights.expert_names import our_name
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_dense, tiny_moe
+from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
@@ -44,6 +45,7 @@ SPLIT = (
     "falcon-multi-query-alibi",
     "falcon-rotary",
     *tiny_moe.SPLIT,
+    *tiny_gemma.BY_FOUR,
     *BY_TWO,
     *tiny_dense.SPLIT,
 )
@@ -73,7 +75,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, "olmo2", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -189,7 +191,8 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     times, gqa = torch.ones_like(held), config.attention
     if not isinstance(gqa, GQAConfig):
         return times
-    copies = max(1, size // gqa.num_kv_heads)
+    layer = re.search(r"layers\.(\d+)\.", path)
+    copies = max(1, size // (gqa.heads_of(int(layer[1]))[0] if layer else gqa.num_kv_heads))
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
     return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times

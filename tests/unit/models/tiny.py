@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_gpt, tiny_moe
+from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_moe
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
-_CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig"}
+_CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig", **tiny_gemma.CONFIG_SUFFIX}
 _REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks", *tiny_gpt.NORMS)
 
 _SHARED = {
@@ -171,6 +171,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_moe.MODELS,
         **tiny_dense.MODELS,
         **tiny_gpt.MODELS,
+        **tiny_gemma.MODELS,
     }
 )
 
@@ -190,7 +191,9 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     model = getattr(transformers, architecture_of(family))(config).eval()
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
-            if path.endswith(_REDRAWN):  # transformers begins with ones and zeros, which hide mistakes
+            if path.endswith(
+                (*_REDRAWN, *tiny_gemma.REDRAWN)
+            ):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
     if "swiglu_limit" in fields:  # which some versions of transformers write into the config and do not read
         for layer in model.model.layers:

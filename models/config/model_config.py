@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from attention.blocksparse import BlocksparseParams
 from models.config.rope import RopeConfig, YarnScaling
-from models.quantization.config import Fp8Config
+from models.quantization.config import Quantization
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ModelConfig:
     final_logits_soft_cap: float | None = None
     moe: MoEConfig | None = None
     mtp_layers: int = 0
-    quantization: Fp8Config | None = None
+    quantization: Quantization | None = None
     switches: object = None
 
     @property

@@ -239,7 +239,7 @@ def _product_kernel(
 def _from_mxfp4(numbers_NB, powers_NB):
     """float32 of 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign) times powers of two."""
     places_NB = (numbers_NB & 7).to(tl.int32) * 4
-    doubled_NB = ((_DOUBLED >> places_NB) & 15).to(tl.float32)
+    doubled_NB = ((tl.full(places_NB.shape, _DOUBLED, tl.int32) >> places_NB) & 15).to(tl.float32)
     signed_NB = tl.where(numbers_NB >= 8, -doubled_NB, doubled_NB)
     # The exponent's bits; a scale of 2 ** -127 rounds to 0 like the smallest of the numbers that dtypes have.
     halved_NB = tl.maximum(powers_NB.to(tl.int32) - 1, 0) << 23

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from baton.errors import ConfigError
 from models.kernels import packed_gemm
 from models.linear import FusedLinear, Linear
 from models.quantization.packed import PackedWeight, numbers_of
@@ -37,7 +38,7 @@ class StoredLayer:
         device: torch.device | str,
         stored: Mapping[str, StoredTensor],
     ) -> None:
-        self.config, self.shape = config, shape
+        self.config, self.shape, self._name = config, shape, name
         self._module, self._parameters = module, dict[Role, tuple[Stored, str]]()
         for role, layout in config.tensors.items():
             found = stored.get(f"{name}.{layout.suffix}")
@@ -57,11 +58,32 @@ class StoredLayer:
             yield layout.suffix, getattr(self._module, parameter).data
 
     def take(self) -> PackedWeight:
-        """The weight of the filled tensors, whose memory is freed."""
+        """The weight of the filled tensors, whose memory is freed.
+
+        Raises:
+            ConfigError: a scale is not finite, or an input's group has no scale.
+        """
         tensors = {role: getattr(self._module, parameter).data for role, (_, parameter) in self._parameters.items()}
         for _, parameter in self._parameters.values():
             delattr(self._module, parameter)
+        self._check(tensors)
         return numbers_of(tensors, self.config, *self.shape)
+
+    def _check(self, tensors: Mapping[Role, Tensor]) -> None:
+        name, layouts, scales = self._name, self.config.tensors, tensors[Role.SCALES]
+        if not bool(scales.isfinite().all()):
+            raise _damaged(f"{name}.{layouts[Role.SCALES].suffix} is not finite everywhere", "finite numbers")
+        groups = tensors.get(Role.GROUPS)
+        if groups is not None:
+            inputs = layouts[Role.SCALES].inputs
+            assert inputs is not None
+            last = scales.shape[inputs.dim] - 1
+            if not bool(((groups >= 0) & (groups <= last)).all()):
+                raise _damaged(f"{name}.{layouts[Role.GROUPS].suffix} has groups outside 0 to {last}", f"0 to {last}")
+
+
+def _damaged(problem: str, allowed: str) -> ConfigError:
+    return ConfigError(problem, field="model", allowed=(allowed,), cure="download the checkpoint again")
 
 
 def _float_of(stored: StoredTensor | None, dtype: torch.dtype) -> torch.dtype:

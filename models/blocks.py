@@ -73,4 +73,5 @@ class NormsAfter(_Block):
             stream_TD.add_(update_TD)
         attended_TD = self.parallel.all_reduce(self.self_attn(stream_TD, rotation, kv_cache, metadata))
         stream_TD.add_(self.post_attention_layernorm(attended_TD))
-        return self.post_feedforward_layernorm(self.parallel.all_reduce(self.mlp(stream_TD)))
+        out_TD: Tensor = self.post_feedforward_layernorm(self.parallel.all_reduce(self.mlp(stream_TD)))
+        return out_TD

@@ -5,6 +5,7 @@ vocabulary; everything else is whole on each rank. Experts are split by channels
 have equal work for any choice of experts.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,6 @@ from torch import distributed as dist
 from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
-from models.quantization.config import FP8_BLOCK, Granularity
 
 _MOST_RANKS = 64  # largest number of ranks that an error proposes
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
@@ -153,7 +153,7 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
 def channel_block(config: ModelConfig) -> int | None:
     """Number of intermediate channels that share a scale and must stay together; None: channels have no scales."""
     quantization = config.quantization
-    return FP8_BLOCK if quantization is not None and quantization.weights is Granularity.BLOCK else None
+    return None if quantization is None else quantization.channel_block
 
 
 def refuse_batch_invariance(parallel: TensorParallel) -> None:
@@ -215,23 +215,24 @@ def _problem(config: ModelConfig, size: int) -> str | None:
     if size == 1:
         return None
     attention, block = config.attention, channel_block(config)
-    if not _splits_heads(attention, size, block):
+    heads = None if config.quantization is None else config.quantization.head_blocks
+    if not _splits_heads(attention, size, heads):
         return f"it has {attention.num_heads} query heads"
     if isinstance(attention, GQAConfig):
         for num_kv_heads in sorted({attention.num_kv_heads, *(heads for heads, _ in attention.layer_heads)}):
             if num_kv_heads % size and size % num_kv_heads:
                 return f"it has {num_kv_heads} kv heads"
-    if block is not None:
-        for name, count in _head_channels(attention, size).items():
-            if count % block:
-                return f"a rank's {count} channels of {name} are no multiple of {block}, which share a scale"
+    if heads is not None:
+        for name, (count, is_input) in _head_channels(attention, size).items():
+            if count % (multiple := math.lcm(*heads) if is_input else heads[0]):
+                return f"a rank's {count} channels of {name} are no multiple of {multiple}, which are stored together"
     for name, count in _intermediate_sizes(config).items():
         if (count % size if block is None else -(-count // block) < size) and count:
             return f"{name} has {count} channels" + ("" if block is None else f" in blocks of {block}")
     return None
 
 
-def _splits_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None) -> bool:
+def _splits_heads(attention: GQAConfig | MLAConfig, size: int, blocks: tuple[int, int] | None) -> bool:
     """Whether ranks can share the query heads: in equal numbers, or with a single kv head, which every rank has, in
     unequal ones, unless scales, patterns or norms need equal parts. Falcon-7B has 71 heads."""
     if attention.num_heads % size == 0:
@@ -240,20 +241,20 @@ def _splits_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None
         return False
     if attention.qk_norm and attention.qk_norm_of is QKNorm.ROW:  # a rank's mean counts as much as any other's
         return False
-    return block is None and size < attention.num_heads
+    return blocks is None and size < attention.num_heads
 
 
-def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int]:
-    """One rank's channels of the projections that are split between heads."""
+def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, tuple[int, bool]]:
+    """One rank's channels of the projections that are split between heads, and whether they are also inputs of one."""
     num_heads = attention.num_heads // size
     if isinstance(attention, GQAConfig):
         layers = {*attention.layer_heads} or {(attention.num_kv_heads, attention.head_dim)}
         fewest = min(max(1, kv_heads // size) * head_dim for kv_heads, head_dim in layers)
-        return {"queries": num_heads * min(head_dim for _, head_dim in layers), "keys": fewest}
+        return {"queries": (num_heads * min(head_dim for _, head_dim in layers), True), "keys": (fewest, False)}
     return {
-        "queries": num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim),
-        "keys and values": num_heads * (attention.qk_nope_head_dim + attention.v_head_dim),
-        "outputs": num_heads * attention.v_head_dim,
+        "queries": (num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim), False),
+        "keys and values": (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), False),
+        "outputs": (num_heads * attention.v_head_dim, True),
     }
 
 

@@ -48,7 +48,7 @@ def use_decode_products(model: nn.Module) -> None:
     Call it after weights are loaded and post-processed, and not for a batch-invariant model.
     """
     for module in model.modules():
-        if isinstance(module, Linear | Embedding) and module.multiply is linear:
+        if isinstance(module, Linear | Embedding) and module.multiply is linear and module.weight.dim() == 2:
             product = DecodeMultiply.for_weight(module.weight)
             if product is not None:
                 module.multiply = product

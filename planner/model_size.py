@@ -32,7 +32,7 @@ class ModelSize:
     experts: int
     head: int
     embedding: int
-    linear_bytes: int
+    linear_bytes: float
     head_bytes: int
     expert_share: float
     kv_bytes: int
@@ -98,7 +98,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         experts=experts,
         head=config.vocab_size * hidden,
         embedding=0 if config.tie_word_embeddings else config.vocab_size * hidden,
-        linear_bytes=head_bytes if config.quantization is None else 1,
+        linear_bytes=head_bytes if config.quantization is None else config.quantization.weight_bytes,
         head_bytes=head_bytes,
         expert_share=share,
         kv_bytes=layers * kv_numbers * head_bytes,

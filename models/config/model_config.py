@@ -9,7 +9,7 @@ from typing import Self
 
 from attention.blocksparse import BlocksparseParams
 from models.config.rope import LongRopeScaling, RopeConfig, YarnScaling
-from models.quantization.config import Fp8Config
+from models.quantization.config import Quantization
 
 
 class QKNorm(StrEnum):
@@ -172,7 +172,7 @@ class ModelConfig:
     final_logits_soft_cap: float | None = None
     moe: MoEConfig | None = None
     mtp_layers: int = 0
-    quantization: Fp8Config | None = None
+    quantization: Quantization | None = None
     switches: object = None
     intermediate_sizes: tuple[int, ...] = ()
 

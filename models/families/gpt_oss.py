@@ -14,9 +14,12 @@ from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama import LlamaAttention
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
+from models.kernels.packed_experts import Mxfp4Weight, run_packed_experts
 from models.layers import RMSNorm
 from models.linear import Multiply
 from models.moe import Router, run_experts, sigmoid, weighted_sum
+from models.quantization import mxfp4
+from models.quantization.mxfp4_config import MXFP4_BLOCK
 
 
 class GptOssExperts(nn.Module):
@@ -28,6 +31,7 @@ class GptOssExperts(nn.Module):
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         super().__init__()
         num_experts, intermediate_size = moe.num_experts, moe.intermediate_size
+        self.num_experts = num_experts
         self.limit, self.alpha = switches.swiglu_limit, switches.swiglu_alpha
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, size, 2 * intermediate_size, dtype=dtype))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, dtype=dtype))
@@ -39,7 +43,7 @@ class GptOssExperts(nn.Module):
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK)
-        return weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
+        return weighted_sum(run_experts(x_TD, experts_TK, self.num_experts, self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """`forward` on a GPU; the host waits for nothing."""
@@ -54,18 +58,79 @@ class GptOssExperts(nn.Module):
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
-        gate_up_RI = self.multiply(x_RD, self.gate_up_proj[expert].t(), self.gate_up_proj_bias[expert])
+        gate_up, down = self._weights(expert, x_RD.dtype)
+        gated_RI = self._activate(self.multiply(x_RD, gate_up, self.gate_up_proj_bias[expert]))
+        return self.multiply(gated_RI, down, self.down_proj_bias[expert])
+
+    def _weights(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both layers' weights, outputs first."""
+        return self.gate_up_proj[expert].t(), self.down_proj[expert].t()
+
+    def _activate(self, gate_up_RI: Tensor) -> Tensor:
         gate_RI = gate_up_RI[:, ::2].clamp(max=self.limit)
         up_RI = gate_up_RI[:, 1::2].clamp(-self.limit, self.limit)
-        gated_RI = gate_RI * sigmoid(self.alpha * gate_RI) * (up_RI + 1)
-        return self.multiply(gated_RI, self.down_proj[expert].t(), self.down_proj_bias[expert])
+        return gate_RI * sigmoid(self.alpha * gate_RI) * (up_RI + 1)
+
+
+class Mxfp4Experts(GptOssExperts):
+    """Experts as they were published: outputs first, 32 inputs in 16 bytes with a power of two."""
+
+    def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            super().__init__(size, moe, switches, dtype=dtype)
+        del self.gate_up_proj, self.down_proj
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * moe.intermediate_size, size),
+            ("down_proj", size, moe.intermediate_size),
+        ):
+            groups = columns // MXFP4_BLOCK
+            blocks = torch.empty(moe.num_experts, rows, groups, mxfp4.BLOCK_BYTES, dtype=torch.uint8)
+            scales = torch.empty(moe.num_experts, rows, groups, dtype=torch.uint8)
+            bias = torch.empty(moe.num_experts, rows, dtype=dtype)
+            for suffix, tensor in (("blocks", blocks), ("scales", scales), ("bias", bias)):
+                setattr(self, f"{name}_{suffix}", nn.Parameter(tensor, requires_grad=False))
+
+    def finish(self) -> None:
+        """Brings the loaded blocks into the form that products read."""
+        for blocks in (*self.gate_up_proj_blocks.data, *self.down_proj_blocks.data):
+            mxfp4.repack_(blocks)
+
+    def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        gate_up, down = (
+            Mxfp4Weight(blocks.flatten(2), scales, scales.shape[2] * MXFP4_BLOCK)
+            for blocks, scales in (
+                (self.gate_up_proj_blocks.data, self.gate_up_proj_scales.data),
+                (self.down_proj_blocks.data, self.down_proj_scales.data),
+            )
+        )
+        return run_packed_experts(
+            x_TD,
+            weights_TK,
+            experts_TK,
+            gate_up,
+            down,
+            activate=self._activate,
+            gate_up_bias_EN=self.gate_up_proj_bias,
+            down_bias_EN=self.down_proj_bias,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _weights(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        gate_up = mxfp4.dequantize(
+            self.gate_up_proj_blocks[expert].flatten(1), self.gate_up_proj_scales[expert], dtype=dtype
+        )
+        down = mxfp4.dequantize(self.down_proj_blocks[expert].flatten(1), self.down_proj_scales[expert], dtype=dtype)
+        return gate_up, down
 
 
 class GptOssMoE(nn.Module):
-    def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, in_mxfp4: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.router = Router(size, moe)
-        self.experts = GptOssExperts(size, moe, switches, dtype=dtype)
+        experts = Mxfp4Experts if in_mxfp4 else GptOssExperts
+        self.experts = experts(size, moe, switches, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD: Tensor = self.experts(x_TD, *self.router(x_TD))
@@ -83,7 +148,9 @@ class GptOssLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.mlp = GptOssMoE(size, config.moe, config.switches, dtype=dtype)
+        quantization = config.quantization
+        in_mxfp4 = quantization is not None and quantization.covers(f"model.layers.{layer_index}.mlp.experts")
+        self.mlp = GptOssMoE(size, config.moe, config.switches, in_mxfp4=in_mxfp4, dtype=dtype)
 
 
 class GptOssForCausalLM(CausalLM):

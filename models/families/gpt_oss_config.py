@@ -1,15 +1,15 @@
 """config.json of gpt-oss."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
-from baton.errors import ConfigError
 from models.config.decoder import RotaryFields
 from models.config.fields import Count, Heads, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMethod
+from models.quantization.config import read_mxfp4
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,18 @@ class _GptOssFields(RotaryFields):
 
 
 def read_gpt_oss(file: ConfigFile) -> ModelConfig:
-    _refuse_quantized(file)
+    quantization = read_mxfp4(file)
+    file = file.with_values({"quantization_config": None})
     if file.raw("rope_scaling") is None and "rope_parameters" not in file.values:
         file = file.with_values({"rope_parameters": dict(_ROPE)})
     fields = _GptOssFields.read(file)
     bias, windows = fields.attention_bias, fields.windows_by_type(fields.sliding_window, every=2)
     attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, sinks=True)
-    return fields.model(
+    model = fields.model(
         attention=attention,
         rope=fields.rope(dim=attention.head_dim),
         intermediate_size=fields.intermediate_size,
         moe=fields.moe(),
         switches=GptOssSwitches(swiglu_limit=fields.swiglu_limit, swiglu_alpha=fields.swiglu_alpha),
     )
-
-
-def _refuse_quantized(file: ConfigFile) -> None:
-    if file.raw("quantization_config") is None:
-        return
-    method = file.table("quantization_config").raw("quant_method")
-    raise ConfigError(
-        f"{file.where}: the weights are quantized, quant_method is {method!r}",
-        field="quantization_config",
-        value=method,
-        allowed=("null",),
-        cure="convert to bfloat16: load with transformers' Mxfp4Config(dequantize=True), then save_pretrained",
-    )
+    return replace(model, quantization=quantization)

@@ -1,26 +1,28 @@
-"""Which of a checkpoint's weights are fp8 and what their scales stand for, read from config.json.
+"""How a checkpoint's weights are quantized, read from config.json: one value for every publisher's spelling of a scheme.
 
-Three publishers' spellings become one value: DeepSeek's and AutoFP8's `quant_method` "fp8", and compressed-tensors.
+fp8 is read here, from DeepSeek's, AutoFP8's and compressed-tensors' files; other schemes have files of their own.
 A field that is not understood is refused: a scale that is misread is a wrong model, not a slow one.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
-
-from pydantic import ConfigDict
+from typing import ClassVar, Literal, TypeAlias
 
 from models.config.fields import Fields, Table, Texts
 from models.config.file import ConfigFile
+from models.quantization.awq import AwqFields
+from models.quantization.fields import CURE, SILENT, QuantizationFields, leaves_out
+from models.quantization.gptq import GptqFields
+from models.quantization.int8_config import Int8Config, Int8Fields, int8_config
+from models.quantization.mxfp4_config import Mxfp4Config, Mxfp4Fields
+from models.quantization.pack_quantized import IntegersFields, PackQuantizedConfig
+from models.quantization.packed_config import PackedConfig
 
 FP8_BLOCK = 128  # rows and columns of a weight, or channels of a token, that share a scale
 
 _FIELD = "quantization_config"
-_CURE = "this quantization is not supported; choose the checkpoint in bfloat16, or one in fp8 (e4m3)"
-_REGEX = "re:"
 
 
 class Granularity(StrEnum):
@@ -50,17 +52,27 @@ class Fp8Config:
 
     def covers(self, name: str) -> bool:
         """Whether the linear layer that checkpoints call `name` is in fp8."""
-        return name != "lm_head" and not any(_matches(pattern, name) for pattern in self.unquantized)
+        return name != "lm_head" and not leaves_out(self.unquantized, name)
+
+    @property
+    def weight_bytes(self) -> float:
+        return 1
+
+    @property
+    def channel_block(self) -> int | None:
+        """Intermediate channels that share a scale and stay on one rank; None: any number may be cut."""
+        return FP8_BLOCK if self.weights is Granularity.BLOCK else None
+
+    @property
+    def head_blocks(self) -> tuple[int, int] | None:
+        """A rank's (outputs, inputs) of attention are multiples of these."""
+        return (FP8_BLOCK, FP8_BLOCK) if self.weights is Granularity.BLOCK else None
 
 
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith(_REGEX):
-        return re.match(pattern.removeprefix(_REGEX), name) is not None
-    # The whole name, a module that contains it, or its end: publishers use all three.
-    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+Quantization: TypeAlias = Fp8Config | PackedConfig | Int8Config | Mxfp4Config
 
 
-def read_quantization(file: ConfigFile) -> Fp8Config | None:
+def read_quantization(file: ConfigFile) -> Quantization | None:
     """None for a checkpoint that is not quantized.
 
     Raises:
@@ -74,45 +86,26 @@ def read_quantization(file: ConfigFile) -> Fp8Config | None:
         return _Fp8Fields.read(table).config()
     if method == "compressed-tensors":
         return _CompressedTensorsFields.read(table).config()
-    raise file.refuse(_FIELD, "quant_method fp8", "quant_method compressed-tensors", cure=_CURE)
+    if method == "gptq":
+        return GptqFields.read(table).config()
+    if method == "awq":
+        return AwqFields.read(table).config()
+    methods = ("fp8", "compressed-tensors", "gptq", "awq")
+    raise file.refuse(_FIELD, *(f"quant_method {each}" for each in methods), cure=CURE)
 
 
-class _QuantizationFields(Fields):
-    """Unknown fields may change what the numbers mean, so they are refused unless they are empty.
-
-    Attributes:
-        silent: fields that say how a file was made, and nothing about what it holds.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-    cure: ClassVar[str] = _CURE
-    silent: ClassVar[frozenset[str]] = frozenset()
-
-    @classmethod
-    def read(cls, file: ConfigFile) -> Self:
-        known = {
-            name: value
-            for name, value in file.values.items()
-            if name in cls.model_fields or (value and name not in cls.silent)
-        }
-        return super().read(ConfigFile(file.where, known))
-
-    def names(self, field: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of modules, sorted, so that two spellings of one list are one model."""
-        for name in names:
-            if name.startswith(_REGEX):
-                try:
-                    re.compile(name.removeprefix(_REGEX))
-                except re.error:
-                    raise self.refuse(field, "names of modules", "re: and a regular expression") from None
-        return tuple(sorted(set(names)))
+def read_mxfp4(file: ConfigFile) -> Mxfp4Config | None:
+    """`read_quantization` of a family whose experts are published in mxfp4."""
+    if file.raw(_FIELD) is None:
+        return None
+    table = file.table(_FIELD)
+    if table.raw("quant_method") != "mxfp4":
+        raise file.refuse(_FIELD, "quant_method mxfp4", "null", cure="choose the checkpoint in mxfp4 or in bfloat16")
+    return Mxfp4Fields.read(table).config()
 
 
-_SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})
-
-
-class _Fp8Fields(_QuantizationFields):
-    silent: ClassVar[frozenset[str]] = _SILENT
+class _Fp8Fields(QuantizationFields):
+    silent: ClassVar[frozenset[str]] = SILENT
 
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     expert_dtype: Literal["fp8"] = "fp8"
@@ -127,17 +120,17 @@ class _Fp8Fields(_QuantizationFields):
         static = self.activation_scheme == "static"
         weights = Granularity.TENSOR if self.weight_block_size is None else Granularity.BLOCK
         if weights is Granularity.BLOCK and self.weight_block_size != [FP8_BLOCK, FP8_BLOCK]:
-            raise self.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
+            raise self.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=CURE)
         if weights is Granularity.BLOCK and static:
             raise self.refuse("activation_scheme", "dynamic", cure="weights in blocks have no scales of inputs")
         names = self.names("modules_to_not_convert", self.modules_to_not_convert + self.ignored_layers)
         return Fp8Config(weights, static, self.scale_fmt == "ue8m0", names)
 
 
-class _NumbersFields(_QuantizationFields):
+class _NumbersFields(QuantizationFields):
     """Symmetric 8-bit floats: weights, or inputs of layers."""
 
-    silent: ClassVar[frozenset[str]] = _SILENT | {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
+    silent: ClassVar[frozenset[str]] = SILENT | {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
 
     num_bits: Literal[8]
     type: Literal["float"]
@@ -150,18 +143,21 @@ class _NumbersFields(_QuantizationFields):
     def sharing(self) -> tuple[str, bool]:
         """(what shares a scale, whether scales are computed while serving)."""
         if self.strategy == "block" and self.block_structure != [FP8_BLOCK, FP8_BLOCK]:
-            raise self.refuse("block_structure", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
+            raise self.refuse("block_structure", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=CURE)
         if self.strategy == "group" and self.group_size != FP8_BLOCK:
-            raise self.refuse("group_size", str(FP8_BLOCK), cure=_CURE)
+            raise self.refuse("group_size", str(FP8_BLOCK), cure=CURE)
         return self.strategy, self.dynamic
 
 
-class _GroupFields(_QuantizationFields):
+_FORMATS = Literal["float-quantized", "int-quantized", "pack-quantized"]
+
+
+class _GroupFields(QuantizationFields):
     weights: Table | None = None
     input_activations: Table | None = None
     output_activations: object = None
     targets: Texts = ()
-    format: Literal["float-quantized"] = "float-quantized"
+    format: _FORMATS | None = None
 
 
 class _SparsityFields(Fields):
@@ -181,33 +177,46 @@ _UNDERSTOOD: Mapping[tuple[tuple[str, bool], tuple[str, bool]], tuple[Granularit
 )
 
 
-class _CompressedTensorsFields(_QuantizationFields):
-    silent: ClassVar[frozenset[str]] = _SILENT
+class _CompressedTensorsFields(QuantizationFields):
+    silent: ClassVar[frozenset[str]] = SILENT
 
     config_groups: Table | None = None
-    format: Literal["float-quantized"] = "float-quantized"
+    format: _FORMATS = "float-quantized"
     ignore: Texts = ()
     kv_cache_scheme: Table | None = None
     quantization_status: Literal["compressed", "frozen"] = "frozen"
     sparsity_config: Table | None = None
 
-    def config(self) -> Fp8Config:
+    def config(self) -> Fp8Config | Int8Config | PackQuantizedConfig:
         _SparsityFields.read(self.table("sparsity_config"))
         if self.kv_cache_scheme is not None and self._sharing(self.table("kv_cache_scheme")) != ("tensor", False):
-            raise self.refuse("kv_cache_scheme", "null", "static 8-bit floats with one scale per tensor", cure=_CURE)
+            raise self.refuse("kv_cache_scheme", "null", "static 8-bit floats with one scale per tensor", cure=CURE)
         groups = self.table("config_groups")
         if len(groups.values) != 1:
-            raise self.refuse("config_groups", "one group", cure=_CURE)
+            raise self.refuse("config_groups", "one group", cure=CURE)
         (name,) = groups.values
         group = _GroupFields.read(groups.table(name))
         if group.targets != ("Linear",):
-            raise group.refuse("targets", "['Linear']", cure=_CURE)
+            raise group.refuse("targets", "['Linear']", cure=CURE)
+        if (group.format or self.format) != self.format:
+            raise group.refuse("format", self.format, cure=CURE)
+        unquantized = self.names("ignore", self.ignore)
+        if self.format == "pack-quantized":
+            if group.input_activations:
+                raise group.refuse("input_activations", "null", cure=CURE)
+            return IntegersFields.read(group.table("weights")).config(unquantized)
+        if self.format == "int-quantized":
+            numbers = [Int8Fields.read(group.table(field)) for field in ("weights", "input_activations")]
+            return int8_config(*numbers, unquantized)
+        return self._fp8(group, unquantized)
+
+    def _fp8(self, group: _GroupFields, unquantized: tuple[str, ...]) -> Fp8Config:
         kinds = self._sharing(group.table("weights")), self._sharing(group.table("input_activations"))
         if kinds not in _UNDERSTOOD:
             pairs = [f"weights per {weights} with inputs per {inputs}" for (weights, _), (inputs, _) in _UNDERSTOOD]
-            raise group.refuse("weights", *dict.fromkeys(pairs), cure=_CURE)
+            raise group.refuse("weights", *dict.fromkeys(pairs), cure=CURE)
         weights, static = _UNDERSTOOD[kinds]
-        return Fp8Config(weights, static, unquantized=self.names("ignore", self.ignore))
+        return Fp8Config(weights, static, unquantized=unquantized)
 
     @staticmethod
     def _sharing(table: ConfigFile) -> tuple[str, bool]:

@@ -15,12 +15,19 @@ from attention.mla import MLAAttention
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
+from models.families.gpt_oss import Mxfp4Experts
 from models.linear import FusedLinear, Linear
 from models.moe import Experts
 from models.quantization import fp8
-from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
+from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity, Quantization
 from models.quantization.fp8_linear import Fp8Linear
+from models.quantization.int8_config import Int8Config
+from models.quantization.int8_linear import Int8Linear
+from models.quantization.packed_config import PackedConfig
+from models.quantization.packed_experts import PackedExperts
+from models.quantization.packed_linear import PackedLinear
 from models.weights.checkpoint import StoredTensor
+from models.weights.tensor_reader import read_tensor
 
 # Spellings of DeepSeek and transformers, and of AutoFP8 and compressed-tensors.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
@@ -54,25 +61,40 @@ def _is_replaceable(module: nn.Module, name: str) -> bool:
     return (isinstance(module, Linear) and name == "weight") or isinstance(module, Experts)
 
 
-def quantize(model: CausalLM, config: ModelConfig, checkpoint_name: CheckpointName, device: torch.device | str) -> None:
-    """Replaces the layers that `config.quantization` covers by layers in fp8, and allocates the others. Fills nothing.
+def quantize(
+    model: CausalLM,
+    config: ModelConfig,
+    checkpoint_name: CheckpointName,
+    device: torch.device | str,
+    stored: Mapping[str, StoredTensor],
+) -> None:
+    """Replaces the layers that `config.quantization` covers by quantized ones, and allocates the others. Fills nothing.
 
     Args:
         model: built within `weights_unallocated`.
         checkpoint_name: maps a module's path to its name in checkpoints.
+        stored: the checkpoint; empty for random weights.
 
     Raises:
         ConfigError: the quantization covers only part of a fused layer, or covers experts in an unsupported way.
     """
     quantization = config.quantization
     assert quantization is not None
-    replacements: dict[nn.Module, Fp8Linear] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
+
+    def covers(name: str) -> bool:
+        is_plain = isinstance(quantization, PackedConfig) and f"{name}.weight" in stored
+        return not is_plain and quantization.covers(name)
+
     for path, module in list(model.named_modules()):
-        if isinstance(module, Experts) and _covers_experts(quantization, checkpoint_name(path)):
-            _quantize_experts(module, quantization, checkpoint_name(path), device)
-        elif isinstance(module, Linear) and _covers(quantization, module, checkpoint_name(path)):
-            name = path.rpartition(".")[2]
-            replacements[module] = Fp8Linear(module, name, quantization, device=device)
+        name = checkpoint_name(path)
+        if isinstance(module, Experts) and covers(f"{name}.0.gate_proj"):
+            if isinstance(quantization, PackedConfig):
+                replacements[module] = PackedExperts(module, name, quantization, device=device, stored=stored)
+            else:
+                _quantize_experts(module, quantization, name, device)
+        elif isinstance(module, Linear) and _covers(covers, module, name):
+            replacements[module] = _quantized_linear(module, name, quantization, device, stored)
     # A layer can have several parents, such as MLA's projection of latents.
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -88,11 +110,30 @@ def _allocate(model: nn.Module, device: torch.device | str) -> None:
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
 
-def _covers(quantization: Fp8Config, module: Linear, name: str) -> bool:
+def _quantized_linear(
+    module: Linear,
+    name: str,
+    quantization: Quantization,
+    device: torch.device | str,
+    stored: Mapping[str, StoredTensor],
+) -> Linear:
+    own = name.rpartition(".")[2]
+    match quantization:
+        case PackedConfig():
+            return PackedLinear(module, name, quantization, device=device, stored=stored)
+        case Int8Config():
+            return Int8Linear(module, own, quantization, device=device)
+        case Fp8Config():
+            return Fp8Linear(module, own, quantization, device=device)
+        case _:
+            raise AssertionError(f"{quantization} covers no linear layer")
+
+
+def _covers(covers: Callable[[str], bool], module: Linear, name: str) -> bool:
     if not isinstance(module, FusedLinear):
-        return quantization.covers(name)
+        return covers(name)
     parent = name.rpartition(".")[0]
-    covered = {f"{parent}.{part}": quantization.covers(f"{parent}.{part}") for part, _ in module.parts}
+    covered = {f"{parent}.{part}": covers(f"{parent}.{part}") for part, _ in module.parts}
     if len(set(covered.values())) > 1:
         left_out = [name for name, is_covered in covered.items() if not is_covered]
         raise _refuse(
@@ -102,11 +143,9 @@ def _covers(quantization: Fp8Config, module: Linear, name: str) -> bool:
     return all(covered.values())
 
 
-def _covers_experts(quantization: Fp8Config, name: str) -> bool:
-    return quantization.covers(f"{name}.0.gate_proj")
-
-
-def _quantize_experts(experts: Experts, quantization: Fp8Config, name: str, device: torch.device | str) -> None:
+def _quantize_experts(experts: Experts, quantization: Quantization, name: str, device: torch.device | str) -> None:
+    if not isinstance(quantization, Fp8Config):
+        raise _refuse(f"{name} is in int8", allowed="experts in fp8 with blocks of 128 by 128, or in packed integers")
     if quantization.weights is not Granularity.BLOCK:
         raise _refuse(f"{name} has one scale per {quantization.weights}", allowed="experts with blocks of 128 by 128")
     num_experts, rows, size = experts.gate_up_proj.shape
@@ -125,7 +164,7 @@ def weight_scale_views(
     """For each scale's name in a checkpoint, the host memory that it fills."""
     views: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, Fp8Linear | Int8Linear):
             parent = checkpoint_name(path).rpartition(".")[0]
             for part, scale, input_scale in module.checkpoint_scales():
                 name = _spelled(f"{parent}.{part}", _WEIGHT_SCALES, stored)
@@ -185,7 +224,7 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
             cure="download the checkpoint again, or take another",
         )
     for module in model.modules():
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, Fp8Linear | Int8Linear | PackedLinear | PackedExperts | Mxfp4Experts):
             module.finish()
         elif isinstance(module, Experts) and module.gate_up_proj_scale_inv is not None:
             for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
@@ -193,8 +232,20 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
                 setattr(module, name, nn.Parameter(on_device, requires_grad=False))
     for module in model.modules():
         # MLA absorbs parts of this layer into queries and outputs, in the model's dtype.
-        if isinstance(module, MLAAttention) and isinstance(module.kv_b_proj, Fp8Linear):
+        if isinstance(module, MLAAttention) and isinstance(module.kv_b_proj, Fp8Linear | Int8Linear | PackedLinear):
             module.kv_b_proj.dequantize_()
+
+
+def without_zero_biases(stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """The tensors without the zeros that AutoGPTQ saves as biases of layers that have none."""
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if name in views
+        or not name.endswith(".bias")
+        or f"{name.removesuffix('.bias')}.qweight" not in views
+        or bool(read_tensor(tensor).any())
+    }
 
 
 def _refuse(problem: str, *, allowed: str) -> ConfigError:

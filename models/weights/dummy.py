@@ -15,7 +15,11 @@ _STD = 0.02
 _NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
 _STORED_STD = 64.0  # deviation of fp8 numbers: seven of them fit below 448
 _INPUT_SCALE = 1 / 16  # inputs up to 28 fit, many times the output of a norm
-_FP8_NUMBERS_AT_ONCE = 1 << 26
+_NUMBERS_AT_ONCE = 1 << 26
+_INTEGERS_SCALES = ("_scales", "_weight_scale")
+_PACKED_STD = 6.5  # of the difference of two numbers of 4 bits
+_INT8_STD = 18.0  # seven of them fit below 127
+_MXFP4_SCALE = 120  # 2 ** -7; the numbers' deviation is 2.9
 
 
 def fill_at_random(model: nn.Module) -> None:
@@ -62,14 +66,31 @@ def _fill(path: str, module: nn.Module, generator: torch.Generator | None) -> to
             numbers.fill_(1.0)
         elif numbers.dtype == E4M3:
             _fill_fp8(numbers, generator)
+        elif not numbers.is_floating_point():
+            _fill_integers(name, numbers, generator)
+        elif name.endswith(_INTEGERS_SCALES):
+            numbers.fill_(_STD / _PACKED_STD)
         else:
             numbers.normal_(std=_STD, generator=generator)
     return generator
 
 
+def _fill_integers(name: str, numbers: Tensor, generator: torch.Generator) -> None:
+    """Words and bytes of packed numbers are any bits; int8 weights are normal."""
+    if name.endswith("_scales"):
+        numbers.fill_(_MXFP4_SCALE)
+    elif numbers.dtype == torch.int8:
+        for part in numbers.view(-1).split(_NUMBERS_AT_ONCE):
+            drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
+            part.copy_(drawn.normal_(std=_INT8_STD, generator=generator).clamp_(-127, 127))
+    else:
+        for part in numbers.view(-1).view(torch.uint8).split(_NUMBERS_AT_ONCE):
+            part.random_(0, 256, generator=generator)
+
+
 def _fill_fp8(numbers: Tensor, generator: torch.Generator) -> None:
     """Fills in pieces: there is little free memory for the numbers before they are rounded."""
-    for part in numbers.view(-1).split(_FP8_NUMBERS_AT_ONCE):
+    for part in numbers.view(-1).split(_NUMBERS_AT_ONCE):
         drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
         drawn.normal_(std=_STORED_STD, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX)
         part.copy_(drawn)

@@ -28,7 +28,13 @@ from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3
-from models.quantization.replace import finish_quantized, quantize, weight_scale_views, weights_unallocated
+from models.quantization.replace import (
+    finish_quantized,
+    quantize,
+    weight_scale_views,
+    weights_unallocated,
+    without_zero_biases,
+)
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
@@ -39,7 +45,10 @@ from models.weights.tensor_reader import read_into, read_tensor
 
 LOAD_FORMATS = ("safetensors", "dummy")
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-_STORED_FP8 = ("F8_E4M3",)
+# Quantized numbers are read as they are.
+_STORED_AS = MappingProxyType(
+    {E4M3: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
+)
 _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
@@ -93,7 +102,9 @@ def load_model(
     if batch_invariant:
         refuse_batch_invariance(parallel)
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
-    model = _build(local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+    model = _build(
+        local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device, stored=stored
+    )
     model.join(parallel, vocab_size=config.vocab_size)
     shares = Shares(config, parallel)
     if kv_dtype in FP8_DTYPES:
@@ -116,6 +127,7 @@ def load_model(
         views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
         stored = in_our_names(stored, views)
+        stored = without_zero_biases(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
@@ -137,15 +149,24 @@ def load_model(
 
 
 def _build(
-    config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    *,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stored: Mapping[str, StoredTensor] = MappingProxyType({}),
 ) -> CausalLM:
-    """The model with its parameters allocated, each in its final dtype from the start."""
+    """The model with its parameters allocated, each in its final dtype from the start.
+
+    Args:
+        stored: the checkpoint, which says in what dtypes scales are saved; empty for random weights.
+    """
     quantized = config.quantization is not None
     model_class: ModelClass = resolve_name(FAMILIES[config.architecture].model)
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
     if quantized:
-        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device)
+        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, stored)
     return model
 
 
@@ -276,11 +297,11 @@ def _check(
 
 
 def _stored_dtypes(view: Tensor) -> tuple[str, ...]:
-    return _STORED_FP8 if view.dtype == E4M3 else _STORED_DTYPES
+    return _STORED_DTYPES if view.dtype not in _STORED_AS else (_STORED_AS[view.dtype],)
 
 
 def _expected_dtypes(allowed: tuple[str, ...]) -> str:
-    if allowed == _STORED_FP8:
+    if allowed != _STORED_DTYPES:
         return f"the quantization_config needs {allowed[0]}"
     return f"known are {', '.join(allowed)}"
 

@@ -14,7 +14,10 @@ from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
-from models.quantization.config import FP8_BLOCK, Granularity
+from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
+from models.quantization.int8_config import Int8Config
+from models.quantization.mxfp4_config import MXFP4_BLOCK
+from models.quantization.packed_config import PackedConfig, Stored
 from models.weights.names import renamed
 
 _LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
@@ -44,7 +47,14 @@ class Shares:
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        self._granularity = None if config.quantization is None else config.quantization.weights
+        quantization = config.quantization
+        self._packed = quantization if isinstance(quantization, PackedConfig) else None
+        self._granularity: Granularity | None = None
+        if isinstance(quantization, Fp8Config):
+            self._granularity = quantization.weights
+        elif isinstance(quantization, Int8Config):
+            self._granularity = Granularity.CHANNEL if quantization.by_channel else Granularity.TENSOR
+        self._layouts = {} if self._packed is None else {each.suffix: each for each in self._packed.tensors.values()}
         self._table: Mapping[str, Share] = dict(_table(config, parallel)) if parallel.size > 1 else {}
         prefixes: Mapping[str, str] = resolve_name(FAMILIES[config.architecture].model).checkpoint_prefixes
         self._prefixes = {theirs: ours for ours, theirs in prefixes.items()}
@@ -52,9 +62,26 @@ class Shares:
     def of(self, name: str) -> Share | None:
         """None: the tensor is whole."""
         name = renamed(name, self._prefixes)
+        layer, _, suffix = name.rpartition(".")
+        if suffix in self._layouts:
+            share = self.of(f"{layer}.weight")
+            return None if share is None else self._of_packed(share, self._layouts[suffix])
         weight = _SCALE.sub(".weight", name)
         share = self._table.get(weight) or self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
         return share if share is None or weight == name else self._of_scale(share, name)
+
+    def _of_packed(self, share: Share, layout: Stored) -> Share | None:
+        """The share of a tensor of packed integers, given the share of the weight that they stand for."""
+        assert self._packed is not None
+        axis = layout.outputs if share.dim == 0 else layout.inputs
+        if axis is None or axis.per_entry is None or (share.dim == 1 and self._packed.cut_whole(layout)):
+            return None
+        ranges = []
+        for part in share.ranges:
+            whole = part.start % axis.per_entry == 0 and (part.stop % axis.per_entry == 0 or part.stop == share.size)
+            assert whole, f"{layout.suffix} is cut within an entry, which local_config refuses"
+            ranges.append(range(part.start // axis.per_entry, -(-part.stop // axis.per_entry)))
+        return Share(axis.dim, -(-share.size // axis.per_entry), tuple(ranges))
 
     def _of_scale(self, share: Share, name: str) -> Share | None:
         """The share of a weight's scales, given the share of the weight."""
@@ -209,6 +236,10 @@ def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tu
     yield "experts.gate_up_proj", Share(1, 2 * size, side_by_side)
     yield "experts.down_proj", Share(2, size, (part,))
     yield "mlp.experts.gate_up_proj", _by_turns(Share(2, size, (part,)))
+    groups = range(part.start // MXFP4_BLOCK, -(-part.stop // MXFP4_BLOCK))
+    for kind in ("blocks", "scales"):
+        yield f"mlp.experts.gate_up_proj_{kind}", _by_turns(Share(1, size, (part,)))
+        yield f"mlp.experts.down_proj_{kind}", Share(2, -(-size // MXFP4_BLOCK), (groups,))
     yield "mlp.experts.gate_up_proj_bias", _by_turns(Share(1, size, (part,)))
     yield "mlp.experts.down_proj_bias", Share(1, of_first.size, of_first.ranges)
     yield "feed_forward.experts.gate_up_proj", Share(2, 2 * size, side_by_side)

@@ -28,6 +28,10 @@ TORCH_DTYPES = MappingProxyType(
         "F16": torch.float16,
         "BF16": torch.bfloat16,
         "F8_E4M3": torch.float8_e4m3fn,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
     }
 )
 # For 0.84 GB, cold, two busy cores spend 0.64 s here; plain reads into memory that was used before take 0.47 s. Tried

@@ -1,0 +1,29 @@
+"""mxfp4 in plain torch: as published, a byte has an even input in its low half and the next one in its high half, 16
+bytes a scale; products read the form of `models.quantization.packed`.
+
+Legend: E expert, N output channel, C input channel, G group of 32 inputs, B byte.
+"""
+
+import torch
+from torch import Tensor
+
+from models.quantization.mxfp4_config import MXFP4_BLOCK
+from models.quantization.packed import pack_halves, unpack_halves
+
+BLOCK_BYTES = MXFP4_BLOCK // 2
+# By the bits of a number: sign, two of exponent, one of mantissa.
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SCALE_BIAS = 127
+
+
+def repack_(blocks_NGB: Tensor) -> None:
+    """From the published form into the one of products, in place."""
+    numbers = torch.stack([blocks_NGB & 15, blocks_NGB >> 4], dim=-1).flatten(1)
+    blocks_NGB.copy_(pack_halves(numbers, 4).view(blocks_NGB.shape))
+
+
+def dequantize(stored_NB: Tensor, scales_NG: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[N, C] in `dtype` of an expert's numbers in the form of products, and exponents of two."""
+    values = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=stored_NB.device)
+    numbers_NGC = values[unpack_halves(stored_NB, 4).long()].unflatten(1, (-1, MXFP4_BLOCK))
+    return torch.ldexp(numbers_NGC, (scales_NG.int() - _SCALE_BIAS).unsqueeze(-1)).flatten(1).to(dtype)

@@ -69,6 +69,8 @@ class CausalLM(ParallelModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
+        adapter_rows: int32, the adapter's slot (`models.adapters.bank`) of each token of the step that is computed or
+            captured next, negative for none; None: no token has an adapter.
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place.
         config: of this rank, where several ranks compute the model together.
         vocab_size: of the whole model.
@@ -87,6 +89,7 @@ class CausalLM(ParallelModule):
         self.model = Decoder(config, layers, norm=norm, dtype=dtype)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
+        self.adapter_rows: Tensor | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
     def forward(

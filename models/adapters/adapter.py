@@ -144,7 +144,7 @@ def _revision(layers: Mapping[str, LayerDelta]) -> str:
         heading = [name, delta.scale, *([list(side.shape), str(side.dtype)] for side in (delta.a, delta.b))]
         digest.update(json.dumps(heading).encode())
         for side in (delta.a, delta.b):
-            digest.update(memoryview(side.contiguous().view(torch.uint8).numpy()))
+            digest.update(side.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:_REVISION_CHARACTERS]
 
 

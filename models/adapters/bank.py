@@ -1,7 +1,7 @@
 """All adapters of a model on its device, in a fixed number of slots, and the product that each linear layer adds.
 
 A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The slot
-of each token of a step is in `CausalLM.adapter_rows`, a tensor that a captured step reads again in each replay.
+of each token of a step is in `CausalLM.adapter_slots`, a tensor that a captured step reads again in each replay.
 A rank that has part of a layer's outputs has these rows of B and the whole A; one that has part of the inputs has these
 columns of A and the whole B, and the sum over ranks that follows the layer adds up the adapter's product too.
 
@@ -154,7 +154,7 @@ class AdapterBank:
 
     def _hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
         def add(_: nn.Module, inputs: tuple[Tensor], out_TN: Tensor) -> None:
-            slots_T = self._model.adapter_rows
+            slots_T = self._model.adapter_slots
             if slots_T is not None:
                 layer.add(inputs[0], out_TN, slots_T, batch_invariant=self._batch_invariant)
 

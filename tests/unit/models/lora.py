@@ -40,7 +40,8 @@ def save_adapter(
 
 
 def rank_of(config: dict[str, Any], layer: str) -> int:
-    return next((rank for key, rank in config.get("rank_pattern", {}).items() if layer.endswith(key)), config["r"])
+    ranks: dict[str, int] = config.get("rank_pattern", {})
+    return next((rank for key, rank in ranks.items() if layer.endswith(key)), int(config["r"]))
 
 
 def merge(base: Path, adapter: Path, merged: Path) -> Path:

@@ -57,7 +57,7 @@ class Adapted:
 
     def step(self, batch: dict[str, list[int]], slots: dict[str, int]) -> dict[str, Tensor]:
         rows = [slots.get(name, -1) for name, tokens in batch.items() for _ in tokens]
-        self.model.adapter_rows = torch.tensor(rows, dtype=torch.int32)
+        self.model.use_adapters(torch.tensor(rows, dtype=torch.int32))
         return self.driver.step(batch)
 
 
@@ -221,7 +221,7 @@ def test_damaged_adapters_are_refused(checkpoints: Path, tmp_path: Path) -> None
     save_file({key: each for key, each in tensors.items() if key != name}, file)
     with pytest.raises(ConfigError, match="only one of the two matrices"):
         read_adapter(adapter, layers, max_rank=8)
-    save_file(tensors | {"base_model.model.model.embed_tokens.lora_embedding_A": tensors[name]}, file)
+    save_file(tensors | {"base_model.model.model.embed_tokens.lora_embedding_A": tensors[name].clone()}, file)
     with pytest.raises(ConfigError, match="lora_embedding_A"):
         read_adapter(adapter, layers, max_rank=8)
     file.unlink()

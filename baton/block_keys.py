@@ -1,6 +1,7 @@
-"""Names of prefix cache blocks: equal on nodes and gateways for equal tokens, model and salt. Pure.
+"""Names of prefix cache blocks: equal on nodes and gateways for equal tokens, model, adapter and salt. Pure.
 
 A block's digest covers its tokens and its parent's digest; the first parent, the root, covers model identity and salt.
+An adapter's name and revision are part of the identity: its KV is no other's.
 Messages and the gateway's index name a block by a number, the first 8 bytes of its digest.
 """
 
@@ -8,6 +9,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
+
+from baton.types import AdapterRef
 
 IntArray: TypeAlias = "array[int]"
 
@@ -80,6 +83,11 @@ class BlockNumbers:
                 numbers.append(int.from_bytes(digest[:_NUMBER_BYTES], "little"))
             self._digest = digest
         return numbers
+
+
+def adapted_identity(identity: str, adapter: AdapterRef | None) -> str:
+    """The identity of a model with an adapter; without one, the model's own."""
+    return identity if adapter is None else f"{identity} adapter {len(adapter.name)}:{adapter.name}{adapter.revision}"
 
 
 def root_digest(identity: str, cache_salt: str) -> bytes:

@@ -41,7 +41,9 @@ _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
 _SECONDS_MAX, _RATE_MAX = 1e9, 1e9
 _COUNT_MAX = 1 << 20
-_THREADS_MAX = _SLOTS_MAX = 1024
+_THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
+_ADAPTERS = 8  # slots where adapters are wanted and no number is given
+_ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _BLOCKS_MAX = _TOKENS_MAX = 2**31 - 1  # ids of blocks and positions take 32 bits
 _CACHE_MIB_MAX = 1 << 26
@@ -194,6 +196,26 @@ class NodeSettings(CommonSettings):
         "original context must be given to every node and gateway",
     )
     prefix_cache: bool = Field(True, description="reuse the KV of a prefix that earlier prompts had")
+    adapter: str = Field(
+        "",
+        description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
+        "be given several times. Clients name an adapter as their model",
+    )
+    adapter_directory: Path | None = Field(
+        None,
+        description="directory that is watched: each directory in it with an adapter_config.json is loaded as an "
+        "adapter of its name, and unloaded when it is removed",
+    )
+    max_adapters: int | None = Field(
+        None,
+        ge=0,
+        le=_ADAPTERS_MAX,
+        description="adapters that the node can hold at once; their memory is taken at start; default: 8, or as many "
+        "as adapter names, where adapter or adapter_directory is given; else 0",
+    )
+    max_adapter_rank: int = Field(
+        16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
+    )
     transport: Literal["ucx", "loopback"] = Field(
         "ucx", description="what carries KV; loopback works only inside one process"
     )
@@ -223,6 +245,29 @@ class NodeSettings(CommonSettings):
         if name is not None and not name.isprintable():
             raise ValueError("it has a control character; allowed: printable ones")
         return name
+
+    @field_validator("adapter")
+    @classmethod
+    def _are_adapters(cls, given: str) -> str:
+        for each in _listed(given):
+            name, found, directory = each.partition("=")
+            if not (found and directory and is_adapter_name(name)):
+                name_of = f"a name has up to {_ADAPTER_NAME_MAX} printable characters"
+                raise ValueError(f"{each!r} is not name=directory; {name_of}")
+        return given
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Directories of the adapters to load at start, by name."""
+        return {name: Path(path) for name, _, path in (each.partition("=") for each in _listed(self.adapter))}
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that the node can hold."""
+        if self.max_adapters is not None:
+            return self.max_adapters
+        wanted = bool(self.adapter) or self.adapter_directory is not None
+        return max(_ADAPTERS, len(self.adapters)) if wanted else 0
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
@@ -533,6 +578,11 @@ def tokenizer_file(model: Path) -> Path:
     if not own.is_file() and model.resolve().parent == DEMO_MODELS:
         return DEMO_MODELS / "llama" / "tokenizer.json"
     return own
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether clients can name a model so."""
+    return 0 < len(name) <= _ADAPTER_NAME_MAX and name.isprintable() and not set(name) & set(" ,=")
 
 
 def variable(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, PeerRefused
 from baton.types import (
+    AdapterRef,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -156,6 +157,15 @@ def slo_from_proto(message: pb.Slo) -> Slo:
         message.ttft_s if message.HasField("ttft_s") else None,
         message.tpot_s if message.HasField("tpot_s") else None,
     )
+
+
+def adapter_to_proto(adapter: AdapterRef | None) -> pb.Adapter | None:
+    return None if adapter is None else pb.Adapter(name=adapter.name, revision=adapter.revision)
+
+
+def adapter_from_proto(message: pb.Adapter) -> AdapterRef | None:
+    """None: the message is empty, which means the base model."""
+    return AdapterRef(message.name, message.revision) if message.name else None
 
 
 def costs_to_proto(costs: StepCosts) -> pb.StepCosts:

@@ -25,6 +25,7 @@ from baton.errors import ConfigError, shortened
 from baton.security.log_lines import escaped
 
 _PREFIX = "BATON_"
+_REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
 # Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
 _ALIKE = 0.87
@@ -37,7 +38,11 @@ NodeRole = TypeVar("NodeRole", bound=NodeSettings)
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
     """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
     flags = _parser(cls, program).parse_args(argv)
-    given = {name: value for name, value in vars(flags).items() if value is not None}
+    given: dict[str, Any] = {
+        name: ",".join(value) if name in _REPEATABLE else value
+        for name, value in vars(flags).items()
+        if value is not None
+    }
     if misspelled := misspelled_variables(os.environ):
         for name, nearest in misspelled.items():
             print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
@@ -105,8 +110,9 @@ def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser
         default = "" if info.default is None else f" (default: {info.default})"
         help_text = f"{info.description}{default}".replace("%", "%%")
         # A switch may stand alone: --insecure is --insecure true.
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
-        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **switch)
+        how: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+        how |= {"action": "append"} if name in _REPEATABLE else {}
+        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **how)
     return parser
 
 

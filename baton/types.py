@@ -52,6 +52,17 @@ class Grammar:
     text: str = ""
 
 
+class AdapterRef(NamedTuple):
+    """One revision of a LoRA adapter, as requests and nodes name it.
+
+    Args:
+        revision: digest of its numbers.
+    """
+
+    name: str
+    revision: str
+
+
 def _empty_bias() -> Mapping[int, float]:
     return MappingProxyType({})
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
-from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest, NoNode
 from baton.errors import Draining as DrainingError
@@ -208,6 +208,7 @@ class DecodeMachine:
             output=tuple(submit.output_token_ids),
             sampling=sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
+            adapter=adapter_from_proto(submit.adapter),
             priority=submit.priority,
             due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else gives_up_s,
             refuse_late=gives_up_s is not None and not submit.HasField("first_token_s"),

@@ -27,6 +27,7 @@ class BatchRow(NamedTuple):
         sample: None while known tokens of the sequence remain to be computed.
         since: the number of the first step with this row. Later steps may share the row at the same place, where it
             stands for one token further on in each step. None: the row is for one step only.
+        adapter: slot of the request's adapter; -1: it has none.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class BatchRow(NamedTuple):
     sample: SampleRow | None
     token_source: int | None = None
     since: int | None = None
+    adapter: int = -1
 
     @property
     def token_stop(self) -> int:

@@ -64,11 +64,12 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         None if row.sample is None else _encode_sample(row.sample, known.sample),
         row.token_source,
         row.since,
+        row.adapter,
     )
 
 
 def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
-    request_id, token_ids, token_start, blocks, sample, token_source, since = encoded
+    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter = encoded
     return BatchRow(
         known.request_id if request_id is None else request_id,
         _array(token_ids),
@@ -77,6 +78,7 @@ def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
         None if sample is None else _decode_sample(sample, known.sample),
         token_source,
         since,
+        adapter,
     )
 
 

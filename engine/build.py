@@ -45,6 +45,7 @@ from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
 from kvcache.layout import LayoutChoice
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from models.adapters.bank import AdapterBank
 from models.config.model_config import ModelConfig
 from models.config.reader import read_config
 from models.identity import ModelIdentity, model_identity
@@ -182,11 +183,22 @@ def build_runner(
         )
     facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
 
+    adapters: AdapterBank | None = None
+    if settings.adapter_slots:
+        with allocating(f"{settings.adapter_slots} slots for adapters of rank {settings.max_adapter_rank}"):
+            adapters = AdapterBank(
+                model,
+                config,
+                count=settings.adapter_slots,
+                rank=settings.max_adapter_rank,
+                parallel=parallel,
+                batch_invariant=settings.batch_invariant,
+            )
     grammars = GrammarCompiler(tokenizer_file(settings.model), facts.vocab_size, facts.eos_token_ids)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
         known = replace(facts, num_blocks=cache.shape.num_blocks)
-        return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars)
+        return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars, adapters=adapters)
 
     memory: MemoryPlan | None = None
     if sizes.num_blocks is None:

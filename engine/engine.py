@@ -14,7 +14,8 @@ from dataclasses import replace
 from types import TracebackType
 
 from baton.errors import BatonError, Cancelled, InternalError
-from baton.types import FinishReason, Grammar, TokenOutput
+from baton.types import AdapterRef, FinishReason, Grammar, TokenOutput
+from engine.adapters import AdapterSlots
 from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.launch_pace import LaunchPace
@@ -23,6 +24,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs
 from engine.scheduling.scheduler import Scheduler
 from grammar.compiler import GrammarCompiler
+from models.adapters.adapter import Adapter
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ class Engine:
             requests are refused. It must not raise: if it does, the engine ends.
         grammars: compiles the grammars of requests.
         meter: what steps cost; None: that is never known.
+        num_adapters: slots of the runner for adapters.
+
+    Attributes:
+        adapters: those that requests may name.
     """
 
     def __init__(
@@ -48,9 +54,11 @@ class Engine:
         on_step: Callable[[StepEvents], None],
         grammars: GrammarCompiler,
         meter: Costs | None = None,
+        num_adapters: int = 0,
     ) -> None:
         self._grammars = grammars
         self._scheduler = Scheduler(limits, runner.facts, meter)
+        self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
         self._on_step = on_step
@@ -98,8 +106,10 @@ class Engine:
         Raises:
             InvalidRequest: it could never run.
             Overloaded: too many requests wait already, or it cannot meet its deadline and is to be refused then.
+            UnknownModel: its adapter is not loaded.
         """
         self._check_alive()
+        request = self._with_slot(request)
         self._prepare_grammar(request)
         self._scheduler.submit(_with_seed(request), self._clock())
         self._wake.set()
@@ -110,8 +120,10 @@ class Engine:
         Raises:
             InvalidRequest: it could never run.
             Overloaded: no room now.
+            UnknownModel: its adapter is not loaded.
         """
         self._check_alive()
+        request = self._with_slot(request)
         self._prepare_grammar(request)
         return self._scheduler.reserve(_with_seed(request), self._clock())
 
@@ -161,6 +173,25 @@ class Engine:
             InvalidRequest: the grammar cannot be followed.
         """
         await asyncio.to_thread(self._grammars.check, grammar)
+
+    async def load_adapter(self, name: str, adapter: Adapter) -> AdapterRef:
+        """Loads an adapter next to the running steps; it replaces another revision of its name.
+
+        Raises:
+            Overloaded: no slot is free.
+        """
+        self._check_alive()
+        reference = AdapterRef(name, adapter.revision)
+        if reference in self.adapters.loaded:
+            return reference
+        slot = self.adapters.take()
+        try:
+            await self._device.load_adapter(slot, adapter)
+        except BaseException:
+            self.adapters.failed(slot)
+            raise
+        self.adapters.filled(slot, reference)
+        return reference
 
     async def abort(self, request_id: str) -> None:
         """Ends the request in any phase. Returns when its blocks are free; no later event names it."""
@@ -250,6 +281,12 @@ class Engine:
     def _receive(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._wake.set()
+
+    def _with_slot(self, request: EngineRequest) -> EngineRequest:
+        """With the slot that its adapter has now."""
+        if request.adapter is None:
+            return request
+        return replace(request, adapter_slot=self.adapters.slot_of(request.adapter))
 
     def _prepare_grammar(self, request: EngineRequest) -> None:
         """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""

@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.types import SamplingParams, TokenOutput
+from baton.types import AdapterRef, SamplingParams, TokenOutput
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
 # the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
@@ -75,6 +75,8 @@ class EngineRequest:
         stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
             `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
         since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
+        adapter: the node must have it; None: the base model.
+        adapter_slot: where the device has the adapter; set by the engine.
     """
 
     request_id: str
@@ -91,6 +93,8 @@ class EngineRequest:
     tpot_s: float | None = None
     stop_tokens: int | None = None
     since_s: float | None = None
+    adapter: AdapterRef | None = None
+    adapter_slot: int = -1
 
     @property
     def scores_prompt(self) -> bool:

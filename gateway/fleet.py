@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from baton.convert import role_name
-from baton.types import LocalPolicy
+from baton.types import AdapterRef, LocalPolicy
+from gateway.adapters import serving_adapters
 from gateway.affinity import Affinity
 from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
@@ -282,6 +283,10 @@ class Fleet:
         """
         known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
+
+    def adapters(self) -> dict[str, AdapterRef]:
+        """The adapters that requests can name as their model, by name."""
+        return serving_adapters(self.nodes(), self.reachable_pairs())
 
     def may_have(self, revision: str) -> bool:
         """Whether some node has, or may turn out to have, this revision of the weights."""

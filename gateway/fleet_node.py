@@ -13,6 +13,7 @@ from typing import TypeAlias
 from baton.convert import costs_from_proto
 from baton.errors import shortened
 from baton.revisions import revision_of
+from baton.types import AdapterRef
 from gateway.backlog import Backlog
 from gateway.cache_position import CachePosition
 from gateway.prediction import prompt_s
@@ -200,6 +201,7 @@ def _to_view(
         context_tokens=status.context_tokens,
         max_batch_requests=status.max_batch_requests,
         max_batch_tokens=status.max_batch_tokens,
+        adapters=frozenset(AdapterRef(each.name, each.revision) for each in status.adapters),
         kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
         peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
     )

@@ -1,5 +1,6 @@
 """The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +46,16 @@ class ServedModel:
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )
 
-    def check_name(self, name: str, *, to_stranger: bool = False) -> None:
+    def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
         """Args:
             to_stranger: the caller may not know which model is served.
+            adapters: further names, for the error.
 
         Raises:
             UnknownModel: another model is asked for; an empty name means this one.
         """
         if name not in ("", self.name):
-            allowed = () if to_stranger else (self.name,)
+            allowed = () if to_stranger else (self.name, *adapters)
             raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
 
     def check_token_ids(self, field: str, token_ids: list[int]) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
-from baton.types import NO_SLO, LocalPolicy, Slo
+from baton.types import NO_SLO, AdapterRef, LocalPolicy, Slo
+from gateway.adapters import nodes_with
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode
@@ -33,6 +34,7 @@ class NodeChoice:
 
     Args:
         revision: of a part of the answer that the client has; empty: it has none.
+        adapter: that every node of the request must have; None: the base model.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class NodeChoice:
         prompt: PromptBlocks | None = None,
         session_id: str = "",
         revision: str = "",
+        adapter: AdapterRef | None = None,
     ) -> None:
+        self._adapter = adapter
         self._fleet = fleet
         self._prompt = prompt
         self._session_id = session_id
@@ -91,7 +95,10 @@ class NodeChoice:
             )
         if not begun and not (self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()):
             cure = "see `baton status`, and try again"
-            raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
+            why = self._fleet.explain()
+            if self._adapter is not None:
+                why = f"{nodes_with(self._adapter, self._fleet.nodes())}; {why}"
+            raise NoNode(f"no node can take the request: {why}", cure=cure, retry_after_s=1.0)
         return None
 
     def _place(self, wanted: Wanted, now_s: float) -> Placement | None:
@@ -182,6 +189,7 @@ class NodeChoice:
             num_tokens=num_tokens,
             policy=self._policy,
             revision=self._revision,
+            adapter=self._adapter,
             excluded_decode=self._refusals.keys() | self._losing,
             excluded_prefill=excluded_prefill | self._losing,
             prompt=self._prompt,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.convert import sampling_to_proto
+from baton.convert import adapter_to_proto, sampling_to_proto
 from baton.types import LocalPolicy
 from gateway.placement import Placement, Way
 from gateway.request import Request
@@ -62,6 +62,7 @@ class NodeMessages:
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
+            adapter=adapter_to_proto(self._request.adapter),
             policy=_POLICIES[self._policy],
             prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
             prefill_incarnation=prefill_incarnation,
@@ -85,6 +86,7 @@ class NodeMessages:
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
+            adapter=adapter_to_proto(self._request.adapter),
             ticket=ticket,
             priority=self._request.priority,
             first_token_s=due.first_token_s,

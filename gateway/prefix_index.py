@@ -7,7 +7,8 @@ least recently used entries are dropped, and with them what follows them in a pr
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 
-from baton.block_keys import BlockNumbers
+from baton.block_keys import BlockNumbers, adapted_identity
+from baton.types import AdapterRef
 
 _HASHED_AT_ONCE = 64
 _SWEPT_AT_ONCE = 512
@@ -16,8 +17,9 @@ _SWEPT_AT_ONCE = 512
 class PromptBlocks:
     """The block numbers of one request's prompt, for each kind of cache among the nodes."""
 
-    def __init__(self, prompt: list[int], *, cache_salt: str) -> None:
+    def __init__(self, prompt: list[int], *, cache_salt: str, adapter: AdapterRef | None = None) -> None:
         self._prompt = prompt
+        self._adapter = adapter
         self._cache_salt = cache_salt
         self._numbers: dict[tuple[str, int], BlockNumbers] = {}
 
@@ -25,7 +27,12 @@ class PromptBlocks:
         """As nodes with this cache identity and block size name them."""
         known = self._numbers.get((identity, block_size))
         if known is None:
-            known = BlockNumbers(self._prompt, identity=identity, cache_salt=self._cache_salt, block_size=block_size)
+            known = BlockNumbers(
+                self._prompt,
+                identity=adapted_identity(identity, self._adapter),
+                cache_salt=self._cache_salt,
+                block_size=block_size,
+            )
             self._numbers[identity, block_size] = known
         return known
 

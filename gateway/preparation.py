@@ -14,7 +14,7 @@ import orjson
 from baton.convert import slo_from_proto
 from baton.errors import InvalidRequest
 from baton.security import identity
-from baton.types import SamplingParams
+from baton.types import AdapterRef, SamplingParams
 from gateway.chat.json_request import chat_of_message
 from gateway.chat.types import ChatRequest, OutputParser
 from gateway.generation_defaults import with_defaults
@@ -78,14 +78,20 @@ class _Prompt:
     parser: Callable[[str], OutputParser] | None = None
 
 
-async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_context_tokens: int) -> Prepared:
+async def prepare(
+    call: Call, model: ServedModel, texts: TextWork, *, max_context_tokens: int, adapter: AdapterRef | None = None
+) -> Prepared:
     """The request as it can be served.
+
+    Args:
+        adapter: that the message names as its model.
 
     Raises:
         InvalidRequest, UnknownModel, Overloaded, DeadlineExceeded: it cannot.
     """
     message, chat = call.message, call.chat
-    model.check_name(message.model)
+    if adapter is None:
+        model.check_name(message.model)
     if chat is None:
         check_prompt_given(message)
     keep = check_truncation(message)
@@ -126,8 +132,9 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         output=output,
         revision=check_revision(message.revision),
         ended=end_of(output, sampling, model, most=most),
-        blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
+        blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt, adapter=adapter),
         traceparent=call.traceparent,
+        adapter=adapter,
     )
     return Prepared(request, prompt.parser)
 

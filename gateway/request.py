@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
-from baton.types import NO_SLO, LocalPolicy, SamplingParams, Slo
+from baton.types import NO_SLO, AdapterRef, LocalPolicy, SamplingParams, Slo
 from gateway.prefix_index import PromptBlocks
 from gateway.reply import OutputEnd
 
@@ -23,6 +23,7 @@ class Request:
         ended: how the output ends with the last of these; None: more tokens are due.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.
         traceparent: for nodes, which then report the times of their work; empty: nobody wants to know.
+        adapter: only nodes that have it may serve the request; None: the base model.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Request:
     ended: OutputEnd | None = None
     blocks: PromptBlocks | None = field(default=None, compare=False)
     traceparent: str = ""
+    adapter: AdapterRef | None = None
 
     @property
     def deadline_s(self) -> float:

@@ -11,6 +11,7 @@ from baton.errors import (
     PeerRefused,
     PermissionDenied,
     UnknownLease,
+    UnknownModel,
 )
 from gateway.attempt import Attempt
 from gateway.back_off import BackOff
@@ -104,7 +105,7 @@ class Attempts:
             BatonError: the error that ends the request, or as `begin`.
         """
         name = attempt.node.name
-        if isinstance(error, Overloaded | Draining):
+        if isinstance(error, Overloaded | Draining | UnknownModel):
             self._state.choice.refused(attempt.node, error)
             self._state.receipt.failed(f"{name} refused it ({error.message})", DECODE, error)
             self._gone = f"the node {name} takes no more requests"

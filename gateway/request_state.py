@@ -29,11 +29,18 @@ class RequestState:
     ) -> None:
         # A prompt whose logprobs are wanted is computed as a whole.
         scored = request.sampling.prompt_logprobs is not None
-        prompt = None if scored else request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        prompt = request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt, adapter=request.adapter)
         self.request = request
         self.rules = rules
         self.slo = request.slo.over(rules.slo)
-        self.choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id, revision=request.revision)
+        self.choice = NodeChoice(
+            rules,
+            fleet,
+            prompt=None if scored else prompt,
+            session_id=request.session_id,
+            revision=request.revision,
+            adapter=request.adapter,
+        )
         self.messages = NodeMessages(request, rules.local_policy)
         self.output = Output(request, detokenizer, meter)
         self.receipt = ReceiptDraft()

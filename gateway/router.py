@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 
 from baton.costs import StepCosts, chunk_pairs
-from baton.types import NO_SLO, LocalPolicy, Slo
+from baton.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from gateway.prefix_index import PromptBlocks
 
 _STEP_TOKENS = 2048  # of a node that does not report its step size
@@ -54,6 +54,7 @@ class NodeView:
     max_batch_requests: int = 0  # 0: not known
     max_batch_tokens: int = 0
     also_prefills: bool = False  # a prefill node that serves requests alone
+    adapters: frozenset[AdapterRef] = frozenset()
     cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
     kv_bytes_per_token: int = 0
     # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.
@@ -119,6 +120,7 @@ class Wanted:
     Args:
         num_tokens: prompt and output so far.
         revision: of the weights that its tokens come from; empty while it has none.
+        adapter: that nodes must have; None: the base model.
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
         slo: `ttft_s` is the time left until the first token is due.
         splittable: the prompt may be computed in two parts.
@@ -130,6 +132,7 @@ class Wanted:
     num_tokens: int
     policy: LocalPolicy
     revision: str = ""
+    adapter: AdapterRef | None = None
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
@@ -201,6 +204,7 @@ def _usable(nodes: Sequence[NodeView], wanted: Wanted, excluded: Set[int]) -> li
         if node.open
         and node.max_context_tokens > wanted.num_tokens
         and wanted.revision in ("", node.revision)
+        and (wanted.adapter is None or wanted.adapter in node.adapters)
         and node.incarnation not in excluded
     ]
 

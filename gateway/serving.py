@@ -17,7 +17,7 @@ from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt
 from baton.tracing.context import TraceContext
-from baton.types import Path
+from baton.types import AdapterRef, Path
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
@@ -207,6 +207,19 @@ class Serving:
             refused={name: total(count) for name, count in REFUSALS.items()},
         )
 
+    def check_name(self, name: str, *, to_stranger: bool = False) -> AdapterRef | None:
+        """The adapter that a client names as its model, of the revision that serves now; None: the base model.
+
+        Raises:
+            UnknownModel: neither has this name.
+        """
+        if name in ("", self.model.name):
+            return None
+        adapters = self._connections.fleet.adapters()
+        if name not in adapters:
+            self.model.check_name(name, to_stranger=to_stranger, adapters=sorted(adapters))
+        return adapters[name]
+
     async def generate(
         self,
         message: pb.GenerateRequest,
@@ -335,7 +348,10 @@ class Serving:
             self._waiting_room.check(call.message, outputs, client, deadline_s=deadline_s)
         with self._admitted(record, outputs) as running:
             max_context_tokens = self._connections.fleet.max_context_tokens
-            prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
+            adapter = self.check_name(call.message.model)
+            prepared = await prepare(
+                call, self.model, self.texts, max_context_tokens=max_context_tokens, adapter=adapter
+            )
             record.prepared(prepared.request)
             charge.has(len(prepared.request.prompt))
             for _ in self._connections.fleet.look_ahead(prepared.request):

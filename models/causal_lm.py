@@ -79,6 +79,7 @@ class CausalLM(ParallelModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
+        adapter_slots: int32, the slot of each token's adapter (`models.adapters.bank`); see `use_adapters`.
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
             `models.weights.names` translates them.
         config: of this rank, where several ranks compute the model together.
@@ -98,6 +99,7 @@ class CausalLM(ParallelModule):
         self.model = Decoder(config, layers, norm=norm, dtype=dtype)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
+        self.adapter_slots: Tensor | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
     def forward(
@@ -117,6 +119,14 @@ class CausalLM(ParallelModule):
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
         assert isinstance(self.model.norm, RMSNorm)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
+
+    def use_adapters(self, slots_T: Tensor | None) -> None:
+        """Sets the adapters of the step that is computed or captured next.
+
+        Args:
+            slots_T: int32, of each token, negative for none; None: no token has an adapter.
+        """
+        self.adapter_slots = slots_T
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
         """Makes this model, of one rank's config, a part of the model that all ranks compute together.

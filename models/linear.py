@@ -19,11 +19,13 @@ class Linear(nn.Linear):
 
     Attributes:
         multiply: computes `x @ weight.T + bias`; replaced where a product must not depend on the batch.
+        has_adapters: products of adapters are added to its result (`models.adapters.bank`).
     """
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=dtype)
         self.multiply: Multiply = linear
+        self.has_adapters = False
 
     def forward(self, input: Tensor) -> Tensor:
         return self.multiply(input, self.weight, self.bias)

@@ -249,7 +249,7 @@ class MoE(nn.Module):
         """The shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no gate, bias, scales or activation that routed experts do not have.
+        part of them may not be), and have no gate, bias, scales, adapters or activation that routed experts do not have.
         """
         experts, mlp = self.experts, self.shared_experts
         if mlp is None or self.shared_expert_gate is not None:
@@ -259,7 +259,7 @@ class MoE(nn.Module):
         if mlp.activate is not silu_and_multiply or mlp.down_proj.in_features % experts.down_proj.shape[2]:
             return None
         layers = (mlp.gate_up_proj, mlp.down_proj)
-        if any(layer.bias is not None or not _is_plain(layer.multiply) for layer in layers):
+        if any(layer.bias is not None or layer.has_adapters or not _is_plain(layer.multiply) for layer in layers):
             return None
         if mlp.gate_up_proj.weight.nbytes > _MAX_BYTES_IN_ONE_LAUNCH:
             return None

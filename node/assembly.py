@@ -14,7 +14,7 @@ import torch
 
 from baton import __version__
 from baton.config import NodeSettings, PrefillSettings
-from baton.convert import role_name
+from baton.convert import adapter_to_proto, role_name
 from baton.metrics.declared import Role as MeterRole
 from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
@@ -112,7 +112,14 @@ class Node:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
         self.meter = StepMeter(built.costs)
-        self.engine = Engine(runner, self.limits, on_step=self._on_step, grammars=built.grammars, meter=self.meter)
+        self.engine = Engine(
+            runner,
+            self.limits,
+            on_step=self._on_step,
+            grammars=built.grammars,
+            meter=self.meter,
+            num_adapters=settings.adapter_slots,
+        )
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
@@ -235,6 +242,7 @@ class Node:
             max_batch_requests=self.limits.seats,
             max_batch_tokens=self.limits.max_batch_tokens,
             role_switches=self.switches,
+            adapters=map(adapter_to_proto, self.engine.adapters.loaded),
         )
 
 

@@ -36,6 +36,7 @@ from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from models.config.reader import read_config
 from models.parallel import SINGLE, TensorParallel, local_config
+from node.adapters import Adapters
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
@@ -209,7 +210,16 @@ async def serve(
         grace_s = settings.drain_grace_s if asked_s is None else asked_s
         stop.set()
 
-    service = NodeService(status=switch.status, drain=drain, switch=switch.switch, cache=switch.cache)
+    adapters = Adapters(settings, node.engine, node.built.runner.adapters)
+    await adapters.start()
+    service = NodeService(
+        status=switch.status,
+        drain=drain,
+        switch=switch.switch,
+        cache=switch.cache,
+        load_adapter=adapters.load,
+        unload_adapter=adapters.unload,
+    )
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     switch.services.add_to(server.grpc)
     async with MetricsPort(metrics, switch.metrics_page) as port:
@@ -223,6 +233,7 @@ async def serve(
             log.info("metrics on %s", port.url)
         supervisor.report("ready", address=server.address, metrics=port.url)
         watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
+        watch_adapters = asyncio.create_task(adapters.watch(), name="watch-adapters")
         try:
             await stop.wait()
             watch.cancel()
@@ -232,6 +243,7 @@ async def serve(
             await server.set_ready(ready=False)
             await until(lambda: not switch.role.busy, timeout_s=grace_s)
         finally:
+            watch_adapters.cancel()
             await switch.role.close()
             service.close()
     log.info("drained")

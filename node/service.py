@@ -1,11 +1,14 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role. Messages come ready-made."""
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters. Messages come ready-made."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import grpc
 
+from baton.convert import adapter_to_proto
+from baton.types import AdapterRef
 from node.cache_events import CacheEvents
 from protos.baton.v1 import node_pb2 as pb
 from protos.baton.v1 import node_pb2_grpc
@@ -23,6 +26,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         drain: begins a drain and returns at once; None means the configured grace.
         switch: changes the node's role; yields how far it is.
         cache: what the node's prefix cache has.
+        load_adapter: loads an adapter of this name from a directory.
+        unload_adapter: unloads the adapter of this name.
     """
 
     def __init__(
@@ -32,7 +37,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
         drain: Callable[[float | None], None],
         switch: Callable[[pb.SwitchRoleRequest], AsyncIterator[pb.SwitchRoleResponse]],
         cache: CacheEvents,
+        load_adapter: Callable[[str, Path], Awaitable[AdapterRef]],
+        unload_adapter: Callable[[str], None],
     ) -> None:
+        self._load_adapter = load_adapter
+        self._unload_adapter = unload_adapter
         self._switch = switch
         self._status = status
         self._cache = cache
@@ -75,6 +84,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> AsyncIterator[pb.SwitchRoleResponse]:
         async for progress in self._switch(request):
             yield progress
+
+    async def LoadAdapter(
+        self,
+        request: pb.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[pb.LoadAdapterRequest, pb.LoadAdapterResponse],
+    ) -> pb.LoadAdapterResponse:
+        loaded = await self._load_adapter(request.name, Path(request.path))
+        return pb.LoadAdapterResponse(adapter=adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self,
+        request: pb.UnloadAdapterRequest,
+        context: grpc.aio.ServicerContext[pb.UnloadAdapterRequest, pb.UnloadAdapterResponse],
+    ) -> pb.UnloadAdapterResponse:
+        self._unload_adapter(request.name)
+        return pb.UnloadAdapterResponse()
 
     async def WatchCache(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
-from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import to_detail
 from baton.errors import BatonError, InvalidRequest
 from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
@@ -56,6 +56,7 @@ class PrefillTask:
             output=tuple(request.output_token_ids),
             sampling=replace(sampling, grammar=None, prompt_logprobs=None) if self._split else sampling,
             cache_salt=request.cache_salt,
+            adapter=adapter_from_proto(request.adapter),
             prefill_only=True,
             stop_tokens=self.ticket.token_stop if self._split else None,
             due_s=now_s + request.first_token_s if request.HasField("first_token_s") else None,

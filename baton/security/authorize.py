@@ -36,6 +36,8 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "WatchCache": _WATCHING,  # reveals prompts
         "Drain": _OPERATOR,
         "SwitchRole": _WATCHING,
+        "LoadAdapter": _OPERATOR,  # reads a directory that the caller names
+        "UnloadAdapter": _OPERATOR,
     },
     # Served by gateways.
     "baton.v1.Generation": {

@@ -34,6 +34,7 @@ class DecodeBuffers:
         seq_lens: [N] int32.
         query_start_loc: [N + 1] int32, one token for each row.
         table: [N + 1, B] int32; a row keeps its blocks until they are overwritten. No request uses the last row.
+        adapters: [N] int32, the slot of each row's adapter; -1 for none.
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
@@ -46,6 +47,7 @@ class DecodeBuffers:
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    adapters: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     table: Tensor
@@ -138,6 +140,7 @@ def new_decode_buffers(
         token_ids=torch.zeros(max_rows, dtype=torch.int32, device=device),
         positions=on_device["positions"],
         slot_mapping=on_device["slot_mapping"],
+        adapters=on_device["adapters"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
         table=torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device),

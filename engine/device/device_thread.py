@@ -7,6 +7,7 @@ and the threads continue.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ from baton.types import PromptLogprob
 from engine.batch import Batch, RowResult
 from engine.device.layer_marks import LayerMark, OnMark
 from engine.request import ModelFacts
+from models.adapters.adapter import Adapter
 
 
 class Launched(Protocol):
@@ -36,6 +38,8 @@ class StepRunner(Protocol):
     def facts(self) -> ModelFacts: ...
 
     def prepare(self) -> None: ...
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None: ...
 
     def launch(self, batch: Batch, on_mark: OnMark) -> Launched: ...
 
@@ -94,7 +98,7 @@ class DeviceThread:
         self._runner = runner
         self._clock = clock
         self._on_outcome = on_outcome
-        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._batches: SimpleQueue[Batch | Callable[[], None] | None] = SimpleQueue()
         self._launched: SimpleQueue[LayerMark | _Launched | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
@@ -124,10 +128,25 @@ class DeviceThread:
         """Runs the batch after all batches launched before."""
         self._batches.put(batch)
 
+    async def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """After the batches launched before, and before the next one. Raises what the runner raises."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[None] = loop.create_future()
+
+        def load() -> None:
+            error = _raised(partial(self._runner.load_adapter, slot, adapter))
+            loop.call_soon_threadsafe(_settle, loaded, error)
+
+        self._batches.put(load)
+        await loaded
+
     def _launch_steps(self, loop: asyncio.AbstractEventLoop, prepared: "asyncio.Future[None]") -> None:
         error = _raised(self._runner.prepare)
         loop.call_soon_threadsafe(_settle, prepared, error)
         while (batch := self._batches.get()) is not None:
+            if not isinstance(batch, Batch):
+                batch()
+                continue
             since_s = self._clock()
             step: Launched | Exception
             try:

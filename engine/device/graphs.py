@@ -71,6 +71,7 @@ def decode_step(
     # NOTE: this must be a kernel of torch, which waits for all queued work. The layers' kernels read their attention
     # plan before they wait, and that plan may have been queued just now.
     token_ids = buffers.look_tokens_up(size)
+    model.use_adapters(buffers.adapters[:size])
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])

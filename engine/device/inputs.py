@@ -25,6 +25,7 @@ class StepInputs:
 
     Attributes:
         token_ids_T, positions_T: int64.
+        adapters_T: int32, the slot of each token's adapter, -1 for none; None: no token has one.
         sampled: the rows that are sampled, on the host.
         sampled_S: int64, the same rows.
         last_S: int64, the last token of each sampled row.
@@ -33,6 +34,7 @@ class StepInputs:
     common: CommonAttentionMetadata
     token_ids_T: Tensor
     positions_T: Tensor
+    adapters_T: Tensor | None
     sampled: list[int]
     sampled_S: Tensor
     last_S: Tensor
@@ -74,7 +76,17 @@ def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int
     if pending:
         token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64).clamp_(min=0))
     common, positions_T = batch.common(copied)
-    return StepInputs(common, token_ids_T, positions_T, sampled, sampled_S, last_S)
+    adapters_T = _adapters(rows, last_tokens.device)
+    return StepInputs(common, token_ids_T, positions_T, adapters_T, sampled, sampled_S, last_S)
+
+
+def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:
+    slots = [row.adapter for row in rows]
+    if max(slots, default=-1) < 0:
+        return None
+    slots_T = np.repeat(np.array(slots, np.int32), [len(row.token_ids) for row in rows])
+    (on_device,) = to_device((slots_T,), device)
+    return on_device
 
 
 def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:

@@ -44,6 +44,7 @@ class PromptBuffers:
     inputs: bytes on the device: the following fields of a step.
     given: [T] int32, the tokens that the host knows; any number at a decode's place.
     positions, slot_mapping: [T] int64; 0 and -1 for padding.
+    adapters: [T] int32, the slot of each token's adapter; -1 for none and for padding.
     query_start_loc: [P + 1] int32, see `PaddedBatch`.
     seq_lens: [P] int32; 0 for padding.
     last: [N] int64, the last token of each row of the step.
@@ -59,6 +60,7 @@ class PromptBuffers:
     given: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    adapters: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     last: Tensor
@@ -106,7 +108,12 @@ class PromptBuffers:
         host["positions"][:num_decodes] = decoded["positions"][:num_decodes]
         host["slot_mapping"][:num_decodes] = decoded["slot_mapping"][:num_decodes]
         host["given"][num_decodes:stop] = np.frombuffer(token_ids, np.int32)
-        for name, padding in (("given", 0), ("positions", 0), ("slot_mapping", -1)):
+        host["adapters"][:num_decodes] = decoded["adapters"][:num_decodes]
+        start = num_decodes
+        for row in prompts:
+            host["adapters"][start : start + len(row.token_ids)] = row.adapter
+            start += len(row.token_ids)
+        for name, padding in (("given", 0), ("positions", 0), ("slot_mapping", -1), ("adapters", -1)):
             host[name][stop:size] = padding
         starts, seq_lens, last = host["query_start_loc"], host["seq_lens"], host["last"]
         if batch is not None:
@@ -195,6 +202,7 @@ def new_prompt_buffers(
     width = -(-max_context_tokens // (block_size * TABLE_MULTIPLE)) * TABLE_MULTIPLE
     fields: tuple[tuple[str, int, type[np.generic]], ...] = (
         ("given", max_tokens, np.int32),
+        ("adapters", max_tokens, np.int32),
         ("query_start_loc", requests + 1, np.int32),
         ("seq_lens", requests, np.int32),
         ("positions", max_tokens, np.int64),

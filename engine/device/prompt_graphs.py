@@ -205,6 +205,7 @@ class PromptGraphs:
         metadata = build()
         # NOTE: this must begin with a kernel of torch, for the reason given in `decode_step`.
         token_ids_T = buffers.look_tokens_up(size)
+        self._model.use_adapters(buffers.adapters[:size])
         hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
         buffers.hidden[:size].copy_(hidden_TD)
 

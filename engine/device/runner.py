@@ -38,6 +38,8 @@ from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
+from models.adapters.adapter import Adapter
+from models.adapters.bank import AdapterBank
 from models.causal_lm import CausalLM
 
 _FIRST_ROWS = 64
@@ -99,6 +101,7 @@ class ModelRunner:
     Args:
         graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
         grammars: compiles the grammars of rows.
+        adapters: the slots for adapters; None: there are none.
 
     Attributes:
         launches: steps so far, warm-up included, by how they were launched: as a graph of decodes, one of prompts, or
@@ -114,8 +117,10 @@ class ModelRunner:
         *,
         graphs: GraphSettings | None = None,
         grammars: GrammarCompiler,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self.facts = facts
+        self.adapters = adapters
         self.model = model
         self.backend = backend
         self._cache = cache
@@ -165,6 +170,14 @@ class ModelRunner:
             self._graphs.capture(progress, recorder=recorder)
         if self._prompts is not None:
             self._prompts.capture(progress, recorder=recorder)
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot, which no later step uses for another adapter."""
+        assert self.adapters is not None, "the engine has no slots then"
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self.adapters.load(slot, adapter)
 
     def run(self, batch: Batch) -> list[RowResult]:
         """Launches a step and waits for it."""
@@ -270,6 +283,7 @@ class ModelRunner:
     ) -> "tuple[_Drawn, ScoresOnHost | None]":
         self._make_room(rows)
         inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
+        self.model.use_adapters(inputs.adapters_T)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
         scored = self._score(hidden_TD, rows, scores)

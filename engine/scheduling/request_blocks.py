@@ -2,7 +2,7 @@
 
 import math
 
-from baton.block_keys import KeyChain
+from baton.block_keys import KeyChain, adapted_identity
 from engine.request import EngineRequest, ModelFacts, Reservation
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.state import RequestState
@@ -49,7 +49,8 @@ class RequestBlocks:
         return self._blocks.num_references
 
     def keys(self, request: EngineRequest) -> KeyChain:
-        return KeyChain(identity=self._identity, cache_salt=request.cache_salt, block_size=self._block_size)
+        identity = adapted_identity(self._identity, request.adapter)
+        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
 
     def needed(self, state: RequestState) -> int:
         """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""

@@ -98,6 +98,10 @@ class Scheduler:
             return None
         return costs.seconds(self._in_flight.oldest.work)
 
+    def uses_adapter(self, slot: int) -> bool:
+        """Whether a request has the adapter in this slot."""
+        return any(state.request.adapter_slot == slot for state in self._roster.everyone())
+
     # ---- requests arrive
 
     def submit(self, request: EngineRequest, now: float) -> None:

@@ -77,6 +77,7 @@ class RequestState:
         self.request = request
         self.request_id = request.request_id
         self.prefill_only = request.prefill_only
+        self._adapter = request.adapter_slot
         self.place = place
         self.queued_at = queued_at
         self.due_s = None if request.output else request.due_s
@@ -232,8 +233,10 @@ class RequestState:
             if sample.forbidden or sample.history:  # the next row differs in more than its index
                 since = None
         if not pending:
-            return BatchRow(self.request_id, self.tokens[start:stop], start, self._row_blocks, sample)
-        return BatchRow(self.request_id, _UNKNOWN_TOKEN, start, self._row_blocks, sample, self.row_index, since)
+            tokens = self.tokens[start:stop]
+            return BatchRow(self.request_id, tokens, start, self._row_blocks, sample, None, None, self._adapter)
+        source = self.row_index
+        return BatchRow(self.request_id, _UNKNOWN_TOKEN, start, self._row_blocks, sample, source, since, self._adapter)
 
     def append(self, token_id: int) -> End:
         """Adds its next token. Returns NO_END when more tokens follow."""

@@ -9,6 +9,7 @@ from baton import __version__
 from baton.errors import Draining, NoNode
 from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.page import names_of
+from baton.types import AdapterRef
 from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
@@ -17,19 +18,19 @@ from gateway.revisions import serving_revisions
 
 
 async def models(call: Call) -> Response:
-    return _json({"object": "list", "data": [_card(call)]})
+    adapters = call.context.fleet.adapters()
+    return _json({"object": "list", "data": [_card(call), *(_card(call, adapters[name]) for name in sorted(adapters))]})
 
 
 async def model(call: Call) -> Response:
-    call.serving.model.check_name(call.request.path_params["model"])
-    return _json(_card(call))
+    return _json(_card(call, call.serving.check_name(call.request.path_params["model"])))
 
 
 async def tokenize(call: Call) -> Response:
     body = await call.read(TokenizeBody)
     call.field_names = {"text": "prompt"}
     serving = call.serving
-    serving.model.check_name(body.model)
+    serving.check_name(body.model)
     if body.prompt is not None:
         token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens, is_request=True)
     else:
@@ -49,7 +50,7 @@ async def tokenize(call: Call) -> Response:
 async def detokenize(call: Call) -> Response:
     body = await call.read(DetokenizeBody)
     serving = call.serving
-    serving.model.check_name(body.model)
+    serving.check_name(body.model)
     serving.model.check_token_ids("tokens", body.tokens)
     return _json({"prompt": await serving.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
 
@@ -82,9 +83,18 @@ async def metrics(call: Call) -> Response:
     return Response(await call.serving.metrics.page(names), media_type=CONTENT_TYPE)
 
 
-def _card(call: Call) -> dict[str, Any]:
+def _card(call: Call, adapter: AdapterRef | None = None) -> dict[str, Any]:
+    """Of the served model, or of an adapter of it."""
     served, fleet = call.serving.model, call.context.fleet
     revisions = serving_revisions(fleet.nodes())
+    if adapter is not None:
+        return _card(call) | {
+            "id": adapter.name,
+            "root": adapter.name,
+            "parent": served.name,
+            "revision": adapter.revision,
+            "revisions": [{"revision": adapter.revision, "name": ""}],
+        }
     return {
         "id": served.name,
         "object": "model",

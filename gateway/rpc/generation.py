@@ -7,7 +7,7 @@ import grpc
 
 from baton import __version__
 from baton.security import identity
-from baton.types import GrammarKind
+from baton.types import AdapterRef, GrammarKind
 from gateway.collected import Collector
 from gateway.connections import Connections
 from gateway.revisions import serving_revisions
@@ -67,7 +67,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
     ) -> pb.TokenizeResponse:
         async with answering(context):
-            self._serving.model.check_name(request.model)
+            self._serving.check_name(request.model)
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await self._serving.encode(request.text, add_special_tokens=special, is_request=True)
             return pb.TokenizeResponse(token_ids=token_ids)
@@ -90,7 +90,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._card()])
+        adapters = self._fleet.adapters()
+        cards = [self._adapter_card(adapters[name]) for name in sorted(adapters)]
+        return pb.ListModelsResponse(models=[self._card(), *cards])
 
     async def GetModelInfo(
         self,
@@ -117,7 +119,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[pb.GetTokenizerRequest, pb.GetTokenizerResponse],
     ) -> AsyncIterator[pb.GetTokenizerResponse]:
         async with answering(context):
-            self._serving.model.check_name(request.model)
+            self._serving.check_name(request.model)
             archive = await self._archive.get()
             for piece in archive.pieces():
                 yield pb.GetTokenizerResponse(chunk=piece)
@@ -165,6 +167,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             async with aclosing(switching):
                 async for progress in switching:
                     yield pb.SwitchNodeRoleResponse(progress=progress)
+
+    def _adapter_card(self, adapter: AdapterRef) -> pb.ModelCard:
+        card = self._card()
+        card.name, card.parent = adapter.name, card.name
+        del card.revisions[:]
+        card.revisions.add(revision=adapter.revision)
+        return card
 
     def _card(self) -> pb.ModelCard:
         model = self._serving.model

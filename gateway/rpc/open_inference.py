@@ -47,7 +47,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
         async with answering(context):
-            self._serving.model.check_name(request.name, to_stranger=True)
+            self._serving.check_name(request.name, to_stranger=True)
             check_version(request.version)
             return oip.ModelReadyResponse(ready=self._fleet.serves())
 
@@ -56,7 +56,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
         async with answering(context):
-            self._serving.model.check_name(request.name)
+            self._serving.check_name(request.name)
             check_version(request.version)
             response = oip.ModelMetadataResponse(name=self._serving.model.name, versions=[VERSION], platform="baton")
             for name, datatype in INPUTS.items():

@@ -77,7 +77,7 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     """
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
-        return dict(sorted(_read_header(single).items()))
+        return dict(sorted(read_file(single).items()))
     if not index.exists():
         raise ConfigError(
             f"{directory} has no weights",
@@ -89,7 +89,7 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     file_of = _read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
-        found = _read_header(directory / file)
+        found = read_file(directory / file)
         tensors.update({name: tensor for name, tensor in found.items() if file_of.get(name, file) == file})
     for name, file in file_of.items():
         if name not in tensors or tensors[name].file.name != file:
@@ -121,8 +121,13 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """A safetensors file begins with the header's length, 8 bytes little endian, and the header, a JSON object."""
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, by name. It begins with the header's length, 8 bytes little endian, and the
+    header, a JSON object.
+
+    Raises:
+        ConfigError: the file cannot be read, or is damaged.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # waits for no pipe
         with os.fdopen(descriptor, "rb") as file:

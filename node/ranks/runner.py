@@ -9,6 +9,7 @@ from engine.batch import Batch, RowResult
 from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import ModelFacts
+from models.adapters.adapter import Adapter
 from node.ranks.steps import StepWriter
 
 
@@ -34,6 +35,13 @@ class RankedRunner:
     def prepare(self) -> None:
         self._steps.prepare()
         self._runner.prepare()
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        try:
+            self._steps.load_adapter(slot, adapter)
+            self._runner.load_adapter(slot, adapter)
+        except Exception as error:  # noqa: BLE001  the ranks may have different adapters now
+            self._fail(error)
 
     def launch(self, batch: Batch, on_mark: OnMark) -> "RankedStep":
         try:

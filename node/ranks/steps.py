@@ -9,9 +9,13 @@ from engine.batch import Batch
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.scheduling.steps import STEPS_MAX
+from models.adapters.adapter import Adapter
 
 # In place of a batch: prepare the runner.
 _PREPARE = b""
+# In front of an adapter and its slot; a batch begins with another byte.
+_ADAPTER = b"A"
+_SLOT_BYTES = 4
 _NAMED_MAX = 64
 
 
@@ -28,6 +32,10 @@ class StepWriter:
     def launch(self, batch: Batch) -> None:
         """Raises OSError: a rank is gone."""
         self._send(self._writer.write(batch))
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Raises OSError: a rank is gone."""
+        self._send(_ADAPTER + slot.to_bytes(_SLOT_BYTES) + adapter.to_bytes())
 
     def _send(self, message: bytes) -> None:
         for rank in self._ranks:
@@ -49,6 +57,11 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
             break
         if message == _PREPARE:
             runner.prepare()
+            continue
+        if message.startswith(_ADAPTER):
+            content = message[len(_ADAPTER) :]
+            slot = int.from_bytes(content[:_SLOT_BYTES])
+            runner.load_adapter(slot, Adapter.from_bytes(content[_SLOT_BYTES:]))
             continue
         batch = reader.read(message)
         with _naming(batch):

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from baton.rpc.server import GrpcServer, connect
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
+from node.adapters import Adapters
 from node.cache_events import CacheEvents
 from node.role_services import RoleServices
 from node.service import NodeService
@@ -59,7 +60,15 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, decode, prefill:
         status = node_pb2.NodeStatus(info=decode.info)
         cache = CacheEvents(decode.engine.prefix_cache, incarnation=decode.incarnation)
-        about = NodeService(status=lambda: status, drain=lambda grace_s: None, switch=_switch, cache=cache)
+        adapters = Adapters(settings, decode.engine, decode.built.runner.adapters)
+        about = NodeService(
+            status=lambda: status,
+            drain=lambda grace_s: None,
+            switch=_switch,
+            cache=cache,
+            load_adapter=adapters.load,
+            unload_adapter=adapters.unload,
+        )
         node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)
         services = RoleServices("node")
         services.serve("node", {**prefills.servicers, **decodes.servicers})

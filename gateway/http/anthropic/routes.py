@@ -50,7 +50,7 @@ async def messages(call: Call) -> Response:
 async def count(call: Call) -> Response:
     call.field_names = _FIELD_NAMES
     request, chat = await call.read_as(_understand_counted)
-    call.serving.model.check_name(request.model)
+    call.serving.check_name(request.model)
     tokens = len(await encode_chat(call.serving, chat, is_request=True))
     return _named(call, Response(orjson.dumps({"input_tokens": tokens}), media_type="application/json"))
 

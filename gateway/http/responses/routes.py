@@ -78,6 +78,6 @@ async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> 
                 raise
             return tokens_max + 1  # the text is longer than any prompt, and was not tokenized
 
-    call.serving.model.check_name(request.model)
+    call.serving.check_name(request.model)
     tokens_max = call.context.fleet.max_context_tokens - (request.max_output_tokens or 1)
     return replace(chat, messages=await fit(chat.messages, count, tokens_max=tokens_max))

@@ -1,0 +1,132 @@
+"""Loads and unloads a node's adapters: at start, by RPC, and as they come and go in a watched directory.
+
+Files are read and checked in a thread, so no step waits for them. An adapter that cannot be loaded at start ends the
+process; in the directory it is logged once and tried again when its files change.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.config import NodeSettings, is_adapter_name
+from baton.errors import BatonError, ConfigError, InvalidRequest, Overloaded, UnknownModel
+from baton.types import AdapterRef
+from engine.engine import Engine
+from models.adapters.adapter import WEIGHTS_FILE, read_adapter
+from models.adapters.bank import AdapterBank
+from models.adapters.config import CONFIG_FILE
+
+log = logging.getLogger("baton")
+
+WATCH_S = 1.0
+# What tells that a directory's files have changed: time and size of each.
+_Stamp = tuple[tuple[int, int], ...]
+
+
+class Adapters:
+    """Used on the event loop, while the engine runs.
+
+    Args:
+        bank: the slots on rank 0; None: the node takes no adapters.
+    """
+
+    def __init__(self, settings: NodeSettings, engine: Engine, bank: AdapterBank | None) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._bank = bank
+        self._loading = asyncio.Lock()
+        self._seen: dict[str, _Stamp] = {}  # of the watched directory, by name
+
+    async def load(self, name: str, directory: Path) -> AdapterRef:
+        """Raises:
+        InvalidRequest: the name cannot be one, the directory has no adapter for this model, or the node takes none.
+        Overloaded: no slot is free.
+        """
+        if self._bank is None:
+            cure = "start the node with --max-adapters"
+            raise InvalidRequest("this node takes no adapters", field="max_adapters", value=0, cure=cure)
+        if not is_adapter_name(name):
+            allowed = ("printable characters without space, comma and =",)
+            raise InvalidRequest(f"an adapter cannot be named {name!r}", field="name", value=name, allowed=allowed)
+        async with self._loading:
+            try:
+                adapter = await asyncio.to_thread(
+                    read_adapter, directory, self._bank.layers, max_rank=self._settings.max_adapter_rank
+                )
+            except ConfigError as error:
+                raise InvalidRequest(
+                    error.message, field=error.field, value=error.value, allowed=error.allowed, cure=error.cure
+                ) from error
+            loaded = await self._engine.load_adapter(name, adapter)
+        log.info("adapter %s: loaded, rank %d, revision %s", name, adapter.rank, loaded.revision)
+        return loaded
+
+    def unload(self, name: str) -> None:
+        """Raises:
+        UnknownModel: it is not loaded.
+        """
+        known = tuple(each.name for each in self._engine.adapters.loaded)
+        if not self._engine.adapters.unload(name):
+            raise UnknownModel(f"no adapter {name!r} is loaded", field="name", value=name, allowed=known)
+        log.info("adapter %s: unloaded", name)
+
+    async def start(self) -> None:
+        """Loads what the settings name and what is in the directory.
+
+        Raises:
+            ConfigError: an adapter of the settings cannot be loaded.
+        """
+        for name, directory in self._settings.adapters.items():
+            try:
+                await self.load(name, directory)
+            except (InvalidRequest, Overloaded) as error:
+                raise ConfigError(
+                    error.message,
+                    field="adapter",
+                    value=f"{name}={directory}",
+                    allowed=error.allowed,
+                    cure=error.cure,
+                ) from error
+        if self._settings.adapter_directory is not None:
+            await self.look(self._settings.adapter_directory)
+
+    async def watch(self) -> None:
+        """Follows the directory until it is cancelled; returns at once where there is none."""
+        directory = self._settings.adapter_directory
+        while directory is not None:
+            await asyncio.sleep(WATCH_S)
+            await self.look(directory)
+
+    async def look(self, directory: Path) -> None:
+        """Loads what is new or has changed since the last look, and unloads what is gone."""
+        found = await asyncio.to_thread(_stamps, directory)
+        for name in self._seen.keys() - found.keys():
+            del self._seen[name]
+            if self._engine.adapters.unload(name):
+                log.info("adapter %s: unloaded, its directory is gone", name)
+        for name, stamp in found.items():
+            if self._seen.get(name) == stamp:
+                continue
+            self._seen[name] = stamp
+            try:
+                await self.load(name, directory / name)
+            except BatonError as error:
+                log.warning("adapter %s is not loaded: %s", name, error)
+
+
+def _stamps(directory: Path) -> Mapping[str, _Stamp]:
+    """The adapters in the directory, by name."""
+    found: dict[str, _Stamp] = {}
+    try:
+        inside = sorted(directory.iterdir())
+    except OSError as error:
+        log.warning("cannot read %s: %s", directory, error.strerror)
+        return found
+    for each in inside:
+        try:
+            status = [(each / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        except OSError:
+            continue  # no adapter, or one that is not complete yet
+        found[each.name] = tuple((file.st_mtime_ns, file.st_size) for file in status)
+    return found

@@ -19,7 +19,8 @@ def merge_attn_states(
     """Writes output, and log-sum-exp if given, over prefix and suffix keys together; `out` may be either side's output.
     On a GPU by one kernel.
 
-    A side without keys has log-sum-exp -inf, and its output is ignored; without keys on both sides the output is 0.
+    A side without keys has log-sum-exp -inf, or +inf as some libraries write it, and its output is ignored; without
+    keys on both sides the output is 0 and the merged log-sum-exp -inf.
     Section 2.2 of "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving".
 
     Args:
@@ -38,7 +39,7 @@ def merge_attn_states(
         return
     # NOTE: contiguous copies. torch's vectorised and scalar results differ in the last bit, and strides decide which
     # numbers are computed as scalars, so without copies a request's bits would depend on its neighbours.
-    prefix_lse_HT, suffix_lse_HT = prefix_lse_HT.contiguous(), suffix_lse_HT.contiguous()
+    prefix_lse_HT, suffix_lse_HT = _finite_or_empty(prefix_lse_HT), _finite_or_empty(suffix_lse_HT)
     merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
     if sinks_H is not None:
         merged_HT = torch.logaddexp(merged_HT, sinks_H[:, None])
@@ -48,6 +49,10 @@ def merge_attn_states(
     torch.add(prefix_THV, _weighted(suffix_output_THV, suffix_lse_HT, subtracted_HT), out=out)
     if lse_HT is not None:
         lse_HT.copy_(merged_HT)
+
+
+def _finite_or_empty(lse_HT: Tensor) -> Tensor:
+    return torch.where(lse_HT == torch.inf, -torch.inf, lse_HT).contiguous()
 
 
 def _weighted(output_THV: Tensor, lse_HT: Tensor, merged_lse_HT: Tensor) -> Tensor:

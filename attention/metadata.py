@@ -178,15 +178,27 @@ def build_common_metadata(
     return batch.common(to_device(batch.to_copy, device))
 
 
-def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
+def split_decodes_and_prefills(
+    common: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
+) -> tuple[int, int, int, int]:
     """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch whose decodes come first.
 
     A decode is a request with at most `decode_threshold` new tokens and any context. Such a request counts as a prefill
     if it comes after a prefill, as the last token of a prompt may when it gets a chunk of its own.
+
+    Args:
+        require_uniform: all decodes must have as many new tokens as the first: requests from the first on that has
+            another number count as prefills. Requests without new tokens at the end are padding of a uniform batch.
     """
-    if common.max_query_len <= decode_threshold:
+    if common.max_query_len <= decode_threshold and (not require_uniform or decode_threshold == 1):
         return common.num_reqs, 0, common.num_actual_tokens, 0
-    is_prefill_R = np.diff(common.query_start_loc_cpu.numpy()) > decode_threshold
+    query_lens_R = np.diff(common.query_start_loc_cpu.numpy())
+    is_prefill_R = query_lens_R > decode_threshold
+    if require_uniform:
+        is_padding_R = np.cumsum(query_lens_R[::-1])[::-1] == 0
+        is_prefill_R |= (query_lens_R != query_lens_R[0]) & ~is_padding_R
+    if not is_prefill_R.any():
+        return common.num_reqs, 0, common.num_actual_tokens, 0
     num_decodes = int(is_prefill_R.argmax())
     num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
     num_prefills, num_prefill_tokens = common.num_reqs - num_decodes, common.num_actual_tokens - num_decode_tokens
@@ -210,10 +222,27 @@ def check_causal(common: CommonAttentionMetadata) -> None:
 
 
 def reorder_batch_to_split_decodes_and_prefills(
-    query_lens: Sequence[int], swap: Callable[[int, int], None], decode_threshold: int = 1
+    query_lens: Sequence[int],
+    swap: Callable[[int, int], None],
+    decode_threshold: int = 1,
+    *,
+    context_lens: Sequence[int] | None = None,
 ) -> bool:
     """Moves the decodes to the front by the fewest swaps; True if there was any. `swap` exchanges two rows of the
-    caller's batch; `query_lens` is the order before any swap. Library API."""
+    caller's batch; `query_lens` is the order before any swap. Library API.
+
+    Args:
+        context_lens: tokens whose KV is in the cache. With them the order is of three classes: decodes, later chunks of
+            prompts, prompts without context; a prompt without context is no decode, however short.
+    """
+    if context_lens is not None:
+        return _sort_by_swaps(
+            [
+                2 if not context_len else int(query_len > decode_threshold)
+                for query_len, context_len in zip(query_lens, context_lens, strict=True)
+            ],
+            swap,
+        )
     decodes = [row for row, query_len in enumerate(query_lens) if query_len <= decode_threshold]
     num_decodes = len(decodes)
     early_prefills = [row for row in range(num_decodes) if query_lens[row] > decode_threshold]
@@ -221,6 +250,27 @@ def reorder_batch_to_split_decodes_and_prefills(
     for prefill, decode in zip(early_prefills, reversed(late_decodes), strict=True):
         swap(prefill, decode)
     return bool(early_prefills)
+
+
+def _sort_by_swaps(classes: list[int], swap: Callable[[int, int], None]) -> bool:
+    """Sorts rows of classes 0, 1 and 2 by the fewest swaps: two rows that want each other's places go first."""
+    wanted = sorted(classes)
+    moved = False
+    for is_mutual in (True, False):
+        for row, own in enumerate(classes):
+            if classes[row] == wanted[row]:
+                continue
+            others = (
+                other
+                for other in range(row + 1, len(classes))
+                if classes[other] == wanted[row] != wanted[other] and (wanted[other] == own or not is_mutual)
+            )
+            other = next(others, None)
+            if other is not None:
+                swap(row, other)
+                classes[row], classes[other] = classes[other], classes[row]
+                moved = True
+    return moved
 
 
 def common_prefix_len(

@@ -18,7 +18,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 # Weights in subfolders, and those named "consolidated", are the same weights in other formats.
 _UNUSED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
-_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 _WEIGHTS = ["*.safetensors"]
 
 

@@ -11,6 +11,7 @@ from kvcache.spec import FP8_DTYPES
 # vLLM's names, where they differ from the names here.
 NAMES = (
     ("get_attn_backend", "attention.selection.select_backend"),
+    ("UBatchSlice", "attention.micro_batches.MicroBatch"),
     ("AttentionImpl", "attention.backend.AttentionBackend"),
     ("accept_output_buffer", "attention.layer.Attention.forward"),
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
@@ -53,6 +54,14 @@ LIBRARY_API = (
     (
         "attention.layer.Attention",
         "Its argument `kv_sharing_target`: the layer reads an earlier layer's KV.",
+    ),
+    (
+        "attention.micro_batches.split_attn_metadata",
+        "A batch's metadata as that of micro-batches, which may begin and end within requests.",
+    ),
+    (
+        "attention.micro_batches.make_kv_sharing_fast_prefill_common_attn_metadata",
+        "For layers that share KV: only tokens whose logits are wanted are queries.",
     ),
     ("attention.selection.selection_report", "Each backend's reasons as text, without making a backend."),
     ("attention.selection.fitting_backends", "All backends that meet the needs; the benchmarks compare them."),

@@ -18,6 +18,11 @@ unsupported feature is an error that names the field; nothing is ignored silentl
 """
 
 _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serves the language model.
+- The tokenizer is `tokenizer.json`, or `tekken.json` of Mistral, `tiktoken.model` of Kimi or `tokenizer.model` of
+  sentencepiece (BPE, as Llama 2 and Mistral have it), which is converted at the first start and kept in
+  `~/.cache/baton/tokenizers`; other forms are refused by name. Converted tokenizers are tested against tiktoken and
+  sentencepiece. Chat templates are read from `tokenizer_config.json` or `chat_template.jinja`, or given by
+  `--chat-template`.
 - Weights are float64, float32, float16 or bfloat16. If `config.json` names no dtype, Baton uses the largest
   tensor's dtype.
 - fp8 (e4m3) checkpoints of Llama, Mistral, Qwen, DeepSeek and Gemma run as they are stored: with scales for each

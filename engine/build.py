@@ -18,7 +18,6 @@ from baton.config import (
     DecodeSettings,
     NodeSettings,
     PrefillSettings,
-    tokenizer_file,
 )
 from baton.costs import StepCosts
 from baton.errors import ConfigError
@@ -51,6 +50,7 @@ from models.config.reader import read_config
 from models.identity import ModelIdentity, model_identity
 from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
+from models.tokenizer_files.find import tokenizer_json
 from models.weights.loader import load_model
 
 _log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def build_runner(
                 parallel=parallel,
                 batch_invariant=settings.batch_invariant,
             )
-    grammars = GrammarCompiler(tokenizer_file(settings.model), facts.vocab_size, facts.eos_token_ids)
+    grammars = GrammarCompiler(tokenizer_json(settings.model), facts.vocab_size, facts.eos_token_ids)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
         known = replace(facts, num_blocks=cache.shape.num_blocks)

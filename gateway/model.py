@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import tokenizer_file
 from baton.errors import InvalidRequest, UnknownModel
 from baton.model_source import model_name
 from gateway.chat.model import ChatModel, read_chat_model
@@ -13,6 +12,7 @@ from gateway.tokenizer import TextTokenizer
 from grammar.checker import GrammarChecker
 from models.config.reader import read_config
 from models.identity import config_digest
+from models.tokenizer_files.find import tokenizer_json
 from protos.baton.v1 import common_pb2
 
 
@@ -94,5 +94,5 @@ def read_served_model(
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
         chat=read_chat_model(directory, chat_template),
-        grammars=GrammarChecker(tokenizer_file(directory), config.vocab_size, config.eos_token_ids),
+        grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from baton.config import tokenizer_file
 from baton.errors import ConfigError, shortened
 from gateway.detokenizer import Detokenizer, token_texts
 from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
+from models.tokenizer_files.find import OTHER_FORMS, tokenizer_json
 
 log = logging.getLogger("baton")
 
@@ -25,9 +25,9 @@ class TextTokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        path = tokenizer_file(directory)
+        path = tokenizer_json(directory)
         if not path.is_file():
-            cure = "give the directory of a checkpoint with its tokenizer.json"
+            cure = f"give the directory of a checkpoint with its tokenizer.json, {', '.join(OTHER_FORMS)}"
             raise ConfigError(f"{path} does not exist", field="model", value=directory, cure=cure)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))

@@ -23,7 +23,7 @@ def merge_attn_states(
     """Writes attention over prefix and suffix keys together into `out`, which may be either output itself.
 
     Args:
-        prefix_lse_HT, suffix_lse_HT: float32; -inf: no keys on that side, whose output is then not read.
+        prefix_lse_HT, suffix_lse_HT: float32; -inf or +inf: no keys on that side, whose output is then not read.
         out: [T, H, V] of any float type; 0 without keys on both sides.
         lse_HT: float32, merged; may be one of the two.
         sinks_H: float32; a further score per head, counted here and in neither side.
@@ -107,6 +107,8 @@ def _merge(
     suffix = tl.load(
         suffix_lse + heads * suffix_lse_stride_H + token * suffix_lse_stride_T, mask=head_mask, other=minus_inf
     )
+    prefix = tl.where(prefix == float("inf"), minus_inf, prefix)
+    suffix = tl.where(suffix == float("inf"), minus_inf, suffix)
     highest = tl.maximum(prefix, suffix)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=head_mask, other=minus_inf)

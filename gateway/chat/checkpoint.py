@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.config import tokenizer_file
 from baton.errors import ConfigError
 from models.config.file import read_regular, shown
+from models.tokenizer_files.find import tokenizer_json
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -44,7 +44,7 @@ def read_checkpoint(directory: Path, template_file: Path | None) -> Checkpoint:
         templates = {DEFAULT: _read_text(template_file)}
     else:
         templates = _template_files(directory) or _templates_of_config(directory, config)
-    added = _added_tokens(tokenizer_file(directory))
+    added = _added_tokens(tokenizer_json(directory))
     return Checkpoint(
         templates=templates,
         variables=_variables(directory, config),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import tokenizer_file
+from models.tokenizer_files.find import tokenizer_json
 
 _FILES = (
     "added_tokens.json",
@@ -69,7 +69,7 @@ def make_archive(directory: Path, chat_template: Path | None = None) -> Archive:
     Raises:
         OSError: a file cannot be read.
     """
-    files = {"tokenizer.json": tokenizer_file(directory)}
+    files = {"tokenizer.json": tokenizer_json(directory)}
     files |= {name: directory / name for name in _FILES if (directory / name).is_file()}
     files |= {str(path.relative_to(directory)): path for path in directory.glob(_NAMED_TEMPLATES)}
     if chat_template is not None:

@@ -36,9 +36,10 @@ def test_any_cut_of_the_keys_merges_to_the_whole(merge_attn_states: Merge, cut: 
 
 
 @by_either
-def test_a_side_without_keys_does_not_count(merge_attn_states: Merge) -> None:
+@pytest.mark.parametrize("empty", [-torch.inf, torch.inf])
+def test_a_side_without_keys_does_not_count(merge_attn_states: Merge, empty: float) -> None:
     output, its_lse = torch.randn(2, 3, 4, device=DEVICE), torch.randn(3, 2, device=DEVICE)
-    nothing, no_keys = torch.full_like(output, torch.nan), torch.full_like(its_lse, -torch.inf)
+    nothing, no_keys = torch.full_like(output, torch.nan), torch.full_like(its_lse, empty)
     out, merged_lse = torch.empty_like(output), torch.empty_like(its_lse)
     for sides in ((nothing, no_keys, output, its_lse), (output, its_lse, nothing, no_keys)):
         merge_attn_states(*sides, out=out, lse_HT=merged_lse)

@@ -9,8 +9,13 @@ from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from models.families.dense_config import (
+    read_apertus,
+    read_cohere,
+    read_cohere2,
     read_ernie4_5,
     read_exaone4,
+    read_glm,
+    read_glm4,
     read_granite,
     read_hunyuan_dense,
     read_ministral,
@@ -80,5 +85,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MinistralForCausalLM": Family(read_ministral, _LLAMA),
         "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
         "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
+        "CohereForCausalLM": Family(read_cohere, _LLAMA),
+        "Cohere2ForCausalLM": Family(read_cohere2, _LLAMA),
+        "ApertusForCausalLM": Family(read_apertus, "models.families.llama:ApertusForCausalLM"),
+        "GlmForCausalLM": Family(read_glm, _LLAMA),
+        "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
     }
 )

@@ -64,7 +64,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}

@@ -167,7 +167,7 @@ class _HunYuanFields(LlamaLikeFields):
         alpha = _Alpha.read(table)
         if alpha.alpha is None or "dynamic" not in (alpha.rope_type, alpha.type):
             return table
-        dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        dim = max(4, self.head_dim or self.hidden_size // self.num_attention_heads)  # heads of 2 have one frequency
         theta = alpha.rope_theta or self.rope_theta
         return ConfigFile(table.where, {"rope_theta": theta * alpha.alpha ** (dim / (dim - 2))})
 
@@ -295,6 +295,8 @@ def read_cohere(file: ConfigFile) -> ModelConfig:
 
 class _Cohere2Fields(_CohereFields):
     use_qk_norm: Literal[False] = False
+    use_gated_activation: Literal[True] = True
+    use_parallel_block: Literal[True] = True
     sliding_window: Count | None = 4096
     sliding_window_pattern: Count = 4
 
@@ -312,6 +314,8 @@ def read_cohere2(file: ConfigFile) -> ModelConfig:
 class _ApertusFields(LlamaLikeFields):
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"rope_theta": 12_000_000.0})
     hidden_act: Literal["xielu"] = "xielu"
+    qk_norm: Literal[True] = True
+    post_norm: Literal[False] = False
     rms_norm_eps: Positive = 1e-5
     attention_bias: bool = False
 

@@ -103,6 +103,10 @@ class LlamaForCausalLM(CausalLM):
         ]
         super().__init__(config, layers, dtype=dtype)
         self.switches = switches_of(config)
+        if self.switches.fused_tensors:
+            for path, module in self.named_modules():
+                if isinstance(module, FusedLinear):
+                    module.keep_in_one(path.rpartition(".")[2])
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata

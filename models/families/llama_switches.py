@@ -8,8 +8,10 @@ class LlamaSwitches:
     """Attributes:
     embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
         layer adds to the residual stream, and of the logits.
+    fused_tensors: checkpoints keep queries, keys and values in one tensor, and gate and up in one.
     """
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    fused_tensors: bool = False

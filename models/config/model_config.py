@@ -3,11 +3,12 @@
 `models.config.reader` makes them from a checkpoint's config.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from attention.blocksparse import BlocksparseParams
-from models.config.rope import RopeConfig, YarnScaling
+from models.config.rope import LongRopeScaling, RopeConfig, YarnScaling
 from models.quantization.config import Fp8Config
 
 
@@ -142,11 +143,27 @@ class ModelConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum."""
+        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum;
+        with the short factors of LongRoPE the original one."""
         scaling = None if self.rope is None else self.rope.scaling
+        if isinstance(scaling, LongRopeScaling) and not scaling.long:
+            return min(self.max_position_embeddings, scaling.original_max_position_embeddings)
         if isinstance(scaling, YarnScaling):
             return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
         return self.max_position_embeddings
+
+    def for_context(self, max_context_tokens: int | None) -> Self:
+        """This model, for sequences of up to that many tokens; None: of any number up to its own limit.
+
+        LongRoPE takes its long factors where sequences may be longer than its original context; others stay as they
+        are.
+        """
+        scaling = None if self.rope is None else self.rope.scaling
+        if self.rope is None or not isinstance(scaling, LongRopeScaling) or max_context_tokens is None:
+            return self
+        if min(max_context_tokens, self.max_position_embeddings) <= scaling.original_max_position_embeddings:
+            return self
+        return replace(self, rope=replace(self.rope, scaling=replace(scaling, long=True)))
 
     @property
     def attention_scale(self) -> float:

@@ -161,23 +161,6 @@ class _HunYuanFields(LlamaLikeFields):
     use_qk_norm: Literal[True] = True
     use_cla: Literal[False] = False
 
-    def rope_table(self) -> ConfigFile:
-        """The type `dynamic` with `alpha` makes the base larger, and nothing dynamic."""
-        table = super().rope_table()
-        alpha = _Alpha.read(table)
-        if alpha.alpha is None or "dynamic" not in (alpha.rope_type, alpha.type):
-            return table
-        dim = max(4, self.head_dim or self.hidden_size // self.num_attention_heads)  # heads of 2 have one frequency
-        theta = alpha.rope_theta or self.rope_theta
-        return ConfigFile(table.where, {"rope_theta": theta * alpha.alpha ** (dim / (dim - 2))})
-
-
-class _Alpha(Fields):
-    rope_type: object = None
-    type: object = None
-    alpha: Positive | None = None
-    rope_theta: Positive | None = None
-
 
 def read_hunyuan_dense(file: ConfigFile) -> ModelConfig:
     fields = _HunYuanFields.read(file)
@@ -349,7 +332,7 @@ class _GlmFields(LlamaLikeFields):
 
     def glm(self, norms: Norms) -> ModelConfig:
         attention = self.gqa(windows=self.uniform_windows(None), qkv_bias=self.attention_bias, output_bias=False)
-        switches = LlamaSwitches(norms=norms, gate_up_in_one=True)
+        switches = LlamaSwitches(norms=norms, in_one_tensor=("gate_up_proj",))
         return self.llama_like(attention, interleaved=True, mlp_bias=False, switches=switches)
 
 

@@ -150,10 +150,7 @@ def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn
         return MoE(config.hidden_size, config.moe, dtype=dtype)
     if switches_of(config).xielu_mlp:
         return XieluMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
-    if switches_of(config).gate_up_in_one:
-        mlp.gate_up_proj.keep_in_one("gate_up_proj")
-    return mlp
+    return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -171,6 +168,10 @@ class LlamaForCausalLM(CausalLM):
         self.switches = switches
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.slides = [window is not None for window in gqa.sliding_windows]
+        for path, module in self.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, FusedLinear) and name in switches.in_one_tensor:
+                module.keep_in_one(name)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata

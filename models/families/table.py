@@ -31,6 +31,7 @@ from models.families.gemma_config import read_gemma2, read_gemma3
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
 
 
@@ -42,12 +43,14 @@ class Family:
         model: "module:class" of its `models.causal_lm.CausalLM`, imported on first use because reading a config must
             not import torch.
         text_config: table of config.json that holds the language model's fields, as in multimodal models.
+        or_flat: older files of the architecture have these fields outside of that table.
         overflows_float16: published weights exceed float16's 65504 in the residual stream, so outputs would be NaN.
     """
 
     read: Callable[[ConfigFile], ModelConfig]
     model: str
     text_config: bool = False
+    or_flat: bool = False
     overflows_float16: bool = False
 
 
@@ -90,5 +93,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ApertusForCausalLM": Family(read_apertus, "models.families.llama:ApertusForCausalLM"),
         "GlmForCausalLM": Family(read_glm, _LLAMA),
         "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
+        # Part of a head turns, or by several positions.
+        "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),
     }
 )

@@ -42,7 +42,7 @@ _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
 _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 
 
 def load_model(
@@ -194,9 +194,10 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The tensors of a multimodal model's language model, by their names without the other models.
 
-    Publishers prefix those with `language_model.`; since transformers 4.52 some files have it after `model.`.
+    Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
+    `model.`.
     """
-    if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
+    if not any(name.startswith((*_LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored
     return {
         renamed(name, _LANGUAGE_MODEL): tensor

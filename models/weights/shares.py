@@ -100,6 +100,7 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
         yield f"self_attn.q_proj.{parameter}", queries
         yield f"self_attn.k_proj.{parameter}", keys
         yield f"self_attn.v_proj.{parameter}", keys
+        yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
     if gqa.qk_norm and gqa.qk_norm_of is QKNorm.ROW:
         yield "self_attn.q_norm.weight", queries
         yield "self_attn.k_norm.weight", keys

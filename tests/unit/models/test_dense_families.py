@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from models.config.reader import read_config
-from models.config.rope import RopeConfig
+from models.config.rope import AlphaScaling, RopeConfig
 from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
 from models.weights.loader import checkpoint_views, load_model
 from tests.unit.models.paged import backend_for
@@ -108,11 +108,9 @@ def test_exaone4_turns_heads_in_layers_with_a_window(tmp_path: Path) -> None:
     assert attention_of(small).sliding_windows == (None,) * 4
 
 
-def test_hunyuans_alpha_makes_the_base_larger(tmp_path: Path) -> None:
+def test_hunyuans_alpha_is_that_of_its_rotary_embedding(tmp_path: Path) -> None:
     config = read(tmp_path, "HunYuanDenseV1", head_dim=128, rope_theta=10000.0, rope_scaling=HUNYUAN_ROPE)
-    assert config.rope is not None
-    assert config.rope.theta == pytest.approx(11158839.9)
-    assert config.rope.scaling is None
+    assert config.rope == RopeConfig(128, 10000.0, interleaved=False, scaling=AlphaScaling(1000.0))
 
 
 def test_mistral_small_and_ministral_3_are_one_architecture(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense
+from tests.unit.models import tiny_dense, tiny_rope
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -169,6 +169,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"apply_residual_connection_post_layernorm": True},
         ),
         **tiny_dense.MODELS,
+        **tiny_rope.MODELS,
     }
 )
 

@@ -24,7 +24,7 @@ from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.parallel import ParallelModule
-from models.query_key_norms import OwnWeightsNorm, norm_rows
+from models.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from models.rotary import Rotary
 from models.xielu import XieluMLP
 
@@ -53,21 +53,11 @@ class LlamaAttention(ParallelModule):
         parts = (("q_proj", self.q_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size))
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
         self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
-        self.qk_norm_of = gqa.qk_norm_of if gqa.qk_norm else None
-        self.q_norm: RMSNorm | OwnWeightsNorm | None = None
-        self.k_norm: RMSNorm | OwnWeightsNorm | None = None
-        self.query_layernorm: RMSNorm | None = None
-        self.key_layernorm: RMSNorm | None = None
-        if self.qk_norm_of is QKNorm.HEAD:
-            self.q_norm, self.k_norm = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
-        elif self.qk_norm_of is QKNorm.ROW:
-            self.q_norm, self.k_norm = (norm(each, eps=norm_eps, dtype=dtype) for each in (self.q_size, self.kv_size))
-        elif self.qk_norm_of is QKNorm.OWN_WEIGHTS:
-            heads = (gqa.num_heads, gqa.num_kv_heads)
-            self.q_norm, self.k_norm = (OwnWeightsNorm(n, gqa.head_dim, eps=norm_eps, dtype=dtype) for n in heads)
-        elif self.qk_norm_of is QKNorm.TURNED_HEAD:
-            norms = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
-            self.query_layernorm, self.key_layernorm = norms
+        self.qk_norm_of = gqa.qk_norm_of
+        norms, turned = make_norms(gqa, norm, eps=norm_eps, dtype=dtype), gqa.qk_norm_of is QKNorm.TURNED_HEAD
+        # Hunyuan, which norms heads after they turn, has other names for the same weights.
+        self.q_norm, self.k_norm = (None, None) if turned else norms
+        self.query_layernorm, self.key_layernorm = norms if turned else (None, None)
         self.turns = not gqa.rotary_layers or gqa.rotary_layers[layer_index]
         # float32 for every model dtype, because the softmax is in float32.
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=torch.float32)) if gqa.sinks else None
@@ -94,19 +84,18 @@ class LlamaAttention(ParallelModule):
     def _attended(
         self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norms, turns and attends."""
-        norms = None
+        """Norms, turns and attends: on a GPU in one kernel, where it knows the norms."""
+        q_norm, k_norm = self.q_norm or self.query_layernorm, self.k_norm or self.key_layernorm
         q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        match self.q_norm, self.k_norm:
+        norms = None
+        match q_norm, k_norm:
             case OwnWeightsNorm(), OwnWeightsNorm():
-                q_TX.copy_(self.q_norm(q_TX))
-                k_TX.copy_(self.k_norm(k_TX))
+                q_TX.copy_(q_norm(q_TX))
+                k_TX.copy_(k_norm(k_TX))
             case RMSNorm(), RMSNorm() if self.qk_norm_of is QKNorm.ROW:
-                norm_rows(q_TX, k_TX, self.q_norm, self.k_norm, self.parallel)
+                norm_rows(q_TX, k_TX, q_norm, k_norm, self.parallel)
             case RMSNorm(), RMSNorm():
-                norms = HeadNorms(self.q_norm, self.k_norm)
-        if self.query_layernorm is not None and self.key_layernorm is not None:
-            norms = HeadNorms(self.query_layernorm, self.key_layernorm, turned=True)
+                norms = HeadNorms(q_norm, k_norm, turned=self.qk_norm_of is QKNorm.TURNED_HEAD)
         return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms)
 
 
@@ -130,6 +119,7 @@ def make_layer(
     norms = switches_of(config).norms
     if norms is Norms.BEFORE:
         return LlamaLayer(config, gqa, layer_index=layer_index, backend=backend, dtype=dtype)
+    assert switches_of(config).residual_multiplier == 1.0, "no family has both"
     size, eps = config.hidden_size, config.norm_eps
     attention = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
     mlp = make_mlp(config, layer_index, dtype=dtype)

@@ -26,6 +26,11 @@ FAMILIES = [
     "gpt-oss",
     "falcon-new",
     "bloom",
+    "olmo2",
+    "cohere-norms-untied",
+    "apertus",
+    "ministral3",
+    "hunyuan-dense",
 ]
 
 

@@ -96,7 +96,9 @@ def test_logits_are_float32_for_the_rows_asked_for(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v2-q-lora-groups-yarn", "gemma3", "llama4", "gpt-oss", "bloom", "apertus", "ministral3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek-v2-q-lora-groups-yarn", "gemma3", "llama4", "gpt-oss", "bloom", "apertus", "ministral3"]
+)
 def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> None:
     reference, config = save_tiny(name, tmp_path), read_config(tmp_path)
     backend = backend_for(config, dtype)

@@ -1,4 +1,4 @@
-"""Norms of queries and keys that the kernel of rotations does not know. They work in place, on the projection's output.
+"""Norms of queries and keys, between their projection and their rotation or after it.
 
 Shapes: T token, X channels of all heads of queries or keys, H head, C head channel.
 """
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from models.config.model_config import GQAConfig, QKNorm
 from models.layers import RMSNorm
 from models.parallel import TensorParallel
 
 
 def norm_rows(q_TX: Tensor, k_TX: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, parallel: TensorParallel) -> None:
-    """RMS norms over the queries of all heads, and the keys of all heads, of each token.
+    """RMS norms, in place, over the queries of all heads, and the keys of all heads, of each token.
 
     With several ranks these are the heads of all ranks. All have equal numbers of them, and a kv head that several
     ranks hold counts as often for each, so the mean over the whole row is the mean of the ranks' means.
@@ -40,3 +41,25 @@ class OwnWeightsNorm(nn.Module):
         x_THC = x_TX.unflatten(-1, self.weight.shape).float()
         normed_THC = layer_norm(x_THC, x_THC.shape[-1:], eps=self.eps) * self.weight
         return normed_THC.to(x_TX.dtype).flatten(1)
+
+
+def make_norms(
+    gqa: GQAConfig, norm: type[RMSNorm], *, eps: float, dtype: torch.dtype
+) -> tuple[RMSNorm | OwnWeightsNorm | None, RMSNorm | OwnWeightsNorm | None]:
+    """Those of queries and of keys, which may be none.
+
+    Args:
+        norm: class of the norms, but for OWN_WEIGHTS.
+    """
+    if not gqa.qk_norm:
+        return None, None
+    q_heads, k_heads, dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
+    match gqa.qk_norm_of:
+        case QKNorm.ROW:
+            return norm(q_heads * dim, eps=eps, dtype=dtype), norm(k_heads * dim, eps=eps, dtype=dtype)
+        case QKNorm.OWN_WEIGHTS:
+            return (
+                OwnWeightsNorm(q_heads, dim, eps=eps, dtype=dtype),
+                OwnWeightsNorm(k_heads, dim, eps=eps, dtype=dtype),
+            )
+    return norm(dim, eps=eps, dtype=dtype), norm(dim, eps=eps, dtype=dtype)

@@ -27,6 +27,11 @@ FAMILIES = [
     "falcon-new",
     "bloom",
     "qwen2-moe",
+    "olmo2",
+    "cohere-norms-untied",
+    "apertus",
+    "ministral3",
+    "hunyuan-dense",
 ]
 
 

@@ -46,6 +46,7 @@ SPLIT = (
     "falcon-rotary",
     *tiny_moe.SPLIT,
     *tiny_gemma.BY_FOUR,
+    "phi3-longrope-partial",
     *BY_TWO,
     *tiny_dense.SPLIT,
 )
@@ -75,7 +76,8 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(("phi3-window",), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -195,6 +197,9 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     copies = max(1, size // (gqa.heads_of(int(layer[1]))[0] if layer else gqa.num_kv_heads))
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
+    if ".qkv_proj." in path:
+        times[gqa.num_heads * gqa.head_dim :] = copies
+        return times
     return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times
 
 
@@ -216,6 +221,7 @@ def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str,
         "falcon-new",
         "bloom",
         "gpt2",
+        "phi3-window",
         "opt-norms-after-projections",
         SPARSE,
     ],

@@ -16,6 +16,7 @@ from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
+from models.families.stablelm_config import read_stablelm
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "SmolLM3ForCausalLM": Family(read_smollm3, _LLAMA),
         # Part of a head turns, or by several positions.
         "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "StableLmForCausalLM": Family(read_stablelm, "models.families.stablelm:StableLMForCausalLM"),
         "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),

@@ -44,7 +44,9 @@ _DEEPSEEK = _SHARED | {
     "n_group": 1,
     "topk_group": 1,
 }
-FAMILIES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK}
+# Checkpoints with several projections in one tensor, and thus with one scale for all of them, or with shared blocks.
+_PHI3 = _LLAMA | {"attention_bias": False, "pad_token_id": 0}
+FAMILIES = {"Llama": _LLAMA, "Phi3": _PHI3, "DeepseekV3": _DEEPSEEK}
 LINEAR = ("_proj.weight", "_mqa.weight")
 
 

@@ -41,6 +41,7 @@ SPLIT = (
     "falcon-multi-query-alibi",
     "falcon-rotary",
     "phi3-longrope-partial",
+    "stablelm-parallel-head-norms-biases",
     *BY_TWO,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
@@ -60,11 +61,16 @@ SPARSE, SPARSE_MULTI_QUERY = "phi-3-small", "phi-3-small with one kv head"
 SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stride": 8, "mup_width_multiplier": 2.0}
 PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"llama in fp8 by channel": (4,), "llama in fp8 by block": (2,), "deepseek in fp8 by block": (2,)}
+    {
+        "phi-3 in fp8 by channel": (4,),
+        "llama in fp8 by channel": (4,),
+        "llama in fp8 by block": (2,),
+        "deepseek in fp8 by block": (2,),
+    }
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys(("phi3-window",), (2,))
+    | dict.fromkeys(("phi3-window", "stablelm"), (2,))
     | dict.fromkeys((*BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
@@ -88,6 +94,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     by_name: dict[str, Callable[[Path], Any]] = {
         "llama in fp8 by channel": lambda path: save_fp8(
             "Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
+        ),
+        "phi-3 in fp8 by channel": lambda path: save_fp8(
+            "Phi3", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
         ),
         "llama in fp8 by block": lambda path: save_fp8(
             "Llama", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_LLAMA

@@ -27,14 +27,14 @@ from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.moe_config import (
-    read_ernie_moe,
-    read_glm4_moe,
     read_granite_moe,
+    read_hunyuan_moe,
     read_mixtral,
-    read_phimoe,
+    read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from models.families.moe_routers_config import read_ernie_moe, read_glm4_moe, read_minimax_m2, read_phimoe
 from models.families.phi3_small_config import read_phi3_small
 
 
@@ -83,6 +83,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
         "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
+        "OlmoeForCausalLM": Family(read_olmoe, _LLAMA),
+        "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
+        "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
         "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         # Llama's kin, by models/families/dense_config.py.

@@ -31,6 +31,7 @@ from models.quantization.fp8 import E4M3
 from models.quantization.replace import finish_quantized, quantize, weight_scale_views, weights_unallocated
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
+from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
@@ -105,6 +106,7 @@ def load_model(
     else:
         views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
+        stored = in_our_names(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
@@ -227,6 +229,8 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings
+    if config.mtp_layers and name.startswith("model.mtp_"):  # ERNIE's layers for multi-token prediction
+        return True
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_rope
+from tests.unit.models import tiny_dense, tiny_moe, tiny_rope
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -169,6 +169,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"hidden_size": 40, "n_head": 5, "tie_word_embeddings": False}
             | {"apply_residual_connection_post_layernorm": True},
         ),
+        **tiny_moe.MODELS,
         **tiny_dense.MODELS,
         **tiny_rope.MODELS,
     }

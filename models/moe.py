@@ -75,14 +75,21 @@ class Router(nn.Module):
             )
         logits_TE = self.multiply(x_TD.float(), self.weight, self.bias)
         if self.choice.mixer_threshold is not None:
-            return mixed_experts(logits_TE, self.moe.experts_per_token, threshold=self.choice.mixer_threshold)
-        scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
-        ranked_TE = logits_TE if self.moe.method in _BY_LOGITS else self._rank(scores_TE)
-        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
-        weights_TK = scores_TE.gather(1, experts_TK)
+            weights_TK, experts_TK = mixed_experts(
+                logits_TE, self.moe.experts_per_token, threshold=self.choice.mixer_threshold
+            )
+        else:
+            weights_TK, experts_TK = self._best(logits_TE)
         if self.moe.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * self.moe.weight_scale, experts_TK
+
+    def _best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and experts [T,K]."""
+        scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
+        ranked_TE = logits_TE if self.moe.method in _BY_LOGITS else self._rank(scores_TE)
+        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
+        return scores_TE.gather(1, experts_TK), experts_TK
 
     def _rank(self, scores_TE: Tensor) -> Tensor:
         """The scores that rank experts: `scores_TE`, corrected, and -inf in all groups but the best."""

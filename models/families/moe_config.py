@@ -1,14 +1,10 @@
-"""config.json of the families that are Llama's layers with a mixture of experts in place of the MLP."""
+"""config.json of the families that are Llama's layers with the best experts by a softmax in place of the MLP."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from annotated_types import Ge
-
-from models.config.fields import Count, CountOrZero, Fraction, Heads, Integers, LayersOrZero, Positive, Size
+from models.config.fields import Count, CountOrZero, Heads, Integers, LayersOrZero, Positive, Size
 from models.config.file import ConfigFile
-from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
-from models.families.deepseek_config import GroupedExpertFields
+from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, QKNorm, Scoring, TopKMethod
 from models.families.llama_config import LlamaLikeFields
 from models.families.llama_switches import LlamaSwitches
 
@@ -19,6 +15,17 @@ class RoutedFields(LlamaLikeFields):
     """
 
     per_token_field: ClassVar[str] = "num_experts_per_tok"
+
+    num_experts: Heads | None = None
+    num_local_experts: Heads | None = None  # the spelling of newer files
+
+    def count_of_experts(self) -> int:
+        """In whichever spelling."""
+        names = {"num_experts": self.num_experts, "num_local_experts": self.num_local_experts}
+        given = {name: count for name, count in names.items() if count is not None}
+        if len(set(given.values())) != 1:
+            raise self.refuse(next(iter(given), "num_experts"), "one integer of at least 1")
+        return next(iter(given.values()))
 
     def greedy_experts(
         self,
@@ -71,20 +78,11 @@ class RoutedFields(LlamaLikeFields):
 
 
 class _QwenMoEFields(RoutedFields):
-    num_experts: Heads | None = None
-    num_local_experts: Heads | None = None  # the spelling of newer files
     num_experts_per_tok: Heads
     moe_intermediate_size: Size
     norm_topk_prob: bool = False
     decoder_sparse_step: Count = 1
     mlp_only_layers: Integers = ()
-
-    def count_of_experts(self) -> int:
-        names = {"num_experts": self.num_experts, "num_local_experts": self.num_local_experts}
-        given = {name: count for name, count in names.items() if count is not None}
-        if len(set(given.values())) != 1:
-            raise self.refuse(next(iter(given), "num_experts"), "one integer of at least 1")
-        return next(iter(given.values()))
 
     def layers_with_experts(self) -> tuple[bool, ...]:
         return tuple(
@@ -114,7 +112,6 @@ def read_qwen3_moe(file: ConfigFile) -> ModelConfig:
 
 
 class _MixtralFields(RoutedFields):
-    num_local_experts: Heads
     num_experts_per_tok: Heads = 2
     sliding_window: Count | None = None
 
@@ -123,7 +120,7 @@ def read_mixtral(file: ConfigFile) -> ModelConfig:
     fields = _MixtralFields.read(file)
     windows = fields.uniform_windows(fields.sliding_window)
     moe = fields.greedy_experts(
-        fields.num_local_experts,
+        fields.count_of_experts(),
         per_token=fields.num_experts_per_tok,
         intermediate_size=fields.intermediate_size,
         normalize_weights=True,
@@ -165,40 +162,7 @@ def read_qwen2_moe(file: ConfigFile) -> ModelConfig:
     return fields.with_experts(fields.gqa(windows=fields.windows(), qkv_bias=fields.qkv_bias, output_bias=False), moe)
 
 
-class _Glm4MoEFields(GroupedExpertFields):
-    partial_rotary: ClassVar[bool] = True
-    partial_rotary_factor: Fraction = 0.5
-    attention_bias: bool = False
-    use_qk_norm: bool = False
-    n_group: Heads = 1
-    topk_group: Heads = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: Positive = 1.0
-    num_nextn_predict_layers: LayersOrZero = 0
-
-
-def read_glm4_moe(file: ConfigFile) -> ModelConfig:
-    fields = _Glm4MoEFields.read(file)
-    windows = fields.uniform_windows(None)
-    attention = fields.gqa(
-        windows=windows, qkv_bias=fields.attention_bias, output_bias=False, qk_norm=fields.use_qk_norm
-    )
-    return fields.model(
-        attention=attention,
-        rope=fields.rope(dim=attention.head_dim),
-        intermediate_size=fields.intermediate_size,
-        moe=fields.moe(
-            scoring=Scoring.SIGMOID,
-            method=TopKMethod.NOAUX_TC,
-            normalize_weights=fields.norm_topk_prob,
-            weight_scale=fields.routed_scaling_factor,
-        ),
-        mtp_layers=fields.num_nextn_predict_layers,
-    )
-
-
 class _GraniteMoEFields(RoutedFields):
-    num_local_experts: Heads = 8
     num_experts_per_tok: Heads = 2
     attention_bias: bool = False
     embedding_multiplier: Positive = 1.0
@@ -211,7 +175,7 @@ def read_granite_moe(file: ConfigFile) -> ModelConfig:
     fields = _GraniteMoEFields.read(file)
     bias, windows = fields.attention_bias, fields.uniform_windows(None)
     moe = fields.greedy_experts(
-        fields.num_local_experts,
+        fields.count_of_experts(),
         per_token=fields.num_experts_per_tok,
         intermediate_size=fields.intermediate_size,
         normalize_weights=True,
@@ -225,87 +189,60 @@ def read_granite_moe(file: ConfigFile) -> ModelConfig:
     return fields.with_experts(attention, moe, switches=switches)
 
 
-class _ErnieMoEFields(RoutedFields):
-    per_token_field: ClassVar[str] = "moe_k"
-    rope_theta: Positive = 500_000.0
-    tie_word_embeddings: bool = True
+class _OlmoeFields(RoutedFields):
     rms_norm_eps: Positive = 1e-5
-    use_bias: Literal[False] = False
-    moe_intermediate_size: Size = 1536
-    moe_k: Heads = 6
-    moe_num_experts: Heads = 64
-    moe_num_shared_experts: LayersOrZero = 2
-    moe_layer_start_index: LayersOrZero = 1
-    moe_layer_end_index: Annotated[int, Ge(-1)] = -1
-    moe_layer_interval: Count = 1
-    moe_norm_min: Positive = 1e-12
-    moe_use_aux_free: Literal[True] = True  # the learnt correction
-    moe_gate_act: Literal["softmax"] = "softmax"
-    num_nextn_predict_layers: LayersOrZero = 0
-
-    def layers_with_experts(self) -> tuple[bool, ...]:
-        last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        return tuple(
-            (index + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= index <= last
-            for index in range(self.num_hidden_layers)
-        )
-
-
-def read_ernie_moe(file: ConfigFile) -> ModelConfig:
-    fields = _ErnieMoEFields.read(file)
-    # The smallest sum that chosen scores are divided by. No sum is near it, so it is not computed.
-    if fields.moe_norm_min > 1e-9:
-        raise fields.refuse("moe_norm_min", "a number of at most 1e-9")
-    attention = fields.gqa(windows=fields.uniform_windows(None), qkv_bias=False, output_bias=False)
-    moe = fields.greedy_experts(
-        fields.moe_num_experts,
-        per_token=fields.moe_k,
-        intermediate_size=fields.moe_intermediate_size,
-        normalize_weights=True,
-        layers=fields.layers_with_experts(),
-        shared_intermediate_size=fields.moe_intermediate_size * fields.moe_num_shared_experts,
-    )
-    return fields.model(
-        attention=attention,
-        rope=fields.rope(dim=attention.head_dim, interleaved=True),
-        intermediate_size=fields.intermediate_size,
-        moe=None if moe is None else replace(moe, method=TopKMethod.NOAUX_TC),
-        mtp_layers=fields.num_nextn_predict_layers,
-    )
-
-
-class _PhimoeFields(RoutedFields):
-    rms_norm_eps: Positive = 1e-5  # of layer norms
-    num_local_experts: Heads
-    num_experts_per_tok: Literal[2] = 2
-    router_jitter_noise: Annotated[float, Ge(0)] = 0.01
-    sliding_window: Count | None = None
+    num_experts_per_tok: Heads = 8
+    norm_topk_prob: bool = False
     attention_bias: bool = False
-    lm_head_bias: bool = False
 
 
-def read_phimoe(file: ConfigFile) -> ModelConfig:
-    fields = _PhimoeFields.read(file)
-    bias, windows = fields.attention_bias, fields.uniform_windows(fields.sliding_window)
+def read_olmoe(file: ConfigFile) -> ModelConfig:
+    fields = _OlmoeFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_of=QKNorm.ROW)
     moe = fields.greedy_experts(
-        fields.num_local_experts,
+        fields.count_of_experts(),
         per_token=fields.num_experts_per_tok,
         intermediate_size=fields.intermediate_size,
-        normalize_weights=False,
+        normalize_weights=fields.norm_topk_prob,
     )
-    assert moe is not None
-    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
-    return fields.model(
-        attention=attention,
-        rope=fields.rope(dim=attention.head_dim),
+    return fields.with_experts(attention, moe)
+
+
+class _HunYuanMoEFields(RoutedFields):
+    per_token_field: ClassVar[str] = "moe_topk"
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+    moe_topk: Integers = (1,)  # one number, or one for each layer
+    moe_intermediate_size: Integers = ()
+    num_shared_expert: Integers = (1,)
+    moe_layer_num_skipped: Literal[0] = 0
+    use_mixed_mlp_moe: Literal[True] = True
+    use_qk_norm: Literal[True] = True
+    use_cla: Literal[False] = False
+    use_mla: Literal[False] = False
+
+    def check_layers_are_alike(self) -> None:
+        if len(set(self.moe_topk)) != 1 or self.moe_topk[0] == 0:
+            raise self.refuse("moe_topk", "one integer of at least 1 for all layers")
+        if not set(self.moe_intermediate_size) <= {self.intermediate_size}:
+            raise self.refuse("moe_intermediate_size", f"intermediate_size, {self.intermediate_size}, in all layers")
+        if set(self.num_shared_expert) != {1}:
+            raise self.refuse("num_shared_expert", "1 in all layers")
+
+
+def read_hunyuan_moe(file: ConfigFile) -> ModelConfig:
+    fields = _HunYuanMoEFields.read(file)
+    fields.check_layers_are_alike()
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(
+        windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_of=QKNorm.TURNED_HEAD
+    )
+    moe = fields.greedy_experts(
+        fields.count_of_experts(),
+        per_token=fields.moe_topk[0],
         intermediate_size=fields.intermediate_size,
-        moe=replace(moe, method=TopKMethod.SPARSE_MIXER, mixer_threshold=2 * fields.router_jitter_noise),
-        switches=PhimoeSwitches(head_bias=fields.lm_head_bias),
+        normalize_weights=True,
+        shared_intermediate_size=fields.intermediate_size,
     )
-
-
-@dataclass(frozen=True)
-class PhimoeSwitches:
-    """Whether logits have a bias."""
-
-    head_bias: bool
+    return fields.with_experts(attention, moe)

@@ -13,7 +13,7 @@ from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
 from models.families.llama import LlamaAttention, make_mlp
-from models.families.moe_config import PhimoeSwitches
+from models.families.moe_routers_config import PhimoeSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
 from models.parallel import ParallelModule

@@ -42,16 +42,17 @@ from models.families.layer_norm_config import (
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.moe_config import (
-    read_ernie_moe,
-    read_glm4_moe,
     read_granite_moe,
+    read_hunyuan_moe,
     read_mixtral,
-    read_phimoe,
+    read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from models.families.moe_routers_config import read_ernie_moe, read_glm4_moe, read_minimax_m2, read_phimoe
 from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
+from models.families.stablelm_config import read_stablelm
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
         "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
+        "OlmoeForCausalLM": Family(read_olmoe, _LLAMA),
+        "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
+        "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
         "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         # Llama's kin, by models/families/dense_config.py.
@@ -163,6 +167,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
         # Part of a head turns, or by several positions.
         "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "StableLmForCausalLM": Family(read_stablelm, "models.families.stablelm:StableLMForCausalLM"),
         "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),

@@ -23,6 +23,7 @@ from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
 from models.families.table import FAMILIES
+from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
 from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
@@ -187,7 +188,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         case FusedLinear():
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
-        case Experts() | InputsFirstLinear():
+        case Experts() | InputsFirstLinear() | NormOfEachHead():
             yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
         case _:
             for name, parameter in module.named_parameters(recurse=False):

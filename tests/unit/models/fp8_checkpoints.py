@@ -52,7 +52,9 @@ _QWEN2_MOE = (
     | {"num_experts": 4, "intermediate_size": 256, "mlp_only_layers": [1]}
     | {"moe_intermediate_size": 136, "shared_expert_intermediate_size": 144}
 )
-FAMILIES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL, "Qwen2Moe": _QWEN2_MOE}
+# Checkpoints with several projections in one tensor, and thus with one scale for all of them, or with shared blocks.
+_PHI3 = _LLAMA | {"attention_bias": False, "pad_token_id": 0}
+FAMILIES = {"Llama": _LLAMA, "Phi3": _PHI3, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL, "Qwen2Moe": _QWEN2_MOE}
 LINEAR = ("_proj.weight", "_mqa.weight", "w1.weight", "w2.weight", "w3.weight", "shared_expert_gate.weight")
 
 

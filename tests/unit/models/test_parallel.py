@@ -47,6 +47,7 @@ SPLIT = (
     *tiny_moe.SPLIT,
     *tiny_gemma.BY_FOUR,
     "phi3-longrope-partial",
+    "stablelm-parallel-head-norms-biases",
     *BY_TWO,
     *tiny_dense.SPLIT,
 )
@@ -68,6 +69,7 @@ SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stri
 PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
+        "phi-3 in fp8 by channel": (4,),
         "llama in fp8 by channel": (4,),
         "llama in fp8 by block": (2,),
         "deepseek in fp8 by block": (2,),
@@ -77,7 +79,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
     | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
-    | dict.fromkeys(("phi3-window",), (2,))
+    | dict.fromkeys(("phi3-window", "stablelm"), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -101,6 +103,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     by_name: dict[str, Callable[[Path], Any]] = {
         "llama in fp8 by channel": lambda path: save_fp8(
             "Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
+        ),
+        "phi-3 in fp8 by channel": lambda path: save_fp8(
+            "Phi3", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
         ),
         "llama in fp8 by block": lambda path: save_fp8(
             "Llama", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_LLAMA

@@ -33,6 +33,11 @@ _ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts
     "moe_num_shared_experts": 2,
 }
 _PHIMOE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {"num_local_experts": 6}
+_HUNYUAN = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
+    "head_dim": 8,
+    "num_experts": 5,
+    "moe_topk": 2,
+}
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -94,6 +99,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 }
             },
         ),
+        "olmoe": ("Olmoe", _SHARED | {"num_experts": 6, "attention_bias": True}),
+        "olmoe-normalized": ("Olmoe", _SHARED | {"num_experts": 5, "norm_topk_prob": True}),
+        "minimax-m2": ("MiniMaxM2", _SHARED | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}),
+        "hunyuan-moe": ("HunYuanMoEV1", _HUNYUAN),
+        "hunyuan-moe-biases": ("HunYuanMoEV1", _HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True}),
     }
 )
 
@@ -107,4 +117,15 @@ SPLIT = (
     "ernie-moe",
 )
 # Rows of test_moe_checkpoints.
-SPELLED = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "granite-moe", "ernie-moe", "phimoe")
+SPELLED = (
+    "qwen3-moe",
+    "mixtral",
+    "qwen2-moe",
+    "glm4-moe",
+    "granite-moe",
+    "ernie-moe",
+    "phimoe",
+    "olmoe",
+    "minimax-m2",
+    "hunyuan-moe",
+)

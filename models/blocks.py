@@ -73,4 +73,52 @@ class NormsAfter(_Block):
             stream_TD.add_(update_TD)
         attended_TD = self.parallel.all_reduce(self.self_attn(stream_TD, rotation, kv_cache, metadata))
         stream_TD.add_(self.post_attention_layernorm(attended_TD))
-        return self.post_feedforward_layernorm(self.parallel.all_reduce(self.mlp(stream_TD)))
+        out_TD: Tensor = self.post_feedforward_layernorm(self.parallel.all_reduce(self.mlp(stream_TD)))
+        return out_TD
+
+
+class NormsAround(_Block):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as GLM-4 has it."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
+        super().__init__(self_attn, mlp)
+        self.input_layernorm = make_norm()
+        self.post_self_attn_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+        self.post_mlp_layernorm = make_norm()
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        normed_TD = self.post_attention_layernorm.add_and_norm(
+            stream_TD, attended_TD, update_norm=self.post_self_attn_layernorm
+        )
+        out_TD: Tensor = self.post_mlp_layernorm(self.parallel.all_reduce(self.mlp(normed_TD)))
+        return out_TD
+
+
+class ParallelHalves(_Block):
+    """x + attention(norm(x)) + mlp(norm(x)), as Cohere has it: one sum over ranks for both."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: CenteredNorm) -> None:
+        super().__init__(self_attn, mlp)
+        self.input_layernorm = norm
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        return self.parallel.all_reduce(attended_TD + self.mlp(normed_TD))

@@ -161,23 +161,6 @@ class _HunYuanFields(LlamaLikeFields):
     use_qk_norm: Literal[True] = True
     use_cla: Literal[False] = False
 
-    def rope_table(self) -> ConfigFile:
-        """The type `dynamic` with `alpha` makes the base larger, and nothing dynamic."""
-        table = super().rope_table()
-        alpha = _Alpha.read(table)
-        if alpha.alpha is None or "dynamic" not in (alpha.rope_type, alpha.type):
-            return table
-        dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        theta = alpha.rope_theta or self.rope_theta
-        return ConfigFile(table.where, {"rope_theta": theta * alpha.alpha ** (dim / (dim - 2))})
-
-
-class _Alpha(Fields):
-    rope_type: object = None
-    type: object = None
-    alpha: Positive | None = None
-    rope_theta: Positive | None = None
-
 
 def read_hunyuan_dense(file: ConfigFile) -> ModelConfig:
     fields = _HunYuanFields.read(file)
@@ -259,3 +242,103 @@ class _Mistral3Text(Fields):
 def read_mistral3(file: ConfigFile) -> ModelConfig:
     """The language model of Mistral Small 3, or of Ministral 3."""
     return read_mistral(file) if _Mistral3Text.read(file).model_type == "mistral" else read_ministral3(file)
+
+
+class _CohereFields(LlamaLikeFields):
+    tie_word_embeddings: bool = True
+    layer_norm_eps: Positive = 1e-5
+    logit_scale: Positive = 0.0625
+    attention_bias: bool = False
+
+    def cohere(self, attention: GQAConfig) -> ModelConfig:
+        switches = LlamaSwitches(norms=Norms.SHARED, logits_multiplier=self.logit_scale)
+        return self.llama_like(
+            attention, interleaved=True, mlp_bias=False, norm_eps=self.layer_norm_eps, switches=switches
+        )
+
+
+class _Cohere1Fields(_CohereFields):
+    rope_theta: Positive = 500_000.0
+    use_qk_norm: bool = False
+
+
+def read_cohere(file: ConfigFile) -> ModelConfig:
+    fields = _Cohere1Fields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    return fields.cohere(
+        fields.gqa(
+            windows=windows,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=fields.use_qk_norm,
+            qk_norm_of=QKNorm.OWN_WEIGHTS,
+        )
+    )
+
+
+class _Cohere2Fields(_CohereFields):
+    use_qk_norm: Literal[False] = False
+    use_gated_activation: Literal[True] = True
+    use_parallel_block: Literal[True] = True
+    sliding_window: Count | None = 4096
+    sliding_window_pattern: Count = 4
+
+
+def read_cohere2(file: ConfigFile) -> ModelConfig:
+    fields = _Cohere2Fields.read(file)
+    bias, windows = (
+        fields.attention_bias,
+        fields.windows_by_type(fields.sliding_window, every=fields.sliding_window_pattern),
+    )
+    rotary_layers = tuple(window is not None for window in windows)
+    return fields.cohere(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, rotary_layers=rotary_layers))
+
+
+class _ApertusFields(LlamaLikeFields):
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"rope_theta": 12_000_000.0})
+    hidden_act: Literal["xielu"] = "xielu"
+    qk_norm: Literal[True] = True
+    post_norm: Literal[False] = False
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+
+    def rope_table(self) -> ConfigFile:
+        """Llama 3's, where the file has none."""
+        table = super().rope_table()
+        return table if table.values else ConfigFile(table.where, _APERTUS_ROPE)
+
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_apertus(file: ConfigFile) -> ModelConfig:
+    fields = _ApertusFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(xielu_mlp=True))
+
+
+class _GlmFields(LlamaLikeFields):
+    partial_rotary: ClassVar[bool] = True
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"partial_rotary_factor": 0.5, "head_dim": 128})
+    rms_norm_eps: Positive = 1.5625e-7
+    attention_bias: bool = True
+
+    def glm(self, norms: Norms) -> ModelConfig:
+        attention = self.gqa(windows=self.uniform_windows(None), qkv_bias=self.attention_bias, output_bias=False)
+        switches = LlamaSwitches(norms=norms, in_one_tensor=("gate_up_proj",))
+        return self.llama_like(attention, interleaved=True, mlp_bias=False, switches=switches)
+
+
+def read_glm(file: ConfigFile) -> ModelConfig:
+    return _GlmFields.read(file).glm(Norms.BEFORE)
+
+
+def read_glm4(file: ConfigFile) -> ModelConfig:
+    return _GlmFields.read(file).glm(Norms.AROUND)

@@ -3,7 +3,10 @@
 Shapes: T token, D hidden channel, H query head, C head channel, R row whose logits are computed, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from attention.rotation import HeadNorms, Rotation
 from kvcache.cache import PagedKVCache
-from models.blocks import NormsAfter
+from models.blocks import CenteredNorm, NormsAfter, NormsAround, ParallelHalves
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
@@ -21,8 +24,9 @@ from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.parallel import ParallelModule
-from models.query_key_norms import norm_rows
+from models.query_key_norms import OwnWeightsNorm, norm_rows
 from models.rotary import Rotary
+from models.xielu import XieluMLP
 
 
 class LlamaAttention(ParallelModule):
@@ -50,11 +54,17 @@ class LlamaAttention(ParallelModule):
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
         self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.qk_norm_of = gqa.qk_norm_of if gqa.qk_norm else None
-        self.q_norm = self.k_norm = self.query_layernorm = self.key_layernorm = None
+        self.q_norm: RMSNorm | OwnWeightsNorm | None = None
+        self.k_norm: RMSNorm | OwnWeightsNorm | None = None
+        self.query_layernorm: RMSNorm | None = None
+        self.key_layernorm: RMSNorm | None = None
         if self.qk_norm_of is QKNorm.HEAD:
             self.q_norm, self.k_norm = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
         elif self.qk_norm_of is QKNorm.ROW:
             self.q_norm, self.k_norm = (norm(each, eps=norm_eps, dtype=dtype) for each in (self.q_size, self.kv_size))
+        elif self.qk_norm_of is QKNorm.OWN_WEIGHTS:
+            heads = (gqa.num_heads, gqa.num_kv_heads)
+            self.q_norm, self.k_norm = (OwnWeightsNorm(n, gqa.head_dim, eps=norm_eps, dtype=dtype) for n in heads)
         elif self.qk_norm_of is QKNorm.TURNED_HEAD:
             norms = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
             self.query_layernorm, self.key_layernorm = norms
@@ -86,13 +96,16 @@ class LlamaAttention(ParallelModule):
     ) -> Tensor:
         """Norms, turns and attends."""
         norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.qk_norm_of is QKNorm.ROW:
-                q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        match self.q_norm, self.k_norm:
+            case OwnWeightsNorm(), OwnWeightsNorm():
+                q_TX.copy_(self.q_norm(q_TX))
+                k_TX.copy_(self.k_norm(k_TX))
+            case RMSNorm(), RMSNorm() if self.qk_norm_of is QKNorm.ROW:
                 norm_rows(q_TX, k_TX, self.q_norm, self.k_norm, self.parallel)
-            else:
+            case RMSNorm(), RMSNorm():
                 norms = HeadNorms(self.q_norm, self.k_norm)
-        elif self.query_layernorm is not None and self.key_layernorm is not None:
+        if self.query_layernorm is not None and self.key_layernorm is not None:
             norms = HeadNorms(self.query_layernorm, self.key_layernorm, turned=True)
         return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms)
 
@@ -120,7 +133,10 @@ def make_layer(
     size, eps = config.hidden_size, config.norm_eps
     attention = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
     mlp = make_mlp(config, layer_index, dtype=dtype)
-    return NormsAfter(attention, mlp, lambda: RMSNorm(size, eps=eps, dtype=dtype))
+    if norms is Norms.SHARED:
+        return ParallelHalves(attention, mlp, CenteredNorm(size, eps=eps, dtype=dtype))
+    block = NormsAfter if norms is Norms.AFTER else NormsAround
+    return block(attention, mlp, lambda: RMSNorm(size, eps=eps, dtype=dtype))
 
 
 def switches_of(config: ModelConfig) -> LlamaSwitches:
@@ -129,9 +145,11 @@ def switches_of(config: ModelConfig) -> LlamaSwitches:
 
 
 def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn.Module:
-    """The layer's mixture of experts, or its gated MLP."""
+    """The layer's mixture of experts, or its MLP."""
     if config.moe is not None and config.moe.layers[layer_index]:
         return MoE(config.hidden_size, config.moe, dtype=dtype)
+    if switches_of(config).xielu_mlp:
+        return XieluMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
     return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
 
@@ -143,16 +161,23 @@ class LlamaForCausalLM(CausalLM):
             make_layer(config, gqa, layer_index=index, backend=backend, dtype=dtype)
             for index in range(config.num_layers)
         ]
-        super().__init__(config, layers, dtype=dtype)
-        self.switches = switches_of(config)
+        switches = switches_of(config)
+        centered = switches.norms is Norms.SHARED
+        norm = CenteredNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype) if centered else None
+        super().__init__(config, layers, dtype=dtype, norm=norm)
+        self.switches = switches
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.slides = [window is not None for window in gqa.sliding_windows]
+        for path, module in self.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, FusedLinear) and name in switches.in_one_tensor:
+                module.keep_in_one(name)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
         assert self.rotary is not None
-        assert isinstance(self.model.norm, RMSNorm)
+        assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
         rotation: Rotation = self.rotary(positions_T)
         if self.switches.query_growth is not None:
             rotation = replace(rotation, query_scale_T1=_query_scale(positions_T, self.switches.query_growth))
@@ -168,6 +193,17 @@ class LlamaForCausalLM(CausalLM):
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         logits_RV, multiplier = super().compute_logits(hidden_RD), self.switches.logits_multiplier
         return logits_RV if multiplier == 1.0 else logits_RV.mul_(multiplier)
+
+
+class ApertusForCausalLM(LlamaForCausalLM):
+    """Llama with other names of a layer's norms."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "model.layers.*.input_layernorm.": "model.layers.*.attention_layernorm.",
+            "model.layers.*.post_attention_layernorm.": "model.layers.*.feedforward_layernorm.",
+        }
+    )
 
 
 def _query_scale(positions_T: Tensor, growth: QueryGrowth) -> Tensor:

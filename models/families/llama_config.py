@@ -21,18 +21,20 @@ class LlamaLikeFields(RotaryFields):
         *,
         interleaved: bool = False,
         mlp_bias: bool | None = None,
+        norm_eps: float | None = None,
         switches: LlamaSwitches | None = None,
     ) -> ModelConfig:
         """The model of a family with one rotary embedding for all layers.
 
         Args:
-            mlp_bias: where the family does not have the field of that name.
+            mlp_bias, norm_eps: where the family does not have the fields `mlp_bias` and `rms_norm_eps`.
         """
         return self.model(
             attention=attention,
             rope=self.rope(dim=attention.head_dim, interleaved=interleaved),
             intermediate_size=self.intermediate_size,
             mlp_bias=mlp_bias,
+            norm_eps=norm_eps,
             switches=switches,
         )
 

@@ -9,8 +9,13 @@ from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
 from models.families.dense_config import (
+    read_apertus,
+    read_cohere,
+    read_cohere2,
     read_ernie4_5,
     read_exaone4,
+    read_glm,
+    read_glm4,
     read_granite,
     read_hunyuan_dense,
     read_ministral,
@@ -35,6 +40,7 @@ from models.families.moe_config import (
     read_qwen3_moe,
 )
 from models.families.moe_routers_config import read_ernie_moe, read_glm4_moe, read_minimax_m2, read_phimoe
+from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
 
 
@@ -46,12 +52,14 @@ class Family:
         model: "module:class" of its `models.causal_lm.CausalLM`, imported on first use because reading a config must
             not import torch.
         text_config: table of config.json that holds the language model's fields, as in multimodal models.
+        or_flat: older files of the architecture have these fields outside of that table.
         overflows_float16: published weights exceed float16's 65504 in the residual stream, so outputs would be NaN.
     """
 
     read: Callable[[ConfigFile], ModelConfig]
     model: str
     text_config: bool = False
+    or_flat: bool = False
     overflows_float16: bool = False
 
 
@@ -100,5 +108,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MinistralForCausalLM": Family(read_ministral, _LLAMA),
         "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
         "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
+        "CohereForCausalLM": Family(read_cohere, _LLAMA),
+        "Cohere2ForCausalLM": Family(read_cohere2, _LLAMA),
+        "ApertusForCausalLM": Family(read_apertus, "models.families.llama:ApertusForCausalLM"),
+        "GlmForCausalLM": Family(read_glm, _LLAMA),
+        "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
+        # Part of a head turns, or by several positions.
+        "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),
     }
 )

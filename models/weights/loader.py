@@ -32,6 +32,7 @@ from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
+from models.weights.names import renamed
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
 
@@ -42,7 +43,7 @@ _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
 _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 
 
 def load_model(
@@ -92,7 +93,7 @@ def load_model(
     model.requires_grad_(requires_grad=False).eval()
 
     def checkpoint_name(path: str) -> str:
-        return _checkpoint_name(path, model.checkpoint_prefixes)
+        return renamed(path, model.checkpoint_prefixes)
 
     if load_format == "dummy":
         weight_scales = weight_scale_views(model, {}, checkpoint_name)
@@ -135,20 +136,13 @@ def _build(
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
     if quantized:
-        quantize(model, config, lambda path: _checkpoint_name(path, model.checkpoint_prefixes), device)
+        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device)
     return model
 
 
 def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
     """For each tensor name in a checkpoint of `model`, the memory that it fills: a parameter or a part of one."""
-    return {_checkpoint_name(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
-
-
-def _checkpoint_name(path: str, prefixes: Mapping[str, str]) -> str:
-    for ours, theirs in prefixes.items():
-        if path.startswith(ours):
-            return theirs + path.removeprefix(ours)
-    return path
+    return {renamed(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
 
 
 def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,12 +196,13 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The tensors of a multimodal model's language model, by their names without the other models.
 
-    Publishers prefix those with `language_model.`; since transformers 4.52 some files have it after `model.`.
+    Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
+    `model.`.
     """
-    if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
+    if not any(name.startswith((*_LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored
     return {
-        _checkpoint_name(name, _LANGUAGE_MODEL): tensor
+        renamed(name, _LANGUAGE_MODEL): tensor
         for name, tensor in stored.items()
         if not name.removeprefix("model.").startswith(_OTHER_PARTS)
     }

@@ -44,6 +44,7 @@ SPLIT = (
     "falcon-multi-query-alibi",
     "falcon-rotary",
     *tiny_moe.SPLIT,
+    "phi3-longrope-partial",
     *BY_TWO,
     *tiny_dense.SPLIT,
 )
@@ -73,7 +74,8 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(("phi3-window",), (2,))
+    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
@@ -193,6 +195,9 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     copies = max(1, size // gqa.num_kv_heads)
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
+    if ".qkv_proj." in path:
+        times[gqa.num_heads * gqa.head_dim :] = copies
+        return times
     return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times
 
 
@@ -206,7 +211,7 @@ def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", SPARSE]
+    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", "phi3-window", SPARSE]
 )
 def test_dummy_weights_are_parts_of_those_of_the_whole_model(name: str, models: dict[str, Path]) -> None:
     def views(parallel: TensorParallel) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_moe
+from tests.unit.models import tiny_dense, tiny_moe, tiny_rope
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -170,6 +170,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
         **tiny_moe.MODELS,
         **tiny_dense.MODELS,
+        **tiny_rope.MODELS,
     }
 )
 

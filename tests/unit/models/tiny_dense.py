@@ -36,7 +36,17 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 0.5,
     "llama_4_scaling_beta": 0.7,
 }
-SPLIT = ("granite-tied-biases", "olmo2", "olmo2-four-kv-heads", "exaone4", "hunyuan-dense", "ministral3")
+SPLIT = (
+    "granite-tied-biases",
+    "olmo2",
+    "olmo2-four-kv-heads",
+    "exaone4",
+    "hunyuan-dense",
+    "ministral3",
+    "cohere-norms-untied",
+    "apertus",
+    "glm4",
+)
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -75,6 +85,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "Ministral",
             _DENSE | {"head_dim": 12, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
         ),
+        "cohere": ("Cohere", _DENSE | {"logit_scale": 0.4, "attention_bias": True, "layer_norm_eps": 0.1}),
+        "cohere-norms-untied": (
+            "Cohere",
+            _DENSE | {"use_qk_norm": True, "tie_word_embeddings": False, "logit_scale": 0.4},
+        ),
+        "cohere2": ("Cohere2", _FOUR_LAYERS | {"logit_scale": 0.4, "sliding_window": 7, "sliding_window_pattern": 2}),
+        "apertus": ("Apertus", _DENSE | {"rms_norm_eps": 0.1}),
+        "glm": ("Glm", _DENSE | {"head_dim": 16}),
+        "glm4": ("Glm4", _DENSE | {"head_dim": 16, "attention_bias": False, "rms_norm_eps": 0.1}),
         "ministral3": ("Ministral3", _DENSE | {"head_dim": 12, "rope_parameters": _MINISTRAL3_ROPE}),
     }
 )

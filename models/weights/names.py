@@ -1,0 +1,17 @@
+"""Translates between the paths of our modules and the tensor names of checkpoints, by tables of prefixes."""
+
+from collections.abc import Mapping
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """`name` with the first of the prefixes that it begins with replaced. A `*` in a prefix is one part of the name,
+    such as a layer's number, and stays."""
+    for prefix, other in prefixes.items():
+        before, star, after = prefix.partition("*")
+        if not name.startswith(before):
+            continue
+        part, _, _ = name.removeprefix(before).partition(".")
+        prefix = before + part + after if star else prefix
+        if name.startswith(prefix):
+            return other.replace("*", part) + name.removeprefix(prefix)
+    return name

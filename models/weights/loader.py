@@ -43,7 +43,7 @@ _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
 _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
 
 
 def load_model(

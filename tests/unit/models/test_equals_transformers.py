@@ -111,9 +111,14 @@ def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> Non
 
 
 def test_every_family_is_covered() -> None:
-    that_also_see = {"Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"}  # in test_loader
+    that_also_see = {
+        "KimiK25ForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+    }  # in test_loader
     that_also_see |= {"Mistral3ForConditionalGeneration"}  # in test_dense_families
     that_also_see |= {f"Qwen{number}VLForConditionalGeneration" for number in ("2", "2_5_", "3")}  # in test_qwen_vl
+    that_also_see |= {"KimiK25ForConditionalGeneration"}  # in test_moe_checkpoints
     not_in_transformers = {"Phi3SmallForCausalLM"}  # in test_phi3_small
     published_names = {"PhiMoEForCausalLM"}  # which transformers has changed
     expected = {f"{family}ForCausalLM" for family, _ in TINY.values()} | that_also_see | not_in_transformers

@@ -112,6 +112,8 @@ def read_qwen3_moe(file: ConfigFile) -> ModelConfig:
 
 
 class _MixtralFields(RoutedFields):
+    rms_norm_eps: Positive = 1e-5
+    rope_theta: Positive = 1_000_000.0
     num_experts_per_tok: Heads = 2
     sliding_window: Count | None = None
 

@@ -14,6 +14,7 @@ from models.families.moe_config import RoutedFields
 
 
 class _Glm4MoEFields(GroupedExpertFields):
+    rms_norm_eps: Positive = 1e-5
     partial_rotary: ClassVar[bool] = True
     partial_rotary_factor: Fraction = 0.5
     attention_bias: bool = False
@@ -143,6 +144,7 @@ class PhimoeSwitches:
 
 class _PhimoeFields(RoutedFields):
     rms_norm_eps: Positive = 1e-5  # of layer norms
+    rope_theta: Positive = 1_000_000.0
     num_experts_per_tok: Literal[2] = 2
     router_jitter_noise: Annotated[float, Ge(0)] = 0.01
     sliding_window: Count | None = None

@@ -123,6 +123,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
         "Qwen3MoeForCausalLM": Family(read_qwen3_moe, _LLAMA),
         "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
         "Qwen2MoeForCausalLM": Family(read_qwen2_moe, _LLAMA),

@@ -59,6 +59,7 @@ _OTHER_PARTS = (
     "vision_model.",
     "visual.",
     "multi_modal_projector.",
+    "mm_projector.",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",

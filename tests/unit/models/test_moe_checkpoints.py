@@ -1,5 +1,6 @@
 """Checkpoints with experts in all spellings: as published, and all in one tensor as transformers has them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,18 @@ def test_experts_of_another_number_are_refused_by_name(tmp_path: Path) -> None:
 )
 def test_one_spelling_for_all_publishers(theirs: str, ours: str) -> None:
     assert our_name(theirs) == f"model.layers.3.{ours}"
+
+
+def test_the_language_model_of_kimi_k2_5(tmp_path: Path) -> None:
+    alone, seeing = tmp_path / "alone", tmp_path / "seeing"
+    save_tiny("kimi-k2", alone)
+    seeing.mkdir()
+    tensors = {f"language_model.{name}": each for name, each in load_file(alone / "model.safetensors").items()}
+    others = {"vision_tower.a.weight": torch.zeros(2), "mm_projector.b.weight": torch.zeros(2)}
+    save_file(tensors | others, seeing / "model.safetensors")
+    text = json.loads((alone / "config.json").read_text())
+    nested = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    (seeing / "config.json").write_text(json.dumps(nested))
+    expected, ours = load(alone).state_dict(), load(seeing).state_dict()
+    assert expected.keys() == ours.keys()
+    assert all(torch.equal(ours[path], tensor) for path, tensor in expected.items())

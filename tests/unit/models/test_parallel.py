@@ -18,9 +18,11 @@ from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
-from models.weights.expert_names import our_name
+from models.weights.checkpoint import read_checkpoint
+from models.weights.expert_names import in_our_names
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
+from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
 from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
@@ -170,8 +172,9 @@ def test_each_rank_caches_its_heads_and_no_others(
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])
 def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, models: dict[str, Path]) -> None:
     """A weight that no rank holds would be missing from a sum, and one that two ranks hold would count twice."""
-    config, tensors = read_config(models[name]), load_file(models[name] / "model.safetensors")
-    stored = tensors | {our_name(name): tensor for name, tensor in tensors.items()}
+    config, stored = read_config(models[name]), load_file(models[name] / "model.safetensors")
+    renamed = in_our_names(read_checkpoint(models[name]), known=())
+    stored |= {path: read_tensor(tensor) for path, tensor in renamed.items()}
     times_held: dict[str, torch.Tensor] = {}
     for parallel in ranks(size):
         backend, shares = backend_for(local_config(config, parallel)), Shares(config, parallel)

@@ -38,6 +38,33 @@ _HUNYUAN = {name: value for name, value in _SHARED.items() if name != "num_exper
     "num_experts": 5,
     "moe_topk": 2,
 }
+# DeepSeek-V3 without groups, and with a YaRN that keeps no channel between.
+_KIMI = _SHARED | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 9,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 32.0,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -104,6 +131,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "minimax-m2": ("MiniMaxM2", _SHARED | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}),
         "hunyuan-moe": ("HunYuanMoEV1", _HUNYUAN),
         "hunyuan-moe-biases": ("HunYuanMoEV1", _HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True}),
+        "kimi-k2": ("DeepseekV3", _KIMI),
     }
 )
 

@@ -44,8 +44,9 @@ _DEEPSEEK = _SHARED | {
     "n_group": 1,
     "topk_group": 1,
 }
-FAMILIES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK}
-LINEAR = ("_proj.weight", "_mqa.weight")
+_STARCODER2 = _SHARED | {"intermediate_size": 272, "num_hidden_layers": 2, "num_key_value_heads": 2}
+FAMILIES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK, "Starcoder2": _STARCODER2}
+LINEAR = ("_proj.weight", "_mqa.weight", ".c_fc.weight")
 
 
 class Pair(NamedTuple):

@@ -26,6 +26,8 @@ FAMILIES = [
     "gpt-oss",
     "falcon-new",
     "bloom",
+    "gpt2",
+    "gpt-neox",
 ]
 
 

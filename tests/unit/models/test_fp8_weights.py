@@ -48,6 +48,9 @@ CHECKPOINTS: dict[str, Maker] = {
         "Llama", path, by_tensor, AUTO_FP8, scale_name="weight_scale", input_scale=0.02
     ),
     "llama-channels": lambda path: save_fp8("Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"),
+    "starcoder2-channels": lambda path: save_fp8(
+        "Starcoder2", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
+    ),
     "llama-blocks-but-one": lambda path: save_fp8(
         "Llama",
         path,

@@ -82,8 +82,8 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def _renamed(file: ConfigFile, names: Mapping[str, str]) -> ConfigFile:
     """The file with its family's own names of fields replaced by those that families share."""
-    renamed = {name: file.raw(own) for own, name in names.items() if file.raw(own) is not None}
-    return ConfigFile(file.where, {**renamed, **file.values})
+    missing = {own: name for own, name in names.items() if file.raw(own) is not None and file.raw(name) is None}
+    return file.with_values({name: file.raw(own) for own, name in missing.items()})
 
 
 class _StarCoder2Fields(RotaryFields):

@@ -165,12 +165,13 @@ def weight_scale_views(
     views: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, Fp8Linear | Int8Linear):
-            parent = checkpoint_name(path).rpartition(".")[0]
+            parent = path.rpartition(".")[0]
             for part, scale, input_scale in module.checkpoint_scales():
-                name = _spelled(f"{parent}.{part}", _WEIGHT_SCALES, stored)
+                layer = checkpoint_name(f"{parent}.{part}")
+                name = _spelled(layer, _WEIGHT_SCALES, stored)
                 views[name] = _shaped_as(stored.get(name), scale)
                 if input_scale is not None:
-                    name = _spelled(f"{parent}.{part}", _INPUT_SCALES, stored)
+                    name = _spelled(layer, _INPUT_SCALES, stored)
                     views[name] = _shaped_as(stored.get(name), input_scale)
         elif isinstance(module, Experts) and module.gate_up_proj_scale_inv is not None:
             for part, scale in _expert_scales(module):

@@ -52,7 +52,10 @@ _STORED_AS = MappingProxyType(
 )
 _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
-_TRANSFORMER = "transformer."
+# Models whose published checkpoints may lack their first prefix, which they have when they are saved today.
+_FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
+# Masks and angles, which older versions of transformers saved; computed here.
+_NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 _OTHER_PARTS = (
     "vision_tower.",
@@ -242,16 +245,17 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTe
 
 
 def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Adds the prefix `transformer.`, which BLOOM was published without and has when it is saved today."""
-    prefixed = any(name.startswith(_TRANSFORMER) for name in views)
-    if not prefixed or any(name.startswith(_TRANSFORMER) for name in stored):
-        return stored
-    return {name if name == _HEAD else _TRANSFORMER + name: tensor for name, tensor in stored.items()}
+    """Adds the first prefix of names where BLOOM, GPT-2 and OPT were published without it."""
+    for prefix, first in _FIRST_PREFIXES.items():
+        prefixed = any(name.startswith(prefix) for name in views)
+        if prefixed and not any(name.startswith(first) for name in stored):
+            return {name if name == _HEAD else first + name: tensor for name, tensor in stored.items()}
+    return stored
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
     """Whether published checkpoints hold the tensor although this model does not need it."""
-    if name.endswith("rotary_emb.inv_freq"):  # saved by transformers before 4.32; computed here
+    if name.endswith(_NO_WEIGHTS):
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings

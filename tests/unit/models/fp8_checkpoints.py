@@ -44,6 +44,7 @@ _DEEPSEEK = _SHARED | {
     "n_group": 1,
     "topk_group": 1,
 }
+_STARCODER2 = _SHARED | {"intermediate_size": 272, "num_hidden_layers": 2, "num_key_value_heads": 2}
 _EXPERTS = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 _MIXTRAL = _SHARED | _EXPERTS | {"num_local_experts": 3, "intermediate_size": 272}
 _QWEN2_MOE = (
@@ -54,8 +55,23 @@ _QWEN2_MOE = (
 )
 # Checkpoints with several projections in one tensor, and thus with one scale for all of them, or with shared blocks.
 _PHI3 = _LLAMA | {"attention_bias": False, "pad_token_id": 0}
-FAMILIES = {"Llama": _LLAMA, "Phi3": _PHI3, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL, "Qwen2Moe": _QWEN2_MOE}
-LINEAR = ("_proj.weight", "_mqa.weight", "w1.weight", "w2.weight", "w3.weight", "shared_expert_gate.weight")
+FAMILIES = {
+    "Llama": _LLAMA,
+    "Phi3": _PHI3,
+    "DeepseekV3": _DEEPSEEK,
+    "Mixtral": _MIXTRAL,
+    "Qwen2Moe": _QWEN2_MOE,
+    "Starcoder2": _STARCODER2,
+}
+LINEAR = (
+    "_proj.weight",
+    "_mqa.weight",
+    ".c_fc.weight",
+    "w1.weight",
+    "w2.weight",
+    "w3.weight",
+    "shared_expert_gate.weight",
+)
 
 
 class Pair(NamedTuple):

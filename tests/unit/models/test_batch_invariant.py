@@ -32,6 +32,8 @@ FAMILIES = [
     "apertus",
     "ministral3",
     "hunyuan-dense",
+    "gpt2",
+    "gpt-neox",
 ]
 
 

@@ -52,6 +52,9 @@ CHECKPOINTS: dict[str, Maker] = {
     "llama-channels": lambda path: save_fp8("Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"),
     "phi3-tensors": lambda path: save_fp8("Phi3", path, by_tensor, AUTO_DYNAMIC, scale_name="weight_scale"),
     "phi3-blocks": lambda path: save_fp8("Phi3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
+    "starcoder2-channels": lambda path: save_fp8(
+        "Starcoder2", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
+    ),
     "llama-blocks-but-one": lambda path: save_fp8(
         "Llama",
         path,

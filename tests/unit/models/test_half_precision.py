@@ -21,7 +21,11 @@ PROMPTS, PROMPT_TOKENS = 4, 40
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gemma3", "llama4-dense-untuned", "falcon-rw", "falcon-new", "bloom"]
+    "name",
+    [
+        *("llama", "gemma2", "gemma3", "llama4-dense-untuned", "falcon-rw", "falcon-new", "bloom"),
+        *("starcoder2", "nemotron", "gpt-neox", "gpt2", "opt-norms-after-projections", "mpt"),
+    ],
 )
 def test_bfloat16_loses_no_more_than_in_transformers(name: str, tmp_path: Path) -> None:
     exact = save_tiny(name, tmp_path)

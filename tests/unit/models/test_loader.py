@@ -42,7 +42,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["llama", "deepseek-v3", "gemma3", "llama4", "gpt-oss", "falcon-rw", "bloom"])
+@pytest.fixture(
+    scope="module", params=["llama", "deepseek-v3", "gemma3", "llama4", "gpt-oss", "falcon-rw", "bloom", "gpt2"]
+)
 def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("family")
     save_tiny(request.param, directory)
@@ -174,14 +176,24 @@ def test_the_language_model_of_a_multimodal_checkpoint(
     assert all(torch.equal(loaded[path], alone[path]) for path in alone)
 
 
-@pytest.mark.parametrize("name", ["bloom", "bloom-untied-five-heads-residual-after-norm"])
-def test_bloom_as_it_was_published(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "first", "masks"),
+    [
+        ("bloom", "transformer.", ()),
+        ("bloom-untied-five-heads-residual-after-norm", "transformer.", ()),
+        ("gpt2", "transformer.", ("h.0.attn.bias", "h.1.attn.masked_bias")),
+        ("opt-norms-after-projections", "model.", ()),
+        ("gpt-neox", "", ("gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.masked_bias")),
+    ],
+)
+def test_checkpoints_as_they_were_published(name: str, first: str, masks: tuple[str, ...], tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
 
-    def shorten(tensors: Tensors) -> Tensors:
-        return {path.removeprefix("transformer."): tensor for path, tensor in tensors.items()}
+    def as_published(tensors: Tensors) -> Tensors:
+        shortened = {path.removeprefix(first): tensor for path, tensor in tensors.items()}
+        return shortened | {mask: torch.zeros(1, 1, 4, 4) for mask in masks}
 
-    published = rewritten(tmp_path, tmp_path / "published", shorten)
+    published = rewritten(tmp_path, tmp_path / "published", as_published)
     ours, expected = checkpoint_views(load(published)), checkpoint_views(load(tmp_path))
     assert all(torch.equal(ours[path], expected[path]) for path in expected)
 

@@ -1,6 +1,8 @@
 """A layer with fewer and smaller kv heads than the cache has places for: it attends as over a cache of its own shape,
 and stores each head in all places that are the head's."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,8 +27,9 @@ def backend_of(name: str, layout: KVCacheLayout) -> AttentionBackend:
     needs = AttentionNeeds(
         KVKind.GQA, device, "float32", LARGEST, BLOCK, layout, num_heads=HEADS, num_kv_heads=PLACES, max_num_reqs=4
     )
-    kind = {"TORCH_SDPA": TorchSDPA, "TRITON_ATTN": TritonAttention}[name]
-    return kind(needs, probe_platform(device), context_workspace_tokens=0)
+    kind: Any = {"TORCH_SDPA": TorchSDPA, "TRITON_ATTN": TritonAttention}[name]
+    backend: AttentionBackend = kind(needs, probe_platform(device), context_workspace_tokens=0)
+    return backend
 
 
 def attended(

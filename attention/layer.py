@@ -16,7 +16,7 @@ from attention.kernels.rotary.heads import rotate_qkv
 from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
-from attention.rotation import HeadNorms, Rotation
+from attention.rotation import HeadNorms, Rotation, RowNorm
 from baton.errors import InternalError
 from kvcache.access import store_kv
 from kvcache.cache import PagedKVCache
@@ -145,7 +145,7 @@ class Attention(nn.Module):
     def rotate_and_attend(
         self,
         qkv_TX: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
         *,
@@ -156,10 +156,10 @@ class Attention(nn.Module):
 
         Args:
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
-            rotation: of all channels of each head.
+            rotation: of the first channels of each head, or of all; None: nothing turns.
             norms: of each head of queries and keys, before they turn.
         """
-        if not qkv_TX.is_cuda:
+        if rotation is None or not qkv_TX.is_cuda:
             return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
         calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
         writes = self.uses_cache and not self.shares_kv and not calculates
@@ -188,14 +188,17 @@ class Attention(nn.Module):
         times = kv_layer.shape[3] // self.num_kv_heads
         return tuple(kv_layer[:, :, :, first::times, : self.head_dim] for first in range(times))
 
-    def _rotated(self, qkv_TX: Tensor, rotation: Rotation, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(
+        self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and turned queries and keys, and values: the twin of the kernel."""
         qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
         qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if norms is not None:
-            qk_TXD = torch.cat((norms.q(qk_TXD[:, : self.num_heads]), norms.k(qk_TXD[:, self.num_heads :])), dim=1)
+            q_THD, k_TKD = qk_TXD.split([self.num_heads, self.num_kv_heads], dim=1)
+            qk_TXD = torch.cat((_of_heads(norms.q, q_THD), _of_heads(norms.k, k_TKD)), dim=1)
         # Queries and keys turn by the same angles: one rotation serves both.
-        turned_TXD = rotation.apply(qk_TXD)
+        turned_TXD = qk_TXD if rotation is None else rotation.apply(qk_TXD)
         return turned_TXD[:, : self.num_heads], turned_TXD[:, self.num_heads :], v_TKD
 
     def _split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,3 +292,8 @@ class Attention(nn.Module):
             "backend": self.backend.capabilities.name,
         }
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+def _of_heads(norm: RowNorm, x_THD: Tensor) -> Tensor:
+    """The norm of each head, by a norm of rows."""
+    return norm(x_THD.flatten(0, 1)).view_as(x_THD)

@@ -1,7 +1,7 @@
 """Norms per head and rotation by position, applied to queries and keys between projection and attention.
 
 Values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
-Shapes: T token, H head, D rotary channel, P pair of channels, D = 2 P.
+Shapes: T token, H head, D head channel, R rotary channel, P pair of channels, R = 2 P <= D.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles of one batch's tokens.
+    """The angles of one batch's tokens. The first 2 P channels of a head turn, the others stay as they are.
 
     Attributes:
         cos_TP, sin_TP: float32, contiguous.
@@ -51,20 +51,26 @@ class Rotation:
 
     def apply(self, x_THD: Tensor) -> Tensor:
         """`x_THD` turned, in its dtype, with its channels in their order. Computes in float32."""
-        cos_T1D, sin_T1D = self._by_channel
+        rotary = 2 * self.cos_TP.shape[1]
+        if rotary == x_THD.shape[-1]:
+            return self._turned(x_THD)
+        return torch.cat((self._turned(x_THD[..., :rotary]), x_THD[..., rotary:]), dim=-1)
+
+    def _turned(self, x_THR: Tensor) -> Tensor:
+        cos_T1R, sin_T1R = self._by_channel
         if self.interleaved:
-            partner_THD = torch.unflatten(x_THD, -1, (-1, 2)).flip(-1).flatten(-2)
+            partner_THR = torch.unflatten(x_THR, -1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            partner_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
-        return torch.addcmul(x_THD * cos_T1D, partner_THD, sin_T1D).to(x_THD.dtype)
+            partner_THR = x_THR.roll(x_THR.shape[-1] // 2, -1)
+        return torch.addcmul(x_THR * cos_T1R, partner_THR, sin_T1R).to(x_THR.dtype)
 
     @cached_property
     def _by_channel(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, [T,1,D] each; the sine has the sign with which the channel's partner is added."""
+        """Cosine and sine, [T,1,R] each; the sine has the sign with which the channel's partner is added."""
         if self.interleaved:
-            cos_TD = self.cos_TP.repeat_interleave(2, dim=-1)
-            sin_TD = torch.stack((-self.sin_TP, self.sin_TP), dim=-1).flatten(-2)
+            cos_TR = self.cos_TP.repeat_interleave(2, dim=-1)
+            sin_TR = torch.stack((-self.sin_TP, self.sin_TP), dim=-1).flatten(-2)
         else:
-            cos_TD = torch.cat((self.cos_TP, self.cos_TP), dim=-1)
-            sin_TD = torch.cat((-self.sin_TP, self.sin_TP), dim=-1)
-        return cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
+            cos_TR = torch.cat((self.cos_TP, self.cos_TP), dim=-1)
+            sin_TR = torch.cat((-self.sin_TP, self.sin_TP), dim=-1)
+        return cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)

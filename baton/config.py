@@ -185,7 +185,11 @@ class NodeSettings(CommonSettings):
         256, ge=0, le=_COUNT_MAX, description="most requests that wait for room; further ones are refused"
     )
     max_context_tokens: int | None = Field(
-        None, ge=2, le=_TOKENS_MAX, description="longest prompt plus output; default: the model's limit"
+        None,
+        ge=2,
+        le=_TOKENS_MAX,
+        description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
+        "original context must be given to every node and gateway",
     )
     prefix_cache: bool = Field(True, description="reuse the KV of a prefix that earlier prompts had")
     transport: Literal["ucx", "loopback"] = Field(
@@ -327,6 +331,13 @@ class GatewaySettings(CommonSettings):
     )
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"
+    )
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=_TOKENS_MAX,
+        description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
+        "original context must be given to every node and gateway",
     )
     http_listen: str = Field(
         "127.0.0.1:0",

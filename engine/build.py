@@ -135,7 +135,14 @@ def build_runner(
     if device.type == "cuda":
         # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
         torch.cuda.set_device(device)
-    config = read_config(settings.model)
+    config = read_config(settings.model).for_context(settings.max_context_tokens)
+    if config.max_context_tokens < config.max_position_embeddings:
+        _log.warning(
+            "sequences have at most %d tokens, within which LongRoPE's short factors are exact; for up to %d tokens, "
+            "all with its long factors, give every node and gateway a larger max_context_tokens",
+            config.max_context_tokens,
+            config.max_position_embeddings,
+        )
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     model_spec = kv_cache_spec(config, dtype, kv_dtype)

@@ -67,14 +67,17 @@ class ServedModel:
             )
 
 
-def read_served_model(directory: Path, name: str | None, chat_template: Path | None = None) -> ServedModel:
+def read_served_model(
+    directory: Path, name: str | None, chat_template: Path | None = None, *, max_context_tokens: int | None = None
+) -> ServedModel:
     """Args:
         chat_template: a file with a template to use in place of the checkpoint's.
+        max_context_tokens: longest prompt plus output; None: the model's limit.
 
     Raises:
         ConfigError: the directory holds no known model, or no tokenizer of it.
     """
-    config = read_config(directory)
+    config = read_config(directory).for_context(max_context_tokens)
     tokenizer = TextTokenizer(directory)
     tokenizer.check_vocabulary(config.vocab_size)
     return ServedModel(
@@ -82,7 +85,7 @@ def read_served_model(directory: Path, name: str | None, chat_template: Path | N
         architecture=config.architecture,
         config_digest=config_digest(config),
         vocab_size=config.vocab_size,
-        max_context_tokens=config.max_context_tokens,
+        max_context_tokens=min(max_context_tokens or config.max_context_tokens, config.max_context_tokens),
         tokenizer=tokenizer,
         directory=directory,
         eos_token_ids=config.eos_token_ids,

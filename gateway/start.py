@@ -50,7 +50,12 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
     bound = runner.run(_bind(settings))
     supervisor.report("starting", address=bound.server.address)
     settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
-    model = read_served_model(settings.model, settings.model_name, settings.chat_template)
+    model = read_served_model(
+        settings.model,
+        settings.model_name,
+        settings.chat_template,
+        max_context_tokens=settings.max_context_tokens,
+    )
     runner.run(process.run(settings, model, bound, ready))
 
 

@@ -59,7 +59,12 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
 
 
 async def _run(settings: GatewaySettings, end: socket.socket, board: Board) -> None:
-    model = read_served_model(settings.model, settings.model_name, settings.chat_template)
+    model = read_served_model(
+        settings.model,
+        settings.model_name,
+        settings.chat_template,
+        max_context_tokens=settings.max_context_tokens,
+    )
     colleagues = _Colleagues(end, board)
     following = asyncio.create_task(colleagues.follow(), name="colleagues")
     await process.run(settings, model, None, colleagues.ready, colleagues=colleagues)

@@ -25,8 +25,13 @@ from models.rotary import Rotary
 
 class DecoderLayer(ParallelModule):
     """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
-    a rank's part of a sum."""
+    a rank's part of a sum.
 
+    Attributes:
+        residual_multiplier: of what is added to the stream.
+    """
+
+    residual_multiplier: float = 1.0
     input_layernorm: RMSNorm
     self_attn: nn.Module
     post_attention_layernorm: RMSNorm
@@ -42,9 +47,14 @@ class DecoderLayer(ParallelModule):
     ) -> Tensor:
         """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        attended_TD = self.update(self.self_attn(normed_TD, rotation, kv_cache, metadata))
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
-        return self.parallel.all_reduce(self.mlp(normed_TD))
+        return self.update(self.mlp(normed_TD))
+
+    def update(self, part_TD: Tensor) -> Tensor:
+        """What is added to the stream, given this rank's part of it."""
+        whole_TD = self.parallel.all_reduce(part_TD)
+        return whole_TD if self.residual_multiplier == 1.0 else whole_TD * self.residual_multiplier
 
 
 class Decoder(nn.Module):

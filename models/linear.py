@@ -45,6 +45,10 @@ class FusedLinear(Linear):
         super().__init__(in_features, sum(rows for _, rows in parts), dtype=dtype, bias=bias)
         self.parts = parts
 
+    def keep_in_one(self, name: str) -> None:
+        """For checkpoints that keep all parts in one tensor of that name."""
+        self.parts = ((name, self.out_features),)
+
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """(Tensor name in the checkpoint, relative to this layer's parent; the rows of this layer that it fills.)"""
         sizes = [rows for _, rows in self.parts]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from attention.rotation import Rotation
-from models.config.rope import LinearScaling, Llama3Scaling, ProportionalScaling, RopeConfig, YarnScaling
+from models.config.rope import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 from models.kernels.rotary import angles
 
 
@@ -22,7 +30,7 @@ class Rotary(nn.Module):
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
         self.interleaved = rope.interleaved
-        self.scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling) else 1.0
+        self.scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling | LongRopeScaling) else 1.0
         # NOTE: computed on the host for every device: a GPU's powers differ in the last bit, and late positions
         # multiply that difference.
         with torch.device("cpu"):
@@ -45,6 +53,11 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
+        case AlphaScaling(alpha):
+            base: float = rope.theta * alpha ** (rope.dim / (rope.dim - 2))
+            return 1.0 / (base**exponents)
+        case LongRopeScaling():
+            return 1.0 / (torch.tensor(rope.scaling.factors, dtype=torch.float32) * rope.theta**exponents)
         case LinearScaling(factor):
             return frequencies / factor
         case Llama3Scaling():

@@ -3,9 +3,9 @@
 import math
 from typing import ClassVar, Self
 
-from models.config.fields import Count, Fields, Heads, Integers, Layers, Positive, Size, Table, Texts
+from models.config.fields import Count, Fields, Fraction, Heads, Integers, Layers, Positive, Size, Table, Texts
 from models.config.file import ConfigFile
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.config.rope import RopeConfig, read_rope
 from models.quantization.config import read_quantization
 
@@ -17,7 +17,10 @@ class DecoderFields(Fields):
 
     Attributes:
         unsupported: fields that change what a model computes. They must be off in families that do not declare them.
+        partial_rotary: whether the family turns only the part of each head that `partial_rotary_factor` says.
     """
+
+    partial_rotary: ClassVar[bool] = False
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "quantization_config",
@@ -42,7 +45,7 @@ class DecoderFields(Fields):
     layer_types: Texts = ()
     mlp_bias: bool = False
     rms_norm_eps: Positive = 1e-6
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Fraction = 1.0
     max_position_embeddings: Count
     tie_word_embeddings: bool = False
     dtype: str
@@ -57,7 +60,7 @@ class DecoderFields(Fields):
         if "hidden_act" not in cls.model_fields and file.raw("hidden_act") not in (None, "silu", "swish"):
             raise file.refuse("hidden_act", "silu")
         fields = super().read(file)
-        if fields.partial_rotary_factor != 1.0:
+        if fields.partial_rotary_factor != 1.0 and not cls.partial_rotary:
             raise fields.refuse("partial_rotary_factor", "1.0")
         return fields
 
@@ -118,6 +121,8 @@ class DecoderFields(Fields):
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
+        qk_norm_of: QKNorm = QKNorm.HEAD,
+        rotary_layers: tuple[bool, ...] = (),
     ) -> GQAConfig:
         """Grouped-query attention.
 
@@ -148,6 +153,8 @@ class DecoderFields(Fields):
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes(num_heads) if alibi else (),
+            qk_norm_of=qk_norm_of,
+            rotary_layers=rotary_layers,
         )
 
     def types_of_layers(self, *allowed: str) -> tuple[str, ...]:
@@ -194,7 +201,11 @@ class RotaryFields(DecoderFields):
         return self.table("rope_scaling" if self.rope_parameters is None else "rope_parameters")
 
     def rope(self, *, dim: int, interleaved: bool = False) -> RopeConfig:
-        """The rotary embedding of a model that has one for all layers."""
+        """The rotary embedding of a model that has one for all layers.
+
+        Args:
+            dim: channels of a head that can turn; with `partial_rotary`, a part of them does.
+        """
         return read_rope(
             self.rope_table(),
             dim=dim,
@@ -202,6 +213,7 @@ class RotaryFields(DecoderFields):
             interleaved=interleaved,
             max_position_embeddings=self.max_position_embeddings,
             original_max_position_embeddings=self.original_max_position_embeddings,
+            partial_rotary_factor=self.partial_rotary_factor if self.partial_rotary else None,
         )
 
 

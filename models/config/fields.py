@@ -22,6 +22,8 @@ Heads: TypeAlias = Annotated[int, Ge(1), Le(2**14)]  # or experts: each is an ax
 Layers: TypeAlias = Annotated[int, Ge(1), Le(2**12)]
 LayersOrZero: TypeAlias = Annotated[int, Ge(0), Le(2**12)]
 Positive: TypeAlias = Annotated[float, Gt(0)]
+AtLeastZero: TypeAlias = Annotated[float, Ge(0)]
+Fraction: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Table: TypeAlias = dict[str, object]
 
 
@@ -35,6 +37,7 @@ def _one_as_tuple(value: object) -> object:
 
 
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Numbers: TypeAlias = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Integers: TypeAlias = Annotated[tuple[CountOrZero, ...], BeforeValidator(_one_as_tuple)]
 
 
@@ -114,6 +117,8 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
         return ("an integer",) if least is None else (f"an integer from {least} to {most}",)
     if annotation is float:
         if any(isinstance(item, Gt) for item in metadata):
+            if any(isinstance(item, Le) for item in metadata):
+                return ("a number above 0 and up to 1",)
             return ("a number above 0",)
         return ("a number of at least 0",) if any(isinstance(item, Ge) for item in metadata) else ("a number",)
     words: Mapping[Any, tuple[str, ...]] = {
@@ -121,6 +126,7 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
         bool: ("true", "false"),
         str: ("a string",),
         tuple[str, ...]: ("a list of strings",),
+        tuple[Positive, ...]: ("a list of numbers above 0",),
         tuple[CountOrZero, ...]: ("an integer", "a list of integers"),
         list[int]: ("a list of integers",),
         Table: ("an object",),

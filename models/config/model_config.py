@@ -3,12 +3,27 @@
 `models.config.reader` makes them from a checkpoint's config.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from attention.blocksparse import BlocksparseParams
-from models.config.rope import RopeConfig, YarnScaling
+from models.config.rope import LongRopeScaling, RopeConfig, YarnScaling
 from models.quantization.config import Fp8Config
+
+
+class QKNorm(StrEnum):
+    """What the norms of queries and keys cover.
+
+    HEAD: each head, before it turns; one weight for all heads. TURNED_HEAD: the same, after it turns. ROW: all heads of
+    a token together, before they turn. OWN_WEIGHTS: each head, before it turns; weights for each head, and the mean is
+    subtracted.
+    """
+
+    HEAD = "head"
+    TURNED_HEAD = "turned_head"
+    ROW = "row"
+    OWN_WEIGHTS = "own_weights"
 
 
 @dataclass(frozen=True)
@@ -16,6 +31,7 @@ class GQAConfig:
     """Grouped-query attention; tuples have one entry per layer.
 
     Attributes:
+        qk_norm_of: what the norms cover, with `qk_norm`.
         sliding_windows: number of tokens that each layer sees; None: all.
         scale: factor of the scores.
         attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
@@ -27,6 +43,7 @@ class GQAConfig:
             them that has the same window or also has none.
         layer_heads: (kv heads, channels of a head) of each layer, where layers differ; num_kv_heads and head_dim are
             then the largest, of which each number of kv heads is a divisor. () where all layers have these.
+        rotary_layers: whether each layer's queries and keys turn; () when all do.
     """
 
     num_heads: int
@@ -42,6 +59,8 @@ class GQAConfig:
     sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     blocksparse: tuple[BlocksparseParams | None, ...] = ()
+    qk_norm_of: QKNorm = QKNorm.HEAD
+    rotary_layers: tuple[bool, ...] = ()
     kv_shared_layers: int = 0
     layer_heads: tuple[tuple[int, int], ...] = ()
 
@@ -152,11 +171,27 @@ class ModelConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum."""
+        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum;
+        with the short factors of LongRoPE the original one."""
         scaling = None if self.rope is None else self.rope.scaling
+        if isinstance(scaling, LongRopeScaling) and not scaling.long:
+            return min(self.max_position_embeddings, scaling.original_max_position_embeddings)
         if isinstance(scaling, YarnScaling):
             return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
         return self.max_position_embeddings
+
+    def for_context(self, max_context_tokens: int | None) -> Self:
+        """This model, for sequences of up to that many tokens; None: of any number up to its own limit.
+
+        LongRoPE takes its long factors where sequences may be longer than its original context; others stay as they
+        are.
+        """
+        scaling = None if self.rope is None else self.rope.scaling
+        if self.rope is None or not isinstance(scaling, LongRopeScaling) or max_context_tokens is None:
+            return self
+        if min(max_context_tokens, self.max_position_embeddings) <= scaling.original_max_position_embeddings:
+            return self
+        return replace(self, rope=replace(self.rope, scaling=replace(scaling, long=True)))
 
     @property
     def attention_scale(self) -> float:

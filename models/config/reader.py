@@ -34,7 +34,7 @@ def read_config(directory: Path) -> ModelConfig:
     file = ConfigFile.read(directory / "config.json")
     architecture = _architecture(file)
     family = FAMILIES[architecture]
-    if family.text_config:
+    if family.text_config and not (family.or_flat and file.raw("text_config") is None):
         file = _text_config(file)
     return family.read(
         file.with_values(

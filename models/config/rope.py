@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict
 
 from baton.errors import ConfigError
-from models.config.fields import Count, Fields, Positive
+from models.config.fields import AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
 from models.config.file import ConfigFile
 
 
@@ -73,7 +73,45 @@ class ProportionalScaling:
     turning: int
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
+@dataclass(frozen=True)
+class AlphaScaling:
+    """A base that is larger by a fixed factor: `theta * alpha ** (dim / (dim - 2))`."""
+
+    alpha: float
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): each pair of channels turns more slowly by a factor of its own, for which there are
+    two sets.
+
+    transformers takes the long set for sequences of more than `original_max_position_embeddings` tokens, and computes
+    all keys again when a sequence grows past them. Here all tokens of all requests have one set, because keys in a
+    cache, or from another node, are of no use to queries that turn by the other.
+
+    Attributes:
+        short_scale, long_scale: factors of cosines and sines.
+        long: which set. `ModelConfig.for_context` chooses.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    short_scale: float
+    long_scale: float
+    original_max_position_embeddings: int
+    long: bool = False
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        return self.long_factors if self.long else self.short_factors
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        return self.long_scale if self.long else self.short_scale
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | AlphaScaling | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -90,27 +128,56 @@ class RopeConfig:
 
 
 class _RopeFields(Fields):
-    """Fields of every rope type; those of another type are refused."""
+    """Fields of every rope type; those of another type are refused.
+
+    `mrope_section` says which pairs of channels turn by the time, the height and the width of a token's place in an
+    image. All three are the position of a token of text, so it turns as without sections.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     rope_type: object = None
     type: object = None
     rope_theta: Positive | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Fraction | None = None
+    mrope_section: Integers | None = None
+    mrope_interleaved: bool = False
 
-    def scaling(self, max_position_embeddings: int) -> Scaling | None:
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling | None:
         """How frequencies are stretched; None where they are not."""
-        del max_position_embeddings
+        del dim, max_position_embeddings
         return None
+
+    def check_sections(self, dim: int) -> None:
+        if self.mrope_section is not None and sum(self.mrope_section) != dim // 2:
+            raise self.refuse("mrope_section", f"integers whose sum is {dim // 2}, the pairs of rotary channels")
 
 
 class _LinearFields(_RopeFields):
     factor: Positive
 
-    def scaling(self, max_position_embeddings: int) -> Scaling:
-        del max_position_embeddings
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
+        del dim, max_position_embeddings
         return LinearScaling(self.factor)
+
+
+class _DynamicFields(_RopeFields):
+    """transformers enlarges the base for sequences longer than `max_position_embeddings`, by their length at each step;
+    that is nobody's second step, so no such sequence is served, and `factor` changes nothing. With `alpha` the base is
+    always the same. The other fields are YaRN's, which Hunyuan's files have and no one reads."""
+
+    factor: Positive = 1.0
+    alpha: AtLeastZero = 0.0
+    beta_fast: AtLeastZero = 0.0
+    beta_slow: AtLeastZero = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling | None:
+        del max_position_embeddings
+        if self.alpha and dim == 2:
+            raise self.refuse("alpha", "null", cure="a single pair of channels has no base to enlarge")
+        return AlphaScaling(self.alpha) if self.alpha else None
 
 
 class _Llama3Fields(_RopeFields):
@@ -119,7 +186,8 @@ class _Llama3Fields(_RopeFields):
     high_freq_factor: Positive
     original_max_position_embeddings: Count | None = None
 
-    def scaling(self, max_position_embeddings: int) -> Scaling:
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
+        del dim
         low, high = self.low_freq_factor, self.high_freq_factor
         if high < low:
             raise self.refuse("high_freq_factor", f"at least low_freq_factor, {low}")
@@ -127,21 +195,23 @@ class _Llama3Fields(_RopeFields):
 
 
 class _YarnFields(_RopeFields):
-    factor: Positive
+    factor: Positive | None  # null: the ratio of the two contexts
     original_max_position_embeddings: Count | None = None
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
+    beta_fast: AtLeastZero = 0.0  # 0: 32
+    beta_slow: AtLeastZero = 0.0  # 0: 1
     truncate: bool = True
     attention_factor: Positive | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
 
-    def scaling(self, max_position_embeddings: int) -> Scaling:
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
+        del dim
+        original = self.original_max_position_embeddings or max_position_embeddings
         return YarnScaling(
-            factor=self.factor,
-            original_max_position_embeddings=self.original_max_position_embeddings or max_position_embeddings,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
+            factor=self.factor or max_position_embeddings / original,
+            original_max_position_embeddings=original,
+            beta_fast=self.beta_fast or 32.0,
+            beta_slow=self.beta_slow or 1.0,
             truncate=self.truncate,
             attention_factor=self.attention_factor,
             mscale=self.mscale,
@@ -149,8 +219,48 @@ class _YarnFields(_RopeFields):
         )
 
 
+class _LongRopeFields(_RopeFields):
+    short_factor: Numbers
+    long_factor: Numbers
+    original_max_position_embeddings: Count | None = None
+    factor: Positive | None = None
+    attention_factor: Positive | None = None
+    short_mscale: Positive | None = None
+    long_mscale: Positive | None = None
+
+    def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if len(factors) != dim // 2:
+                raise self.refuse(name, f"{dim // 2} numbers, one for each pair of rotary channels")
+        original = self.original_max_position_embeddings or max_position_embeddings
+        scale = self.attention_factor or self._scale(self.factor or max_position_embeddings / original, original)
+        return LongRopeScaling(
+            short_factors=self.short_factor,
+            long_factors=self.long_factor,
+            short_scale=self.short_mscale or scale,
+            long_scale=self.long_mscale or scale,
+            original_max_position_embeddings=original,
+        )
+
+    def _scale(self, factor: float, original: int) -> float:
+        if factor <= 1:
+            return 1.0
+        if original == 1:
+            raise self.refuse("original_max_position_embeddings", "an integer of at least 2")
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 _TYPES: Mapping[str, type[_RopeFields]] = MappingProxyType(
-    {"default": _RopeFields, "linear": _LinearFields, "llama3": _Llama3Fields, "yarn": _YarnFields}
+    {
+        "default": _RopeFields,
+        "mrope": _RopeFields,
+        "linear": _LinearFields,
+        "dynamic": _DynamicFields,
+        "llama3": _Llama3Fields,
+        "yarn": _YarnFields,
+        "longrope": _LongRopeFields,
+        "su": _LongRopeFields,
+    }
 )
 
 
@@ -162,28 +272,35 @@ def read_rope(
     interleaved: bool,
     max_position_embeddings: int,
     original_max_position_embeddings: int | None = None,
+    partial_rotary_factor: float | None = None,
 ) -> RopeConfig:
-    """The rotary embedding of `dim` channels that `table` describes.
+    """The rotary embedding that `table` describes.
 
     Args:
+        dim: channels of a head that can turn.
         theta: the base, unless the table has one.
         max_position_embeddings: the original context, unless the table has one.
         original_max_position_embeddings: the original context that some files have next to the table. It takes
             precedence over the table, as it does in transformers.
+        partial_rotary_factor: the part of `dim` that turns, unless the table has one; None: all of it, and a table that
+            says otherwise is refused.
 
     Raises:
         ConfigError: an unsupported type or field, or a wrong value.
     """
-    if dim % 2:
-        raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
     fields_class = _fields_class(table)
     name = "original_max_position_embeddings"
     if original_max_position_embeddings is not None and name in fields_class.model_fields:
         table = table.with_values({name: original_max_position_embeddings})
     fields = fields_class.read(table)
-    if fields.partial_rotary_factor != 1.0:
+    if partial_rotary_factor is None and fields.partial_rotary_factor not in (None, 1):
         raise fields.refuse("partial_rotary_factor", "1.0")
-    return RopeConfig(dim, fields.rope_theta or theta, interleaved, fields.scaling(max_position_embeddings))
+    dim = int(dim * (fields.partial_rotary_factor or partial_rotary_factor or 1.0))
+    if dim % 2 or not dim:
+        raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
+    fields.check_sections(dim)
+    scaling = fields.scaling(dim=dim, max_position_embeddings=max_position_embeddings)
+    return RopeConfig(dim, fields.rope_theta or theta, interleaved, scaling)
 
 
 def _fields_class(table: ConfigFile) -> type[_RopeFields]:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from models.config.decoder import DecoderFields
-from models.config.fields import Count, CountOrZero, Fields, Heads, LayersOrZero, Positive, Size, Table
+from models.config.fields import Count, CountOrZero, Fields, Fraction, Heads, LayersOrZero, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.rope import ProportionalScaling, RopeConfig, read_rope
@@ -50,7 +50,7 @@ class _ProportionalFields(Fields):
     rope_type: Literal["proportional"]
     rope_theta: Positive
     factor: Positive = 1.0
-    partial_rotary_factor: Positive = 1.0
+    partial_rotary_factor: Fraction = 1.0
 
 
 class _Gemma4Fields(DecoderFields):
@@ -151,8 +151,6 @@ class _Gemma4Fields(DecoderFields):
             context = self.max_position_embeddings
             return read_rope(table, dim=dim, theta=10_000.0, interleaved=False, max_position_embeddings=context)
         fields = _ProportionalFields.read(table)
-        if not fields.partial_rotary_factor <= 1:
-            raise fields.refuse("partial_rotary_factor", "a number above 0 and up to 1")
         turning = int(fields.partial_rotary_factor * dim // 2)
         return RopeConfig(
             dim, fields.rope_theta, interleaved=False, scaling=ProportionalScaling(fields.factor, turning)

@@ -1,6 +1,6 @@
-"""Llama and the families that differ from it by switches of their configs: Mistral, Qwen2, Qwen3.
+"""Llama and the families that differ from it by the switches of `GQAConfig` and `LlamaSwitches`.
 
-Shapes: T token, D hidden channel, H query head, C head channel.
+Shapes: T token, D hidden channel, H query head, C head channel, R row whose logits are computed, V vocabulary.
 """
 
 import torch
@@ -13,6 +13,7 @@ from attention.rotation import HeadNorms, Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig
+from models.families.llama_switches import LlamaSwitches
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
@@ -44,6 +45,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.q_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
         self.k_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
+        self.turns = not gqa.rotary_layers or gqa.rotary_layers[layer_index]
         # float32 for every model dtype, because the softmax is in float32.
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=torch.float32)) if gqa.sinks else None
         self.attend = Attention(
@@ -60,7 +62,8 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         norms = None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm, self.k_norm)
-        out_THC = self.attend.rotate_and_attend(self.qkv_proj(x_TD), rotation, kv_cache, metadata, norms=norms)
+        rotation_here = rotation if self.turns else None
+        out_THC = self.attend.rotate_and_attend(self.qkv_proj(x_TD), rotation_here, kv_cache, metadata, norms=norms)
         out_TD: Tensor = self.o_proj(out_THC.flatten(1))
         return out_TD
 
@@ -75,6 +78,12 @@ class LlamaLayer(DecoderLayer):
         self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = make_mlp(config, layer_index, dtype=dtype)
+        self.residual_multiplier = switches_of(config).residual_multiplier
+
+
+def switches_of(config: ModelConfig) -> LlamaSwitches:
+    """Llama's own where the family's reader sets none."""
+    return config.switches if isinstance(config.switches, LlamaSwitches) else LlamaSwitches()
 
 
 def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn.Module:
@@ -93,3 +102,26 @@ class LlamaForCausalLM(CausalLM):
             for index in range(config.num_layers)
         ]
         super().__init__(config, layers, dtype=dtype)
+        self.switches = switches_of(config)
+        if self.switches.fused_tensors:
+            for path, module in self.named_modules():
+                if isinstance(module, FusedLinear):
+                    module.keep_in_one(path.rpartition(".")[2])
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        assert self.rotary is not None
+        assert isinstance(self.model.norm, RMSNorm)
+        rotation = self.rotary(positions_T)
+        stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        if self.switches.embedding_multiplier != 1.0:
+            stream_TD *= self.switches.embedding_multiplier
+        update_TD: Tensor | None = None
+        for layer in self.model.layers:
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
+        return self.model.norm.add_and_norm(stream_TD, update_TD)
+
+    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+        logits_RV, multiplier = super().compute_logits(hidden_RD), self.switches.logits_multiplier
+        return logits_RV if multiplier == 1.0 else logits_RV.mul_(multiplier)

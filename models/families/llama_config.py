@@ -6,18 +6,22 @@ from models.config.decoder import RotaryFields
 from models.config.fields import Count, CountOrZero, Cure, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
+from models.families.llama_switches import LlamaSwitches
 
 
-class _LlamaLikeFields(RotaryFields):
+class LlamaLikeFields(RotaryFields):
+    """Fields of every family of Llama's kin."""
+
     intermediate_size: Size
     quantization_config: Table | None = None
 
-    def llama_like(self, attention: GQAConfig) -> ModelConfig:
+    def llama_like(self, attention: GQAConfig, *, switches: LlamaSwitches | None = None) -> ModelConfig:
         rope = self.rope(dim=attention.head_dim)
-        return self.model(attention=attention, rope=rope, intermediate_size=self.intermediate_size)
+        size = self.intermediate_size
+        return self.model(attention=attention, rope=rope, intermediate_size=size, switches=switches)
 
 
-class _LlamaFields(_LlamaLikeFields):
+class _LlamaFields(LlamaLikeFields):
     attention_bias: bool = False
     sliding_window: Annotated[None, Cure("this architecture always attends to all tokens")] = None
 
@@ -28,7 +32,7 @@ def read_llama(file: ConfigFile) -> ModelConfig:
     return fields.llama_like(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias))
 
 
-class _MistralFields(_LlamaLikeFields):
+class _MistralFields(LlamaLikeFields):
     sliding_window: Count | None = 4096  # null means full attention
 
 
@@ -38,7 +42,7 @@ def read_mistral(file: ConfigFile) -> ModelConfig:
     return fields.llama_like(fields.gqa(windows=windows, qkv_bias=False, output_bias=False))
 
 
-class _QwenFields(_LlamaLikeFields):
+class _QwenFields(LlamaLikeFields):
     attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: Count | None = 4096

@@ -8,6 +8,7 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.dense_config import read_granite, read_seed_oss, read_smollm3
 from models.families.falcon_config import read_falcon
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
@@ -15,6 +16,7 @@ from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, 
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
 
 
@@ -26,12 +28,14 @@ class Family:
         model: "module:class" of its `models.causal_lm.CausalLM`, imported on first use because reading a config must
             not import torch.
         text_config: table of config.json that holds the language model's fields, as in multimodal models.
+        or_flat: older files of the architecture have these fields outside of that table.
         overflows_float16: published weights exceed float16's 65504 in the residual stream, so outputs would be NaN.
     """
 
     read: Callable[[ConfigFile], ModelConfig]
     model: str
     text_config: bool = False
+    or_flat: bool = False
     overflows_float16: bool = False
 
 
@@ -59,6 +63,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        # Llama's kin, by models/families/dense_config.py.
+        "GraniteForCausalLM": Family(read_granite, _LLAMA),
+        "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),
+        "SmolLM3ForCausalLM": Family(read_smollm3, _LLAMA),
+        # Part of a head turns, or by several positions.
+        "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
+        "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),
+        # Gemma's other kin.
         "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
         "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
         "Gemma3nForCausalLM": Family(read_gemma3n, _GEMMA3N, overflows_float16=True),

@@ -45,6 +45,7 @@ _LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
+    "visual.",
     "multi_modal_projector.",
     "audio_tower.",
     "embed_vision.",
@@ -209,9 +210,10 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The tensors of a multimodal model's language model, by their names without the other models.
 
-    Publishers prefix those with `language_model.`; since transformers 4.52 some files have it after `model.`.
+    Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
+    `model.`.
     """
-    if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
+    if not any(name.startswith((*_LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored
     return {
         _checkpoint_name(name, _LANGUAGE_MODEL): tensor

@@ -111,6 +111,7 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
         yield f"self_attn.q_proj.{parameter}", queries
         yield f"self_attn.k_proj.{parameter}", keys
         yield f"self_attn.v_proj.{parameter}", keys
+        yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
     yield "self_attn.o_proj.weight", _as_inputs(queries)
     yield "self_attn.o_proj.bias", of_first
     yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))
@@ -151,6 +152,7 @@ def _mlp(prefix: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share
     for parameter in ("weight", "bias"):
         yield f"{prefix}.gate_proj.{parameter}", part
         yield f"{prefix}.up_proj.{parameter}", part
+        yield f"{prefix}.gate_up_proj.{parameter}", _one_after_another(part, part)
     yield f"{prefix}.down_proj.weight", _as_inputs(part)
     yield f"{prefix}.down_proj.bias", of_first
 
@@ -180,6 +182,16 @@ def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tu
 
 def _as_inputs(outputs: Share) -> Share:
     return Share(1, outputs.size, outputs.ranges)
+
+
+def _one_after_another(*shares: Share) -> Share:
+    """The share of a tensor that has several tensors' outputs, one after another."""
+    ranges: list[range] = []
+    size = 0
+    for share in shares:
+        ranges += (range(size + part.start, size + part.stop) for part in share.ranges)
+        size += share.size
+    return Share(0, size, tuple(ranges))
 
 
 def _by_turns(part: Share) -> Share:

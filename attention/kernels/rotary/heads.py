@@ -1,7 +1,7 @@
 """Norms and turns queries and keys in place, and writes keys and values to the cache, in one launch.
 
 The twin is the CPU's half of `Attention.rotate_and_attend`. Legend: T tokens, X the channels of all heads, R rows (a
-head of a token each), P pairs of channels, B N a block and a token in it.
+head of a token each), P pairs of rotary channels, C other channels, B N a block and a token in it.
 """
 
 import triton
@@ -38,6 +38,8 @@ def rotate_qkv(
 ) -> None:
     """Norms and turns the queries and keys of each row in place; then writes keys and values to the cache, if given.
 
+    The first 2 P channels of each head turn, the others are only normed and written.
+
     Args:
         qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
         kv_layer: [2, B, N, H, C], of any dtype that caches have.
@@ -46,9 +48,9 @@ def rotate_qkv(
     """
     num_tokens, channels = qkv_TX.shape
     head_dim = channels // (num_heads + 2 * num_kv_heads)
-    pairs = head_dim // 2
-    block_p = triton.next_power_of_2(pairs)
-    rows = max(1, TILE_PAIRS // block_p)
+    pairs = rotation.cos_TP.shape[1]
+    block_d = triton.next_power_of_2(head_dim)
+    rows = max(1, 2 * TILE_PAIRS // block_d)
     sections = (num_heads, num_kv_heads) if kv_layer is None else (num_heads, num_kv_heads, num_kv_heads)
     if num_tokens == 0:
         return
@@ -71,11 +73,13 @@ def rotate_qkv(
         WEIGHT_OFFSET=0 if norms is None else norms.q.weight_offset,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
         PAIRS=pairs,
         INTERLEAVED=rotation.interleaved,
         BLOCK_SIZE=1 if kv_layer is None else kv_layer.shape[2],
         ROWS=rows,
-        BLOCK_P=block_p,
+        BLOCK_D=block_d,
+        BLOCK_P=triton.next_power_of_2(pairs),
         INTERPRETED=interpreted(),
         **overlap(qkv_TX.device, rows=num_tokens),
         num_warps=NUM_WARPS,
@@ -105,10 +109,12 @@ def _rotate_qkv(
     WEIGHT_OFFSET: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -122,66 +128,69 @@ def _rotate_qkv(
         rows_R = program * ROWS + tl.arange(0, ROWS)
         tokens_R = rows_R // NUM_HEADS
         mask_R = tokens_R < num_tokens
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * (2 * PAIRS)
-        first_RP, second_RP = _normed_and_turned(
-            ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, q_eps,
-            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * HEAD_DIM
+        _norm_and_turn(
+            ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, None, None, None, tokens_R, mask_R, q_eps,
+            WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
-        store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
     elif program < first_of_v:
         rows_R = (program - first_of_k) * ROWS + tl.arange(0, ROWS)
         tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
         mask_R = tokens_R < num_tokens
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + heads_R) * (2 * PAIRS)
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + heads_R) * HEAD_DIM
         if layer_ptr is not None:
             into_R, written_R = cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE)
-        first_RP, second_RP = _normed_and_turned(
-            ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, k_eps,
-            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
+            into_ptrs_R = layer_ptr + into_R + heads_R * stride_H
+        else:
+            into_ptrs_R, written_R = None, None
+        _norm_and_turn(
+            ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, into_ptrs_R, written_R, k_scale_ptr, tokens_R, mask_R, k_eps,
+            WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
-        if layer_ptr is not None:
-            dtype: tl.constexpr = layer_ptr.dtype.element_ty
-            store_pairs(
-                layer_ptr + into_R + heads_R * stride_H,
-                for_cache(first_RP, dtype, k_scale_ptr, INTERPRETED),
-                for_cache(second_RP, dtype, k_scale_ptr, INTERPRETED),
-                written_R, PAIRS, BLOCK_P, INTERLEAVED,
-            )  # fmt: skip
-        store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
     elif layer_ptr is not None:  # without a cache there are no such programs
         rows_R = (program - first_of_v) * ROWS + tl.arange(0, ROWS)
         tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
         into_R, written_R = cache_places(
             slots_ptr, tokens_R, tokens_R < num_tokens, num_slots, stride_B, stride_N, BLOCK_SIZE
         )
-        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + NUM_KV_HEADS + heads_R) * (2 * PAIRS)
-        channels_C = tl.arange(0, 2 * BLOCK_P)
-        mask_RC = written_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + NUM_KV_HEADS + heads_R) * HEAD_DIM
+        channels_D = tl.arange(0, BLOCK_D)
+        mask_RD = written_R[:, None] & (channels_D < HEAD_DIM)[None, :]
         await_predecessors(OVERLAP)
-        v_RC = tl.load(ptrs_R[:, None] + channels_C[None, :], mask=mask_RC)
+        v_RD = tl.load(ptrs_R[:, None] + channels_D[None, :], mask=mask_RD)
         into_ptrs_R = layer_ptr + stride_K + into_R + heads_R * stride_H
-        stored_RC = for_cache(v_RC, layer_ptr.dtype.element_ty, v_scale_ptr, INTERPRETED)
-        tl.store(into_ptrs_R[:, None] + channels_C[None, :], stored_RC, mask=mask_RC)
+        stored_RD = for_cache(v_RD, layer_ptr.dtype.element_ty, v_scale_ptr, INTERPRETED)
+        tl.store(into_ptrs_R[:, None] + channels_D[None, :], stored_RD, mask=mask_RD)
 
 
 @triton.jit
-def _normed_and_turned(
+def _norm_and_turn(
     ptrs_R,
     weight_ptr,
     cos_ptr,
     sin_ptr,
+    into_ptrs_R,
+    written_R,
+    scale_ptr,
     tokens_R,
     mask_R,
     eps,
     WEIGHT_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """In the rows' dtype; also rounded to it after the norm, as between two calls."""
+    """In place and, where there are places for it, into the cache; between norm and turn rounded to the rows' dtype, as
+    between two calls."""
     dtype: tl.constexpr = ptrs_R.dtype.element_ty
+    REST: tl.constexpr = HEAD_DIM - 2 * PAIRS
+    if REST:
+        channels_C = tl.arange(0, triton.next_power_of_2(REST))
+        rest_ptrs_RC = (ptrs_R + 2 * PAIRS)[:, None] + channels_C[None, :]
+        mask_RC = mask_R[:, None] & (channels_C < REST)[None, :]
     if OVERLAP:
         prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS)
     if weight_ptr is not None:
@@ -190,12 +199,35 @@ def _normed_and_turned(
     await_predecessors(OVERLAP)
     first_RP, second_RP = load_pairs(ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
     cos_RP, sin_RP = load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS, BLOCK_P)
+    if REST:
+        rest_RC = tl.load(rest_ptrs_RC, mask=mask_RC, other=0.0)
     if weight_ptr is not None:
         if WEIGHT_OFFSET:
             first_w_RP += WEIGHT_OFFSET
             second_w_RP += WEIGHT_OFFSET
         squares_R = tl.sum(first_RP * first_RP + second_RP * second_RP, 1)
-        shrink_R1 = tl.rsqrt(squares_R / (2 * PAIRS) + eps)[:, None]
+        if REST:
+            squares_R += tl.sum(rest_RC.to(tl.float32) * rest_RC.to(tl.float32), 1)
+        shrink_R1 = tl.rsqrt(squares_R / HEAD_DIM + eps)[:, None]
         first_RP = round_to(first_RP * shrink_R1 * first_w_RP, dtype, INTERPRETED).to(tl.float32)
         second_RP = round_to(second_RP * shrink_R1 * second_w_RP, dtype, INTERPRETED).to(tl.float32)
-    return turn(first_RP, second_RP, cos_RP, sin_RP, dtype, INTERPRETED)
+        if REST:
+            rest_w_C = tl.load(weight_ptr + 2 * PAIRS + channels_C, mask=channels_C < REST, other=0.0).to(tl.float32)
+            if WEIGHT_OFFSET:
+                rest_w_C += WEIGHT_OFFSET
+            rest_RC = round_to(rest_RC.to(tl.float32) * shrink_R1 * rest_w_C[None, :], dtype, INTERPRETED)
+            tl.store(rest_ptrs_RC, rest_RC, mask=mask_RC)
+    first_RP, second_RP = turn(first_RP, second_RP, cos_RP, sin_RP, dtype, INTERPRETED)
+    if into_ptrs_R is not None:
+        kept: tl.constexpr = into_ptrs_R.dtype.element_ty
+        store_pairs(
+            into_ptrs_R,
+            for_cache(first_RP, kept, scale_ptr, INTERPRETED),
+            for_cache(second_RP, kept, scale_ptr, INTERPRETED),
+            written_R, PAIRS, BLOCK_P, INTERLEAVED,
+        )  # fmt: skip
+        if REST:
+            into_ptrs_RC = (into_ptrs_R + 2 * PAIRS)[:, None] + channels_C[None, :]
+            stored_RC = for_cache(rest_RC, kept, scale_ptr, INTERPRETED)
+            tl.store(into_ptrs_RC, stored_RC, mask=mask_RC & written_R[:, None])
+    store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)

@@ -94,14 +94,17 @@ def heads_of(qkv_TX: Tensor) -> Tensor:
 
 @by_interleaved
 @by_dtype
-@pytest.mark.parametrize("head_dim", [8, 12, 40])
+@pytest.mark.parametrize(
+    ("head_dim", "pairs"), [(8, 4), (12, 6), (40, 20), (12, 4), (40, 5), (7, 2)], ids=lambda size: str(size)
+)
 @pytest.mark.parametrize("offset", [None, 0, 1], ids=["plain", "normed", "normed by one more"])
 def test_queries_and_keys_turn_in_place(
-    interleaved: bool, dtype: torch.dtype, head_dim: int, offset: int | None
+    interleaved: bool, dtype: torch.dtype, head_dim: int, pairs: int, offset: int | None
 ) -> None:
+    """All channels of a head, or the first of them; a norm is of all in either case."""
     torch.manual_seed(0)
     qkv_TX = torch.randn(9, (HEADS + 2 * KV_HEADS) * head_dim).to(dtype)
-    rotation = rotation_of(9, head_dim // 2, interleaved=interleaved)
+    rotation = rotation_of(9, pairs, interleaved=interleaved)
     norms = our_norms = None
     if offset is not None:
         q_norm, k_norm = norm_of(head_dim, dtype, offset), norm_of(head_dim, dtype, offset)
@@ -127,7 +130,7 @@ def test_keys_and_values_end_up_where_the_twin_puts_them(
     qkv_TX = torch.randn(num_tokens, (HEADS + 2 * KV_HEADS) * 8).to(dtype)
     qkv_TX[:, (HEADS + KV_HEADS) * 8] = 1e6
     qkv_TX[torch.tensor([*slots, -1, -1])[:num_tokens] < 0] = torch.nan
-    rotation = rotation_of(num_tokens, 4, interleaved=interleaved)
+    rotation = rotation_of(num_tokens, draw.draw(st.sampled_from((1, 3, 4))), interleaved=interleaved)
     expected = new_cache(spec_of(layout, kv_dtype), layout, block_size, NUM_BLOCKS)
     stored, ours_TX, slot_mapping = copy_of(expected, DEVICE), with_margins(qkv_TX), torch.tensor(slots)
     rotate_qkv(

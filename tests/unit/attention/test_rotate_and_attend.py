@@ -105,9 +105,10 @@ def scales_for(kv_dtype: str, *, calculate: bool) -> KVScales | None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [DIM // 2, 3], ids=["all channels turn", "some channels turn"])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
-def test_keys_and_values(interleaved: bool, with_norms: bool, kv_dtype: str, calculate: bool) -> None:
+def test_keys_and_values(interleaved: bool, pairs: int, with_norms: bool, kv_dtype: str, calculate: bool) -> None:
     torch.manual_seed(0)
     backend = gqa_backend(kv_dtype)
     layers = [
@@ -122,7 +123,7 @@ def test_keys_and_values(interleaved: bool, with_norms: bool, kv_dtype: str, cal
     for step in STEPS:
         metadata, num_tokens = backend.builder.build(0, common_of(step)), sum(new for new, _ in step)
         qkv_TX = torch.randn(num_tokens, (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE)
-        rotation = rotation_of(num_tokens, DIM // 2, interleaved=interleaved)
+        rotation = rotation_of(num_tokens, pairs, interleaved=interleaved)
         q_THD, k_TKD, v_TKD = qkv_TX.clone().unflatten(-1, (-1, DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if norms is not None:
             q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)

@@ -112,6 +112,7 @@ def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> Non
 def test_every_family_is_covered() -> None:
     that_also_see = {"Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"}  # in test_loader
     that_also_see |= tiny_gemma.ALSO_SEE  # in test_gemma_configs
+    that_also_see |= {f"Qwen{number}VLForConditionalGeneration" for number in ("2", "2_5_", "3")}  # in test_qwen_vl
     not_in_transformers = {"Phi3SmallForCausalLM"}  # in test_phi3_small
     expected = {f"{family}ForCausalLM" for family, _ in TINY.values()} | that_also_see | not_in_transformers
     assert expected == set(FAMILIES)

@@ -42,6 +42,7 @@ SPLIT = (
     "falcon-multi-query-alibi",
     "falcon-rotary",
     *tiny_gemma.BY_FOUR,
+    "phi3-longrope-partial",
     *BY_TWO,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
@@ -65,6 +66,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
+    | dict.fromkeys(("phi3-window",), (2,))
     | dict.fromkeys((*BY_TWO, *tiny_gemma.BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
@@ -180,6 +182,9 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     copies = max(1, size // (gqa.heads_of(int(layer[1]))[0] if layer else gqa.num_kv_heads))
     if ".query_key_value." in path:
         times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
+    if ".qkv_proj." in path:
+        times[gqa.num_heads * gqa.head_dim :] = copies
+        return times
     return times * copies if ".k_proj." in path or ".v_proj." in path else times
 
 
@@ -193,7 +198,7 @@ def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", SPARSE]
+    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", "phi3-window", SPARSE]
 )
 def test_dummy_weights_are_parts_of_those_of_the_whole_model(name: str, models: dict[str, Path]) -> None:
     def views(parallel: TensorParallel) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_gemma
+from tests.unit.models import tiny_dense, tiny_gemma, tiny_rope
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -169,6 +169,8 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"apply_residual_connection_post_layernorm": True},
         ),
         **tiny_gemma.MODELS,
+        **tiny_dense.MODELS,
+        **tiny_rope.MODELS,
     }
 )
 

@@ -1,0 +1,111 @@
+"""The language models inside Qwen's vision models: text turns by three equal positions, which is plain rotation."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from models.config.reader import read_config
+from models.config.rope import YarnScaling
+from models.weights.loader import load_model
+from tests.unit.models.paged import PagedDriver, backend_for
+
+_TEXT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
+_YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2}
+_SPECIAL = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    others: dict[str, Any]
+
+    def save(self, directory: Path) -> Any:
+        """Returns transformers' model."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.family}Config")(
+            text_config=_TEXT | self.text, vision_config=_VISION | self.vision, **_SPECIAL, **self.others
+        )
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{self.family}ForConditionalGeneration")(config).eval()
+        with torch.no_grad():
+            for path, tensor in model.state_dict().items():
+                if path.endswith(("norm.weight", "proj.bias")):  # transformers begins with ones and zeros
+                    tensor.uniform_(0.5, 1.5)
+        model.save_pretrained(directory)
+        return model
+
+
+CASES = {
+    "qwen2-vl": Case("Qwen2VL", {"rope_parameters": _ROPE}, {"embed_dim": 16, "hidden_size": 32}, {}),
+    "qwen2.5-vl-yarn-tied": Case(
+        "Qwen2_5_VL",
+        {"rope_parameters": _YARN},
+        {"out_hidden_size": 32, "intermediate_size": 24},
+        {"tie_word_embeddings": True},
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VL",
+        {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, "head_dim": 16},
+        {"out_hidden_size": 32, "intermediate_size": 24, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+}
+
+
+@torch.inference_mode()
+def assert_equal(directory: Path, reference: Any) -> None:
+    config = read_config(directory)
+    backend = backend_for(config)
+    model = load_model(directory, config, backend=backend, dtype="float32", device="cpu")
+    tokens = torch.randint(57, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    driver = PagedDriver(model, backend)
+    ours = torch.cat([driver.step({"r": piece})["r"] for piece in (tokens[:9], tokens[9:10], tokens[10:])])
+    expected = reference(input_ids=torch.tensor([tokens])).logits[0]
+    assert float(expected.std()) > 0.1, "a reference without spread proves nothing"
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
+    assert_equal(tmp_path, CASES[name].save(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl-yarn-tied"])
+def test_files_as_published(name: str, tmp_path: Path) -> None:
+    """With the language model's fields where a model of text alone has them."""
+    reference = CASES[name].save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    if rope["rope_type"] == "default":
+        rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": theta, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    assert_equal(tmp_path, reference)
+
+
+def test_yarn_counts_beside_the_sections(tmp_path: Path) -> None:
+    CASES["qwen2.5-vl-yarn-tied"].save(tmp_path)
+    rope = read_config(tmp_path).rope
+    assert rope is not None
+    assert isinstance(rope.scaling, YarnScaling)

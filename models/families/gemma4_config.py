@@ -14,12 +14,10 @@ from models.families.gemma_config import with_shared_kv
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EVERY = 6  # each of these layers sees all tokens, and so does the last layer
-_ROPES: Mapping[str, object] = MappingProxyType(
-    {
-        _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-        _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    }
-)
+_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
 
 
 @dataclass(frozen=True)

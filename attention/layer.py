@@ -37,7 +37,7 @@ class Attention(nn.Module):
         alibi_slopes: one per query head.
         sinks: one per query head; the model's own parameter, which is read at each call and may be loaded later.
         kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales. This layer
-            then stores no KV and ignores a call's keys and values. Library API.
+            then stores no KV and ignores a call's keys and values.
         scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from a node's first batch and
             differ between nodes, so a disaggregated pair needs given scales.
 

@@ -75,11 +75,13 @@ def model_size(config: ModelConfig) -> ModelSize:
         kv_numbers, kv_heads = latent, 1
         pair_flops = 2.0 * heads * (query + attention.v_head_dim)
         windows: tuple[int | None, ...] = ()
+        kv_layers = config.num_layers
     else:
         per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         kv_numbers, kv_heads = 2 * attention.num_kv_heads * attention.head_dim, attention.num_kv_heads
         pair_flops = 4.0 * attention.num_heads * attention.head_dim
         windows = attention.sliding_windows
+        kv_layers = attention.num_kv_layers
     projections = 2 if config.architecture in _UNGATED else 3
     moe, layers = config.moe, config.num_layers
     moe_layers = 0 if moe is None else sum(moe.layers)
@@ -101,7 +103,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         linear_bytes=head_bytes if config.quantization is None else config.quantization.weight_bytes,
         head_bytes=head_bytes,
         expert_share=share,
-        kv_bytes=layers * kv_numbers * head_bytes,
+        kv_bytes=kv_layers * kv_numbers * head_bytes,
         kv_heads=kv_heads,
         pair_flops=layers * pair_flops,
         max_context_tokens=config.max_context_tokens,

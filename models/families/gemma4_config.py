@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from models.config.decoder import DecoderFields
-from models.config.fields import Count, CountOrZero, Fields, Heads, LayersOrZero, Positive, Size, Table
+from models.config.fields import Count, CountOrZero, Fields, Fraction, Heads, LayersOrZero, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.rope import ProportionalScaling, RopeConfig, read_rope
@@ -14,12 +14,10 @@ from models.families.gemma_config import with_shared_kv
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EVERY = 6  # each of these layers sees all tokens, and so does the last layer
-_ROPES: Mapping[str, object] = MappingProxyType(
-    {
-        _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-        _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    }
-)
+_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class _ProportionalFields(Fields):
     rope_type: Literal["proportional"]
     rope_theta: Positive
     factor: Positive = 1.0
-    partial_rotary_factor: Positive = 1.0
+    partial_rotary_factor: Fraction = 1.0
 
 
 class _Gemma4Fields(DecoderFields):
@@ -151,8 +149,6 @@ class _Gemma4Fields(DecoderFields):
             context = self.max_position_embeddings
             return read_rope(table, dim=dim, theta=10_000.0, interleaved=False, max_position_embeddings=context)
         fields = _ProportionalFields.read(table)
-        if not fields.partial_rotary_factor <= 1:
-            raise fields.refuse("partial_rotary_factor", "a number above 0 and up to 1")
         turning = int(fields.partial_rotary_factor * dim // 2)
         return RopeConfig(
             dim, fields.rope_theta, interleaved=False, scaling=ProportionalScaling(fields.factor, turning)

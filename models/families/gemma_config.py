@@ -151,7 +151,7 @@ class LocalRopeFields(RotaryFields):
         return rope(table, self.rope_theta), rope(local, self.rope_local_base_freq)
 
 
-class _Gemma3Fields(_GemmaFields, LocalRopeFields):
+class _Gemma3Fields(LocalRopeFields, _GemmaFields):
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
         {
             **_UNMENTIONED,

@@ -12,7 +12,7 @@ from models.quantization.fp8 import E4M3, E4M3_MAX
 
 _SEED = 0
 _STD = 0.02
-_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "layer_scalar")
 _STORED_STD = 64.0  # deviation of fp8 numbers: seven of them fit below 448
 _INPUT_SCALE = 1 / 16  # inputs up to 28 fit, many times the output of a norm
 _NUMBERS_AT_ONCE = 1 << 26

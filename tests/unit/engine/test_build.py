@@ -35,6 +35,8 @@ async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, l
         ("deepseek-v3", "BLNC"),
         ("gemma3", "NHD"),
         ("llama4", "BLHNC"),
+        ("gemma3n", "HND"),
+        ("gemma4-experts", "BLHNC"),
         ("gpt-oss", "HND"),
         ("falcon-rw", "BLNHC"),
         ("bloom", "NHD"),

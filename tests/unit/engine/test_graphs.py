@@ -35,7 +35,18 @@ from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 
 CPU = torch.device("cpu")
 SETTINGS = GraphSettings(max_requests=8, max_context_tokens=48)
-FAMILIES = ["llama", "deepseek-v2", "deepseek-v3", "mistral-window", "gpt-oss", "llama4", "gemma3", "bloom"]
+FAMILIES = [
+    "llama",
+    "deepseek-v2",
+    "deepseek-v3",
+    "mistral-window",
+    "gpt-oss",
+    "llama4",
+    "gemma3",
+    "gemma3n",
+    "gemma4-experts",
+    "bloom",
+]
 
 
 def row(token: int, start: int, blocks: list[int], *, source: int | None = None) -> BatchRow:

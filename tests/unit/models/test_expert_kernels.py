@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.families.gemma4 import Gemma4Experts
 from models.families.gpt_oss import GptOssExperts
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama4 import Llama4Experts
@@ -63,7 +64,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def run(
-    experts: Experts | Llama4Experts | GptOssExperts, x_TD: Tensor, experts_TK: Tensor, **options: Any
+    experts: Experts | Llama4Experts | GptOssExperts | Gemma4Experts, x_TD: Tensor, experts_TK: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(result of the kernels, result of a CPU in float32)"""
     weights_TK = torch.rand(experts_TK.shape)
@@ -257,6 +258,15 @@ def test_inputs_first_and_weights_on_the_input(num_tokens: int) -> None:
     x_TD, plus_TD = torch.randn(2, num_tokens, 24)
     actual, expected = run(experts, x_TD, chosen(num_tokens, 4, 2), plus_TD=plus_TD)
     assert error(actual, expected) < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.015)])
+def test_gelu(dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    experts = Gemma4Experts(24, moe(4, 2), dtype=dtype)
+    filled(experts)
+    actual, expected = run(experts, torch.randn(9, 24).to(dtype), chosen(9, 4, 2))
+    assert error(actual, expected) < bound
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.015)])

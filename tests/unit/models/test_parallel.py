@@ -22,6 +22,14 @@ from models.weights.shares import Shares
 from tests.ranks import run_ranks
 from tests.unit.models import tiny
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
+from tests.unit.models.packed_checkpoints import (
+    AWQ_CONFIG,
+    gptq_config,
+    int8_config,
+    packed_config,
+    save_gpt_oss,
+    save_packed,
+)
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
 from tests.unit.models.phi3_small_checkpoint import save_phi3_small
@@ -58,8 +66,18 @@ BY_NAME: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 SPARSE, SPARSE_MULTI_QUERY = "phi-3-small", "phi-3-small with one kv head"
 SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stride": 8, "mup_width_multiplier": 2.0}
 PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
+PACKED: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
+    {
+        "llama in gptq with reordered inputs": lambda path: save_packed("Llama", path, gptq_config(desc_act=True)),
+        "llama in awq": lambda path: save_packed("Llama", path, AWQ_CONFIG),
+        "llama in int8": lambda path: save_packed("Llama", path, int8_config(static=False)),
+        "deepseek in w4a16": lambda path: save_packed("DeepseekV3", path, packed_config(symmetric=False)),
+        "gpt-oss in mxfp4": save_gpt_oss,
+    }
+)
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {"llama in fp8 by channel": (4,), "llama in fp8 by block": (2,), "deepseek in fp8 by block": (2,)}
+    | dict.fromkeys(PACKED, (2,))
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
@@ -93,6 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek in fp8 by block": lambda path: save_fp8(
             "DeepseekV3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_DEEPSEEK
         ),
+        **PACKED,
     }
     for name, save in by_name.items():
         save(root / name)
@@ -238,6 +257,28 @@ def test_fp8_weights_are_those_of_their_rows_and_columns(models: dict[str, Path]
     assert torch.equal(torch.cat(parts, dim=1), layer(TensorParallel(), down))
     gates, ups = zip(*(layer(parallel, gate_up).chunk(2) for parallel in ranks(2)), strict=True)
     assert torch.equal(torch.cat((*gates, *ups)), layer(TensorParallel(), gate_up))
+
+
+def test_ranks_hold_whole_groups_or_are_refused_with_the_sizes_that_do(models: dict[str, Path]) -> None:
+    config = read_config(models["llama in awq"])
+    with pytest.raises(ConfigError, match="16 channels of queries are no multiple of 32") as refused:
+        local_config(config, TensorParallel(0, 4))
+    assert refused.value.allowed == ("1", "2")
+    assert local_config(read_config(models["gpt-oss in mxfp4"]), TensorParallel(1, 2)).moe.intermediate_size == 64
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_ranks_draw_their_parts_of_one_model(name: str, models: dict[str, Path]) -> None:
+    config = read_config(models[name])
+
+    def module(parallel: TensorParallel) -> torch.nn.Module:
+        backend = backend_for(local_config(config, parallel))
+        options = {"backend": backend, "dtype": "float32", "device": "cpu", "load_format": "dummy"}
+        return load_model(models[name], config, parallel=parallel, **options).get_submodule("model.layers.1.self_attn")
+
+    whole, *parts = (module(parallel).o_proj for parallel in (TensorParallel(), *ranks(2)))
+    weights = [getattr(each, "dequantized", lambda _, each=each: each.weight)(torch.float32) for each in (whole, *parts)]
+    assert torch.equal(torch.cat(weights[1:], dim=1), weights[0])
 
 
 def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Path]) -> None:

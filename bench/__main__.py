@@ -32,6 +32,7 @@ BENCHMARKS = (
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
+    ("quantized", "Quantized weights on a GPU", "bench.quantized"),
     ("all_at_once", "256 requests at once, against nano-vllm", "bench.all_at_once"),
     ("structured", "Structured output", "bench.structured_output.run"),
     ("goodput_chat", "Goodput of chat", "bench.goodput.chat"),

@@ -244,4 +244,3 @@ def _from_mxfp4(numbers_NB, powers_NB):
     # The exponent's bits; a scale of 2 ** -127 rounds to 0 like the smallest of the numbers that dtypes have.
     halved_NB = tl.maximum(powers_NB.to(tl.int32) - 1, 0) << 23
     return signed_NB * halved_NB.to(tl.float32, bitcast=True)
-

@@ -61,9 +61,7 @@ class Int8Linear(FusedLinear):
             self.input_scale = torch.stack(self._input_scales).amax().to(device)
         self._scales, self._input_scales = [], []
         if device.type == "cuda":
-            self._arrived = torch.zeros(
-                int8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device
-            )
+            self._arrived = torch.zeros(int8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def dequantize_(self) -> None:

@@ -41,9 +41,7 @@ class PackedWeight:
     groups_K: Tensor | None = None
 
     def expert(self, index: int) -> "PackedWeight":
-        tensors = {
-            name: getattr(self, name) for name in ("stored_NB", "scales_GN", "zeros_GN", "order_K", "groups_K")
-        }
+        tensors = {name: getattr(self, name) for name in ("stored_NB", "scales_GN", "zeros_GN", "order_K", "groups_K")}
         return replace(self, **{name: each[index] for name, each in tensors.items() if each is not None})
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:

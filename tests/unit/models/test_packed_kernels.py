@@ -189,9 +189,7 @@ def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static:
     assert torch.equal(stored_TK.float(), rounded_TK)
     assert torch.equal(scale_T, scale_T1.flatten())
     arrived = torch.zeros(int8_gemm.num_counters(70), dtype=torch.int32, device=DEVICE)
-    out_TN = int8_gemm.multiply(
-        stored_TK, scale_T, weight_NK, scale_N, bias_N, arrived, dtype=torch.float32, num_sms=4
-    )
+    out_TN = int8_gemm.multiply(stored_TK, scale_T, weight_NK, scale_N, bias_N, arrived, dtype=torch.float32, num_sms=4)
     sums_TN = (rounded_TK.double() @ weight_NK.double().T).float()
     torch.testing.assert_close(out_TN, sums_TN * (scale_N * scale_T1) + bias_N, rtol=1e-6, atol=1e-5)
     assert not arrived.any()

@@ -167,7 +167,11 @@ def test_biases_of_zeros_and_missing_groups_change_nothing(gptq: Pair, tmp_path:
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(
-    gptq: Pair, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], quantization: dict[str, Any], message: str
+    gptq: Pair,
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], object],
+    quantization: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(rewritten(gptq.quantized, tmp_path / "changed", change, **quantization))

@@ -16,7 +16,10 @@ from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.parallel import TensorParallel, kv_heads, local_config
+from models.linear import Linear
 from models.quantization.fp8_linear import Fp8Linear
+from models.quantization.int8_linear import Int8Linear
+from models.quantization.packed_linear import PackedLinear
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
@@ -264,21 +267,31 @@ def test_ranks_hold_whole_groups_or_are_refused_with_the_sizes_that_do(models: d
     with pytest.raises(ConfigError, match="16 channels of queries are no multiple of 32") as refused:
         local_config(config, TensorParallel(0, 4))
     assert refused.value.allowed == ("1", "2")
-    assert local_config(read_config(models["gpt-oss in mxfp4"]), TensorParallel(1, 2)).moe.intermediate_size == 64
+    moe = local_config(read_config(models["gpt-oss in mxfp4"]), TensorParallel(1, 2)).moe
+    assert moe is not None
+    assert moe.intermediate_size == 64
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_ranks_draw_their_parts_of_one_model(name: str, models: dict[str, Path]) -> None:
     config = read_config(models[name])
 
-    def module(parallel: TensorParallel) -> torch.nn.Module:
+    def weight(parallel: TensorParallel) -> torch.Tensor:
         backend = backend_for(local_config(config, parallel))
-        options = {"backend": backend, "dtype": "float32", "device": "cpu", "load_format": "dummy"}
-        return load_model(models[name], config, parallel=parallel, **options).get_submodule("model.layers.1.self_attn")
+        model = load_model(
+            models[name],
+            config,
+            backend=backend,
+            dtype="float32",
+            device="cpu",
+            load_format="dummy",
+            parallel=parallel,
+        )
+        layer = model.get_submodule("model.layers.1.self_attn.o_proj")
+        assert isinstance(layer, Linear)
+        return layer.dequantized(torch.float32) if isinstance(layer, PackedLinear | Int8Linear) else layer.weight
 
-    whole, *parts = (module(parallel).o_proj for parallel in (TensorParallel(), *ranks(2)))
-    weights = [getattr(each, "dequantized", lambda _, each=each: each.weight)(torch.float32) for each in (whole, *parts)]
-    assert torch.equal(torch.cat(weights[1:], dim=1), weights[0])
+    assert torch.equal(torch.cat([weight(parallel) for parallel in ranks(2)], dim=1), weight(TensorParallel()))
 
 
 def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Path]) -> None:

@@ -271,10 +271,15 @@ def test_gpt_oss_has_yarn_unless_it_says_otherwise(tmp_path: Path) -> None:
     assert silent == read(tmp_path, GPT_OSS)
 
 
-def test_gpt_oss_in_mxfp4_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
-    quantized = GPT_OSS | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    with pytest.raises(ConfigError, match=r"quant_method is 'mxfp4'.*dequantize=True") as caught:
-        read(tmp_path, quantized)
+def test_gpt_oss_as_published_has_experts_in_mxfp4(tmp_path: Path) -> None:
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": names}
+    config = read(tmp_path, GPT_OSS | {"quantization_config": quantization})
+    assert config.quantization is not None
+    assert config.quantization.covers("model.layers.3.mlp.experts")
+    assert not config.quantization.covers("model.layers.3.self_attn.q_proj")
+    with pytest.raises(ConfigError, match=r"quant_method mxfp4") as caught:
+        read(tmp_path, GPT_OSS | {"quantization_config": {"quant_method": "fp8"}})
     assert caught.value.field == "quantization_config"
 
 

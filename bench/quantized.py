@@ -170,4 +170,4 @@ if __name__ == "__main__":
 
     from bench.table import print_rows
 
-    print_rows(list(run(print, tuple(sys.argv[1:]))))
+    print_rows("Quantized weights on a GPU", list(run(print, tuple(sys.argv[1:]))))

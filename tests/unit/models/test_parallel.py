@@ -15,8 +15,8 @@ from attention.blocksparse_mask import token_mask
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
-from models.parallel import TensorParallel, kv_heads, local_config
 from models.linear import Linear
+from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
 from models.quantization.int8_linear import Int8Linear
 from models.quantization.packed_linear import PackedLinear

@@ -336,7 +336,7 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
         (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types", "46 layers"),
         (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "above 0"),
         (text(GEMMA3, attn_logit_softcapping=50.0), "attn_logit_softcapping", "null"),
-        (GEMMA3 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "not supported"),
+        (GEMMA3 | {"quantization_config": {"quant_method": "aqlm"}}, "quantization_config", "not supported"),
         (GEMMA2 | {"sliding_window": None}, "sliding_window", "at least 1"),
         (text(GEMMA3, rope_parameters={"full_attention": {}}), "rope_scaling", "keep either"),
         (

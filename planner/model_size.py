@@ -44,7 +44,8 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        return (self.dense + self.experts) * self.linear_bytes + (self.head + self.embedding) * self.head_bytes
+        linear = round((self.dense + self.experts) * self.linear_bytes)
+        return linear + (self.head + self.embedding) * self.head_bytes
 
     def read_bytes(self, tokens: int) -> float:
         """The weights that a step of so many tokens reads, with even routing."""

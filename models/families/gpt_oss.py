@@ -58,11 +58,11 @@ class GptOssExperts(nn.Module):
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
-        gate_up, down = self._weights(expert, x_RD.dtype)
+        gate_up, down = self._weights(expert)
         gated_RI = self._activate(self.multiply(x_RD, gate_up, self.gate_up_proj_bias[expert]))
         return self.multiply(gated_RI, down, self.down_proj_bias[expert])
 
-    def _weights(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _weights(self, expert: int) -> tuple[Tensor, Tensor]:
         """Both layers' weights, outputs first."""
         return self.gate_up_proj[expert].t(), self.down_proj[expert].t()
 
@@ -74,6 +74,11 @@ class GptOssExperts(nn.Module):
 
 class Mxfp4Experts(GptOssExperts):
     """Experts as they were published: outputs first, 32 inputs in 16 bytes with a power of two."""
+
+    gate_up_proj_blocks: nn.Parameter
+    gate_up_proj_scales: nn.Parameter
+    down_proj_blocks: nn.Parameter
+    down_proj_scales: nn.Parameter
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -115,11 +120,10 @@ class Mxfp4Experts(GptOssExperts):
             batch_invariant=self.batch_invariant,
         )
 
-    def _weights(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        gate_up = mxfp4.dequantize(
-            self.gate_up_proj_blocks[expert].flatten(1), self.gate_up_proj_scales[expert], dtype=dtype
-        )
-        down = mxfp4.dequantize(self.down_proj_blocks[expert].flatten(1), self.down_proj_scales[expert], dtype=dtype)
+    def _weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        dtype = self.down_proj_bias.dtype
+        gate_up = mxfp4.dequantize(self.gate_up_proj_blocks[expert], self.gate_up_proj_scales[expert], dtype=dtype)
+        down = mxfp4.dequantize(self.down_proj_blocks[expert], self.down_proj_scales[expert], dtype=dtype)
         return gate_up, down
 
 

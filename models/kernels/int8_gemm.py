@@ -138,7 +138,7 @@ def _multiply_kernel(
         in_K = channels_K[None, :] < num_channels - step * DEPTH
         weight = tl.load(weight_NK + step * DEPTH, mask=in_K, other=0)
         x = tl.load(x_TK + step * DEPTH, mask=in_K, other=0)
-        sum_NT = tl.dot(weight, x.T, sum_NT)
+        sum_NT = tl.dot(weight, x.T, sum_NT, out_dtype=tl.int32)
     if partial_ptr is not None:
         places_NT = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         places_NT += tile * splits * (ROWS * TOKENS)

@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ writes it for its gemm kernel: words along the outputs, whose places alternate even and odd outputs."""
+"""AWQ as AutoAWQ writes it for its gemm kernel: words along the outputs, even outputs before odd ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

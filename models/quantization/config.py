@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized, read from config.json: one value for every publisher's spelling of a scheme.
+"""How a checkpoint's weights are quantized, read from config.json: one value for all publishers' spellings of a scheme.
 
 fp8 is read here, from DeepSeek's, AutoFP8's and compressed-tensors' files; other schemes have files of their own.
 A field that is not understood is refused: a scale that is misread is a wrong model, not a slow one.
@@ -206,8 +206,8 @@ class _CompressedTensorsFields(QuantizationFields):
                 raise group.refuse("input_activations", "null", cure=CURE)
             return IntegersFields.read(group.table("weights")).config(unquantized)
         if self.format == "int-quantized":
-            numbers = [Int8Fields.read(group.table(field)) for field in ("weights", "input_activations")]
-            return int8_config(*numbers, unquantized)
+            weights, inputs = (Int8Fields.read(group.table(field)) for field in ("weights", "input_activations"))
+            return int8_config(weights, inputs, unquantized)
         return self._fp8(group, unquantized)
 
     def _fp8(self, group: _GroupFields, unquantized: tuple[str, ...]) -> Fp8Config:

@@ -22,8 +22,8 @@ def repack_(blocks_NGB: Tensor) -> None:
     blocks_NGB.copy_(pack_halves(numbers, 4).view(blocks_NGB.shape))
 
 
-def dequantize(stored_NB: Tensor, scales_NG: Tensor, *, dtype: torch.dtype) -> Tensor:
+def dequantize(blocks_NGB: Tensor, scales_NG: Tensor, *, dtype: torch.dtype) -> Tensor:
     """[N, C] in `dtype` of an expert's numbers in the form of products, and exponents of two."""
-    values = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=stored_NB.device)
-    numbers_NGC = values[unpack_halves(stored_NB, 4).long()].unflatten(1, (-1, MXFP4_BLOCK))
+    values = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=blocks_NGB.device)
+    numbers_NGC = values[unpack_halves(blocks_NGB.flatten(1), 4).long()].unflatten(1, (-1, MXFP4_BLOCK))
     return torch.ldexp(numbers_NGC, (scales_NG.int() - _SCALE_BIAS).unsqueeze(-1)).flatten(1).to(dtype)

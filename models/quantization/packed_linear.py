@@ -48,7 +48,11 @@ class StoredLayer:
                 continue
             parameter = f"{key}_{layout.suffix}"
             kind = TORCH_DTYPES[layout.dtype] if layout.dtype else _float_of(found, dtype)
-            empty = torch.empty(layout.shape(*shape), dtype=kind, device=device)
+            sizes = list(layout.shape(*shape))
+            if found is not None and layout.inputs is not None and config.cut_whole(layout):
+                # All ranks' groups, of which a rank may have any inputs; the loader refuses other numbers of axes.
+                sizes[layout.inputs.dim] = max(found.shape[layout.inputs.dim : layout.inputs.dim + 1], default=1)
+            empty = torch.empty(sizes, dtype=kind, device=device)
             module.register_parameter(parameter, nn.Parameter(empty, requires_grad=False))
             self._parameters[role] = (layout, parameter)
 

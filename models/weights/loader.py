@@ -7,6 +7,7 @@ fit.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,6 +30,7 @@ from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3
+from models.quantization.packed_config import PackedConfig
 from models.quantization.replace import (
     finish_quantized,
     quantize,
@@ -107,6 +109,9 @@ def load_model(
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
     if batch_invariant:
         refuse_batch_invariance(parallel)
+    if load_format == "dummy" and isinstance(config.quantization, PackedConfig):
+        # Without a checkpoint there is no order of inputs.
+        config = replace(config, quantization=replace(config.quantization, reordered=False))
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
     model = _build(
         local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device, stored=stored

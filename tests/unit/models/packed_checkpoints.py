@@ -207,7 +207,8 @@ def save_packed(
     config = getattr(transformers, f"{family}Config")(**{**SIZES[family], **fields})
     model_class = getattr(transformers, f"{family}ForCausalLM")
     model_class(config).save_pretrained(plain)
-    tensors, rounded = {}, {}
+    tensors: dict[str, Tensor] = {}
+    rounded: dict[str, Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         if name.endswith(LINEAR) and not name.startswith(left_out):
             layer = name.removesuffix("weight")

@@ -16,8 +16,11 @@ from attention.blocksparse_mask import token_mask
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
+from models.linear import Linear
 from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
+from models.quantization.int8_linear import Int8Linear
+from models.quantization.packed_linear import PackedLinear
 from models.weights.checkpoint import read_checkpoint
 from models.weights.expert_names import in_our_names
 from models.weights.loader import checkpoint_views, load_model
@@ -26,6 +29,14 @@ from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
 from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
+from tests.unit.models.packed_checkpoints import (
+    AWQ_CONFIG,
+    gptq_config,
+    int8_config,
+    packed_config,
+    save_gpt_oss,
+    save_packed,
+)
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
 from tests.unit.models.phi3_small_checkpoint import save_phi3_small
@@ -69,6 +80,15 @@ BY_NAME: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 SPARSE, SPARSE_MULTI_QUERY = "phi-3-small", "phi-3-small with one kv head"
 SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stride": 8, "mup_width_multiplier": 2.0}
 PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
+PACKED: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
+    {
+        "llama in gptq with reordered inputs": lambda path: save_packed("Llama", path, gptq_config(desc_act=True)),
+        "llama in awq": lambda path: save_packed("Llama", path, AWQ_CONFIG),
+        "llama in int8": lambda path: save_packed("Llama", path, int8_config(static=False)),
+        "deepseek in w4a16": lambda path: save_packed("DeepseekV3", path, packed_config(symmetric=False)),
+        "gpt-oss in mxfp4": save_gpt_oss,
+    }
+)
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "phi-3 in fp8 by channel": (4,),
@@ -77,6 +97,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "deepseek in fp8 by block": (2,),
         "qwen2-moe in fp8 by block": (2,),
     }
+    | dict.fromkeys(PACKED, (2,))
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
@@ -118,6 +139,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2-moe in fp8 by block": lambda path: save_fp8(
             "Qwen2Moe", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_QWEN2_MOE
         ),
+        **PACKED,
     }
     for name, save in by_name.items():
         save(root / name)
@@ -280,6 +302,38 @@ def test_fp8_weights_are_those_of_their_rows_and_columns(models: dict[str, Path]
     assert torch.equal(torch.cat(parts, dim=1), layer(TensorParallel(), down))
     gates, ups = zip(*(layer(parallel, gate_up).chunk(2) for parallel in ranks(2)), strict=True)
     assert torch.equal(torch.cat((*gates, *ups)), layer(TensorParallel(), gate_up))
+
+
+def test_ranks_hold_whole_groups_or_are_refused_with_the_sizes_that_do(models: dict[str, Path]) -> None:
+    config = read_config(models["llama in awq"])
+    with pytest.raises(ConfigError, match="16 channels of queries are no multiple of 32") as refused:
+        local_config(config, TensorParallel(0, 4))
+    assert refused.value.allowed == ("1", "2")
+    moe = local_config(read_config(models["gpt-oss in mxfp4"]), TensorParallel(1, 2)).moe
+    assert moe is not None
+    assert moe.intermediate_size == 64
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_ranks_draw_their_parts_of_one_model(name: str, models: dict[str, Path]) -> None:
+    config = read_config(models[name])
+
+    def weight(parallel: TensorParallel) -> torch.Tensor:
+        backend = backend_for(local_config(config, parallel))
+        model = load_model(
+            models[name],
+            config,
+            backend=backend,
+            dtype="float32",
+            device="cpu",
+            load_format="dummy",
+            parallel=parallel,
+        )
+        layer = model.get_submodule("model.layers.1.self_attn.o_proj")
+        assert isinstance(layer, Linear)
+        return layer.dequantized(torch.float32) if isinstance(layer, PackedLinear | Int8Linear) else layer.weight
+
+    assert torch.equal(torch.cat([weight(parallel) for parallel in ranks(2)], dim=1), weight(TensorParallel()))
 
 
 def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Path]) -> None:

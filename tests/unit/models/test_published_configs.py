@@ -271,10 +271,15 @@ def test_gpt_oss_has_yarn_unless_it_says_otherwise(tmp_path: Path) -> None:
     assert silent == read(tmp_path, GPT_OSS)
 
 
-def test_gpt_oss_in_mxfp4_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
-    quantized = GPT_OSS | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    with pytest.raises(ConfigError, match=r"quant_method is 'mxfp4'.*dequantize=True") as caught:
-        read(tmp_path, quantized)
+def test_gpt_oss_as_published_has_experts_in_mxfp4(tmp_path: Path) -> None:
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": names}
+    config = read(tmp_path, GPT_OSS | {"quantization_config": quantization})
+    assert config.quantization is not None
+    assert config.quantization.covers("model.layers.3.mlp.experts")
+    assert not config.quantization.covers("model.layers.3.self_attn.q_proj")
+    with pytest.raises(ConfigError, match=r"quant_method mxfp4") as caught:
+        read(tmp_path, GPT_OSS | {"quantization_config": {"quant_method": "fp8"}})
     assert caught.value.field == "quantization_config"
 
 
@@ -332,7 +337,7 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
         (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types", "46 layers"),
         (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "above 0"),
         (text(GEMMA3, attn_logit_softcapping=50.0), "attn_logit_softcapping", "null"),
-        (GEMMA3 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "not supported"),
+        (GEMMA3 | {"quantization_config": {"quant_method": "aqlm"}}, "quantization_config", "not supported"),
         (GEMMA2 | {"sliding_window": None}, "sliding_window", "at least 1"),
         (text(GEMMA3, rope_parameters={"full_attention": {}}), "rope_scaling", "keep either"),
         (

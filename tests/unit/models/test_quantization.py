@@ -9,7 +9,12 @@ import pytest
 from baton.errors import ConfigError
 from models.config.reader import read_config
 from models.identity import config_digest
-from models.quantization.config import Fp8Config, Granularity
+from models.quantization.awq import AwqConfig
+from models.quantization.config import Fp8Config, Granularity, Quantization
+from models.quantization.gptq import GptqConfig
+from models.quantization.int8_config import Int8Config
+from models.quantization.pack_quantized import PackQuantizedConfig
+from tests.unit.models.packed_checkpoints import AWQ_CONFIG, gptq_config, int8_config, packed_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,7 +73,7 @@ COMPRESSED_BLOCKS = compressed(
 )
 
 
-def read(directory: Path, quantization: dict[str, Any] | None) -> Fp8Config | None:
+def read(directory: Path, quantization: dict[str, Any] | None) -> Quantization | None:
     (directory / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))
     return read_config(directory).quantization
 
@@ -91,18 +96,44 @@ def read(directory: Path, quantization: dict[str, Any] | None) -> Fp8Config | No
         (COMPRESSED | {"kv_cache_scheme": NUMBERS}, Fp8Config(Granularity.TENSOR, True, unquantized=("lm_head",))),
         (COMPRESSED_DYNAMIC, Fp8Config(Granularity.CHANNEL, False, unquantized=("lm_head",))),
         (COMPRESSED_BLOCKS, Fp8Config(Granularity.BLOCK, False, unquantized=("lm_head",))),
+        (gptq_config(damp_percent=0.1, meta={"quantizer": "gptq"}), GptqConfig("gptq", 4, 32, True)),
+        (
+            gptq_config(bits=8, group_size=-1, sym=False, desc_act=True, checkpoint_format="gptq_v2"),
+            GptqConfig("gptq_v2", 8, None, False, reordered=True),
+        ),
+        (AWQ_CONFIG | {"version": "GEMM"}, AwqConfig("awq", 4, 32, False)),
+        (packed_config(actorder="weight"), PackQuantizedConfig("pack-quantized", 4, 32, True, False, ("lm_head",))),
+        (
+            packed_config(num_bits=8, strategy="channel", group_size=None, actorder="group"),
+            PackQuantizedConfig("pack-quantized", 8, None, True, True, ("lm_head",)),
+        ),
+        (int8_config(static=True), Int8Config("int8", True, True, ("lm_head",))),
+        (int8_config(static=False), Int8Config("int8", True, False, ("lm_head",))),
         (None, None),
     ],
 )
-def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, expected: Fp8Config | None) -> None:
+def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, expected: Quantization | None) -> None:
     assert read(tmp_path, published) == expected
 
 
 @pytest.mark.parametrize(
     ("published", "field", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config", "quant_method fp8"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config", "quant_method gptq"),
         ({"quant_method": "mxfp4"}, "quantization_config", "bfloat16"),
+        (gptq_config(bits=3), "bits", "4"),
+        (gptq_config(group_size=0), "group_size", "-1"),
+        (gptq_config(dynamic={"-:lm_head": {}}), "dynamic", "null"),
+        (gptq_config(lm_head=True), "lm_head", "false"),
+        (gptq_config(rotation="hadamard"), "rotation", "null"),
+        (gptq_config(checkpoint_format="marlin"), "checkpoint_format", "gptq_v2"),
+        (AWQ_CONFIG | {"version": "gemv"}, "version", "gemm"),
+        (AWQ_CONFIG | {"zero_point": False}, "zero_point", "true"),
+        (packed_config(num_bits=3), "num_bits", "4"),
+        (packed_config(type="float"), "type", "int"),
+        (packed_config(group_size=None), "group_size", "at least 1"),
+        (packed_config() | {"format": "nvfp4-pack-quantized"}, "format", "pack-quantized"),
+        (int8_config(static=True) | {"format": "naive-quantized"}, "format", "int-quantized"),
         ({}, "quantization_config", "quant_method fp8"),
         (DEEPSEEK | {"fmt": "e5m2"}, "fmt", "e4m3"),
         (DEEPSEEK | {"weight_block_size": [64, 128]}, "weight_block_size", "[128, 128]"),
@@ -112,7 +143,8 @@ def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, ex
         (DEEPSEEK | {"expert_dtype": "fp4"}, "expert_dtype", "fp8"),
         (DEEPSEEK | {"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert", "null"),
         (DEEPSEEK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert", "list"),
-        (COMPRESSED | {"format": "pack-quantized"}, "format", "float-quantized"),
+        (COMPRESSED | {"format": "int-quantized"}, "type", "int"),
+        (COMPRESSED | {"format": "pack-quantized"}, "input_activations", "null"),
         (COMPRESSED | {"quantization_status": "calibration"}, "quantization_status", "frozen"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format", "dense"),
         (COMPRESSED | {"transform_config": {"r": 1}}, "transform_config", "null"),

@@ -50,9 +50,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     adapters = ",".join(f"{name}={directories[name]}" for name in ("one", "two"))
     node: Flags = {"num_blocks": 256, "adapter": adapters, "max_adapters": 4, "adapter_directory": root / "watched"}
     with machines() as start:
-        nodes = start.nodes(("prefill", node), ("decode", {**node, "tensor_parallel_size": 2}))
-        gateway = start.gateway([nodes[0]], [nodes[1]], local_policy="strict")
-        yield Pair(start, *nodes, gateway, root / "watched", directories, merged)
+        prefill, decode = start.nodes(("prefill", node), ("decode", {**node, "tensor_parallel_size": 2}))
+        gateway = start.gateway([prefill], [decode], local_policy="strict")
+        yield Pair(start, prefill, decode, gateway, root / "watched", directories, merged)
 
 
 async def names(client: Client) -> dict[str, str]:

@@ -159,8 +159,8 @@ def slo_from_proto(message: pb.Slo) -> Slo:
     )
 
 
-def adapter_to_proto(adapter: AdapterRef | None) -> pb.Adapter | None:
-    return None if adapter is None else pb.Adapter(name=adapter.name, revision=adapter.revision)
+def adapter_to_proto(adapter: AdapterRef) -> pb.Adapter:
+    return pb.Adapter(name=adapter.name, revision=adapter.revision)
 
 
 def adapter_from_proto(message: pb.Adapter) -> AdapterRef | None:

@@ -71,6 +71,14 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
         await _refuse(context)
         yield node_pb2.SwitchRoleResponse()
 
+    async def LoadAdapter(self, request: node_pb2.LoadAdapterRequest, context: Context) -> node_pb2.LoadAdapterResponse:
+        await _refuse(context)
+
+    async def UnloadAdapter(
+        self, request: node_pb2.UnloadAdapterRequest, context: Context
+    ) -> node_pb2.UnloadAdapterResponse:
+        await _refuse(context)
+
     async def Pair(  # type: ignore[override]
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: Context
     ) -> None:

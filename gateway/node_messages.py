@@ -41,6 +41,7 @@ class NodeMessages:
 
     def __init__(self, request: Request, policy: LocalPolicy) -> None:
         self._request = request
+        self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
         self._policy = policy
         # Stop strings are the gateway's business: nodes see no text.
         self._sampling = sampling_to_proto(request.sampling)
@@ -62,7 +63,7 @@ class NodeMessages:
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
-            adapter=adapter_to_proto(self._request.adapter),
+            adapter=self._adapter,
             policy=_POLICIES[self._policy],
             prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
             prefill_incarnation=prefill_incarnation,
@@ -86,7 +87,7 @@ class NodeMessages:
             output_token_ids=output,
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
-            adapter=adapter_to_proto(self._request.adapter),
+            adapter=self._adapter,
             ticket=ticket,
             priority=self._request.priority,
             first_token_s=due.first_token_s,

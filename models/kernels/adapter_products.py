@@ -183,7 +183,7 @@ def _expand_token(
         tl.store(out_ptrs, round_to(out_N, out_ptr.dtype.element_ty, INTERPRETED), mask=mask_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_tile(
     x_ptr,
     a_ptr,
@@ -226,7 +226,7 @@ def _shrink_tile(
         slot = tl.max(slots_T, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand_tile(
     shrunk_ptr,
     b_ptr,

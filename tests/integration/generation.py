@@ -66,6 +66,7 @@ async def generate(
     timeout_s: float = DEADLINE_S,
     channel: grpc.aio.Channel | None = None,
     cache_salt: str = "",
+    model: str = "",
     result: Result | None = None,
 ) -> Result:
     """One request, from first to last message.
@@ -77,7 +78,7 @@ async def generate(
     Raises:
         BatonError: the gateway's error.
     """
-    request = pb.GenerateRequest(sampling=sampling_to_proto(params), cache_salt=cache_salt)
+    request = pb.GenerateRequest(sampling=sampling_to_proto(params), cache_salt=cache_salt, model=model)
     if isinstance(prompt, str):
         request.text = prompt
     else:

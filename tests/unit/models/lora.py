@@ -45,7 +45,7 @@ def rank_of(config: dict[str, Any], layer: str) -> int:
 
 
 def merge(base: Path, adapter: Path, merged: Path) -> Path:
-    """The base with W + B A * scale in place of each W: what PEFT's `merge_and_unload` saves."""
+    """The base with W + B A * scale, in float32, in place of each W, as by PEFT's `merge_and_unload`."""
     merged.mkdir(parents=True)
     for file in base.iterdir():
         if file.is_file():
@@ -61,6 +61,6 @@ def merge(base: Path, adapter: Path, merged: Path) -> Path:
         alpha = next((alphas[key] for key in alphas if layer.endswith(key)), config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         weight = weights[f"{layer}.weight"]
-        weights[f"{layer}.weight"] = (weight.double() + b.double() @ a.double() * scale).to(weight.dtype)
+        weights[f"{layer}.weight"] = (weight.double() + b.double() @ a.double() * scale).float()
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
     return merged

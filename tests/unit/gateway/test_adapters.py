@@ -1,0 +1,71 @@
+"""Which adapters a gateway serves, of which revision, and to which nodes it sends their requests."""
+
+import pytest
+
+from baton.errors import NoNode
+from baton.types import AdapterRef, LocalPolicy
+from gateway.node_choice import NodeChoice
+from gateway.prefix_index import PromptBlocks
+from gateway.router import Wanted
+from protos.baton.v1 import common_pb2
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, rules
+
+OLD, NEW, OTHER = AdapterRef("sql", "1" * 32), AdapterRef("sql", "2" * 32), AdapterRef("chat", "3" * 32)
+
+
+def give(fleet: SmallFleet, address: str, *adapters: AdapterRef) -> None:
+    """The node's next status has these adapters."""
+    nodes = fleet.decodes if address.startswith("d") else fleet.prefills
+    status = nodes[address].status
+    del status.adapters[:]
+    status.adapters.extend(common_pb2.Adapter(name=each.name, revision=each.revision) for each in adapters)
+    fleet.status_received(DECODE if address.startswith("d") else PREFILL, address, status, 1.0)
+
+
+def test_the_revision_of_a_whole_pair_serves_while_another_takes_its_place() -> None:
+    fleet = SmallFleet(2, 2)
+    assert fleet.adapters() == {}
+    for address in ("p1", "p2", "d1", "d2"):
+        give(fleet, address, OLD)
+    assert fleet.adapters() == {"sql": OLD}
+    give(fleet, "p1", NEW, OTHER)
+    give(fleet, "p2", NEW)
+    assert fleet.adapters()["chat"] == OTHER
+    give(fleet, "d1", NEW)
+    assert fleet.adapters()["sql"] == NEW
+    give(fleet, "p1", OLD)
+    give(fleet, "p2", OLD)
+    assert fleet.adapters()["sql"] == OLD
+
+
+@pytest.mark.parametrize("policy", list(LocalPolicy))
+def test_all_nodes_of_a_request_have_its_adapter(policy: LocalPolicy) -> None:
+    fleet = SmallFleet(2, 3, policy)
+    give(fleet, "p2", OLD)
+    give(fleet, "d3", OLD, OTHER)
+    placement = fleet.place(Wanted(num_tokens=64, policy=policy, adapter=OLD), 0.0)
+    assert placement is not None
+    assert placement.decode.address == "d3"
+    assert placement.prefill is None or placement.prefill.address == "p2"
+    assert (placement.prefill is None) == (policy is LocalPolicy.LOCAL)
+    assert decoding_node(fleet, Wanted(num_tokens=64, policy=policy, adapter=NEW)) is None
+
+
+def test_a_request_without_a_pair_for_its_adapter_ends_with_the_nodes_that_have_it() -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    give(fleet, "d1", OLD)
+    choice = NodeChoice(rules(LocalPolicy.STRICT), fleet, adapter=OLD)
+    with pytest.raises(NoNode, match=f"the adapter sql of revision {OLD.revision} is on node-21, and all nodes"):
+        choice.decode_node(64, begun=False, now_s=0.0)
+    give(fleet, "p1", OLD)
+    assert choice.decode_node(64, begun=False, now_s=0.0) is not None
+
+
+def test_blocks_of_a_prompt_have_other_names_with_each_adapter_and_revision() -> None:
+    prompt = list(range(32))
+    numbers = {
+        tuple(PromptBlocks(prompt, cache_salt="", adapter=adapter).numbers("model", 16).up_to(2))
+        for adapter in (None, OLD, NEW, OTHER, AdapterRef("other", OLD.revision))
+    }
+    assert len(numbers) == 5
+    assert len({number for each in numbers for number in each}) == 10

@@ -16,7 +16,7 @@ from attention.kernels.rotary.heads import rotate_qkv
 from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
-from attention.rotation import HeadNorms, Rotation, RowNorm
+from attention.rotation import HeadNorms, Rotation
 from baton.errors import InternalError
 from kvcache.access import store_kv
 from kvcache.cache import PagedKVCache
@@ -157,10 +157,12 @@ class Attention(nn.Module):
         Args:
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
             rotation: of the first channels of each head, or of all; None: nothing turns.
-            norms: of each head of queries and keys, before they turn.
+            norms: of each head of queries and keys.
         """
-        if rotation is None or not qkv_TX.is_cuda:
+        in_torch = rotation is None or (norms is not None and norms.turned)  # neither of which the kernel knows
+        if in_torch or not qkv_TX.is_cuda:
             return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
+        assert rotation is not None
         calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
         writes = self.uses_cache and not self.shares_kv and not calculates
         kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
@@ -194,12 +196,16 @@ class Attention(nn.Module):
         """Normed and turned queries and keys, and values: the twin of the kernel."""
         qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
         qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if norms is not None:
-            q_THD, k_TKD = qk_TXD.split([self.num_heads, self.num_kv_heads], dim=1)
-            qk_TXD = torch.cat((_of_heads(norms.q, q_THD), _of_heads(norms.k, k_TKD)), dim=1)
+        heads = [self.num_heads, self.num_kv_heads]
+        if norms is not None and not norms.turned:
+            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
         # Queries and keys turn by the same angles: one rotation serves both.
-        turned_TXD = qk_TXD if rotation is None else rotation.apply(qk_TXD)
-        return turned_TXD[:, : self.num_heads], turned_TXD[:, self.num_heads :], v_TKD
+        if rotation is not None:
+            qk_TXD = rotation.apply(qk_TXD)
+        if norms is not None and norms.turned:
+            qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
+        q_THD, k_TKD = qk_TXD.split(heads, dim=1)
+        return q_THD, k_TKD, v_TKD
 
     def _split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -292,8 +298,3 @@ class Attention(nn.Module):
             "backend": self.backend.capabilities.name,
         }
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
-
-
-def _of_heads(norm: RowNorm, x_THD: Tensor) -> Tensor:
-    """The norm of each head, by a norm of rows."""
-    return norm(x_THD.flatten(0, 1)).view_as(x_THD)

@@ -30,10 +30,20 @@ class RowNorm(Protocol):
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """The norms of each head of the queries and of the keys, before they turn."""
+    """The norms of each head of the queries and of the keys, before they turn.
+
+    Attributes:
+        turned: after they turn instead.
+    """
 
     q: RowNorm
     k: RowNorm
+    turned: bool = False
+
+    def apply(self, q_THD: Tensor, k_TKD: Tensor) -> Tensor:
+        """Normed queries and keys in one tensor, one after the other."""
+        normed = (norm(x.flatten(0, 1)).view_as(x) for norm, x in ((self.q, q_THD), (self.k, k_TKD)))
+        return torch.cat(tuple(normed), dim=1)
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,13 @@ class Rotation:
     Attributes:
         cos_TP, sin_TP: float32, contiguous.
         interleaved: channels 2i and 2i+1 turn together; otherwise channel i and i + P.
+        query_scale_T1: factor of each token's queries, which models apply themselves; None: 1.
     """
 
     cos_TP: Tensor
     sin_TP: Tensor
     interleaved: bool
+    query_scale_T1: Tensor | None = None
 
     def apply(self, x_THD: Tensor) -> Tensor:
         """`x_THD` turned, in its dtype, with its channels in their order. Computes in float32."""

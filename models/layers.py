@@ -2,10 +2,10 @@
 fills every one.
 
 On a GPU one kernel does what several calls of torch do on a CPU, with the same roundings. Shapes: T token, D hidden
-channel, I channel of an MLP.
+channel, I channel of an MLP, H head, C head channel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, s
 
 from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
-from models.parallel import ParallelModule
+from models.parallel import ParallelModule, TensorParallel
 
 
 class RMSNorm(nn.Module):
@@ -58,6 +58,39 @@ class LayerNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class NormOfEachHead(ParallelModule):
+    """Layer norms without biases, one for each head. Every rank has all their weights, of which it uses those of its
+    heads.
+
+    Args:
+        num_heads: of the whole model.
+        held: a rank's heads among that many.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        size: int,
+        *,
+        held: Callable[[int, TensorParallel], range],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, size, dtype=dtype))
+        self.held, self.eps = held, eps
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """(Tensor name in the checkpoint, relative to this layer; the row that it fills.)"""
+        for head, row in enumerate(self.weight.data):
+            yield f"norms.{head}.weight", row
+
+    def forward(self, x_THC: Tensor) -> Tensor:
+        heads = self.held(len(self.weight), self.parallel)
+        normed_THC = layer_norm(x_THC.float(), x_THC.shape[-1:], eps=self.eps)
+        return (normed_THC * self.weight[heads.start : heads.stop].float()).to(x_THC.dtype)
 
 
 class Embedding(ParallelModule):

@@ -15,7 +15,7 @@ from models.kernels.decode_matmul import DecodeMultiply
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
-from models.linear import Multiply
+from models.linear import Linear, Multiply
 from models.quantization.fp8 import dequantize_blocks
 
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
@@ -24,6 +24,9 @@ from models.quantization.fp8 import dequantize_blocks
 # to 1 % less beyond; a layer of DeepSeek-V3's size takes 1.4 % longer at 1 token.
 _MAX_TOKENS_IN_ONE_LAUNCH = 96
 _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
+
+# Scores rise with logits, and high ones round to the same score where the logits still differ.
+_BY_LOGITS = (TopKMethod.GREEDY, TopKMethod.SPARSE_MIXER)
 
 
 class Router(nn.Module):
@@ -43,10 +46,11 @@ class Router(nn.Module):
             num_groups=moe.num_groups,
             groups_per_token=moe.groups_per_token,
             sigmoid=moe.scoring is Scoring.SIGMOID,
-            by_logits=moe.method is TopKMethod.GREEDY,
+            by_logits=moe.method in _BY_LOGITS,
             groups_by_two=moe.method is TopKMethod.NOAUX_TC,
             normalize_weights=moe.normalize_weights,
             weight_scale=moe.weight_scale,
+            mixer_threshold=moe.mixer_threshold if moe.method is TopKMethod.SPARSE_MIXER else None,
         )
         self.multiply: Multiply = linear
         self.batch_invariant = False
@@ -70,14 +74,22 @@ class Router(nn.Module):
                 batch_invariant=self.batch_invariant,
             )
         logits_TE = self.multiply(x_TD.float(), self.weight, self.bias)
-        scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
-        # Scores rise with logits, and high ones round to the same score where the logits still differ.
-        ranked_TE = logits_TE if self.moe.method is TopKMethod.GREEDY else self._rank(scores_TE)
-        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
-        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.choice.mixer_threshold is not None:
+            weights_TK, experts_TK = mixed_experts(
+                logits_TE, self.moe.experts_per_token, threshold=self.choice.mixer_threshold
+            )
+        else:
+            weights_TK, experts_TK = self._best(logits_TE)
         if self.moe.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * self.moe.weight_scale, experts_TK
+
+    def _best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and experts [T,K]."""
+        scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
+        ranked_TE = logits_TE if self.moe.method in _BY_LOGITS else self._rank(scores_TE)
+        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
+        return scores_TE.gather(1, experts_TK), experts_TK
 
     def _rank(self, scores_TE: Tensor) -> Tensor:
         """The scores that rank experts: `scores_TE`, corrected, and -inf in all groups but the best."""
@@ -94,6 +106,19 @@ class Router(nn.Module):
         ruled_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best_TG, value=False)
         grouped_TGE = grouped_TGE.masked_fill(ruled_out_TG.unsqueeze(-1), -torch.inf)
         return grouped_TGE.flatten(-2)
+
+
+def mixed_experts(logits_TE: Tensor, experts_per_token: int, *, threshold: float) -> tuple[Tensor, Tensor]:
+    """Weights and experts [T,K] of `TopKMethod.SPARSE_MIXER`."""
+    left_TE, weights, experts = logits_TE, [], []
+    for _ in range(experts_per_token):
+        best_T1, expert_T1 = left_TE.max(dim=-1, keepdim=True)
+        far_TE = best_T1 - logits_TE > threshold * logits_TE.abs().clamp(min=best_T1)
+        near_TE = left_TE.masked_fill(far_TE, -torch.inf)
+        weights.append(near_TE.softmax(dim=-1).gather(1, expert_T1))
+        experts.append(expert_T1)
+        left_TE = left_TE.scatter(1, expert_T1, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(experts, dim=1)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -200,7 +225,8 @@ def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Routed experts plus, where the model has them, experts that every token goes through."""
+    """Routed experts plus, where the model has them, experts that every token goes through, each token to a degree of
+    its own where they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -209,23 +235,33 @@ class MoE(nn.Module):
         self.shared_experts = (
             GatedMLP(size, moe.shared_intermediate_size, dtype=dtype) if moe.shared_intermediate_size else None
         )
+        self.shared_expert_gate = Linear(size, 1, dtype=dtype) if moe.shared_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         shared = self.shared_weights(len(x_TD)) if x_TD.is_cuda else None
         if shared is not None:
             return self.experts.run_grouped(x_TD, *self.gate(x_TD), shared=shared)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=shared_TD)
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=self._shared(x_TD))
         return out_TD
+
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        out_TD: Tensor = self.shared_experts(x_TD)
+        if self.shared_expert_gate is None:
+            return out_TD
+        return out_TD * sigmoid(self.shared_expert_gate(x_TD).float()).to(x_TD.dtype)
 
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
         """The shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no bias, scales or activation that routed experts do not have.
+        part of them may not be), and have no gate, bias, scales or activation that routed experts do not have.
         """
         experts, mlp = self.experts, self.shared_experts
-        if mlp is None or num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
+        if mlp is None or self.shared_expert_gate is not None:
+            return None
+        if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
             return None
         if mlp.activate is not silu_and_multiply or mlp.down_proj.in_features % experts.down_proj.shape[2]:
             return None

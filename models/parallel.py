@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.quantization.config import FP8_BLOCK, Granularity
 
 _MOST_RANKS = 64  # largest number of ranks that an error proposes
@@ -233,11 +233,14 @@ def _problem(config: ModelConfig, size: int) -> str | None:
 
 def _splits_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None) -> bool:
     """Whether ranks can share the query heads: in equal numbers, or with a single kv head, which every rank has, in
-    unequal ones, unless scales or patterns need equal parts. Falcon-7B has 71 heads."""
+    unequal ones, unless scales, patterns or norms need equal parts. Falcon-7B has 71 heads."""
     if attention.num_heads % size == 0:
         return True
-    one_kv_head = isinstance(attention, GQAConfig) and attention.num_kv_heads == 1 and not any(attention.blocksparse)
-    return one_kv_head and block is None and size < attention.num_heads
+    if not isinstance(attention, GQAConfig) or attention.num_kv_heads > 1 or any(attention.blocksparse):
+        return False
+    if attention.qk_norm and attention.qk_norm_of is QKNorm.ROW:  # a rank's mean counts as much as any other's
+        return False
+    return block is None and size < attention.num_heads
 
 
 def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int]:

@@ -216,6 +216,30 @@ class RotaryFields(DecoderFields):
             partial_rotary_factor=self.partial_rotary_factor if self.partial_rotary else None,
         )
 
+    def ropes_by_type(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
+        """The rotary embeddings of layers without and with a window. Newer files have a table for each; in older ones
+        `rope_scaling` is for layers without a window."""
+        table = self.rope_table()
+        local = ConfigFile(table.where, {})
+        if self.rope_parameters is not None:
+            types = ("full_attention", "sliding_attention")
+            given = [name for name, value in table.values.items() if value is not None and name not in types]
+            if given:
+                raise table.refuse(given[0], "null", cure=f"this family has tables: {', '.join(types)}")
+            table, local = (table.table(name) for name in types)
+        full, sliding = (
+            read_rope(
+                each,
+                dim=dim,
+                theta=self.rope_theta,
+                interleaved=False,
+                max_position_embeddings=self.max_position_embeddings,
+                original_max_position_embeddings=self.original_max_position_embeddings,
+            )
+            for each in (table, local)
+        )
+        return full, sliding
+
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """How fast each head's scores fall with distance (ALiBi, arXiv 2108.12409).

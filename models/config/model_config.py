@@ -98,11 +98,14 @@ class TopKMethod(StrEnum):
 
     GREEDY: the best of all. GROUP_LIMITED_GREEDY: the best within the groups with the best single experts. NOAUX_TC:
     like GROUP_LIMITED_GREEDY, but scores include a learnt correction, and a group ranks by its two best experts.
+    SPARSE_MIXER (arXiv 2409.12136): the best of all, each weighted by a softmax over the experts that are near it and
+    not yet chosen.
     """
 
     GREEDY = "greedy"
     GROUP_LIMITED_GREEDY = "group_limited_greedy"
     NOAUX_TC = "noaux_tc"
+    SPARSE_MIXER = "sparse_mixer"
 
 
 class Scoring(StrEnum):
@@ -112,7 +115,13 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none."""
+    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none.
+
+    Attributes:
+        mixer_threshold: of SPARSE_MIXER, how far below the best an expert's logit may be to be near it, as a part of
+            the larger of the best logit and the expert's own absolute value.
+        shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
+    """
 
     layers: tuple[bool, ...]
     num_experts: int
@@ -126,6 +135,8 @@ class MoEConfig:
     normalize_weights: bool
     weight_scale: float
     router_bias: bool = False
+    shared_gate: bool = False
+    mixer_threshold: float = 0.0
 
 
 @dataclass(frozen=True)

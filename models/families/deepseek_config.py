@@ -3,38 +3,23 @@
 from typing import Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, Heads, LayersOrZero, Positive, Size, Table
+from models.config.fields import Heads, LayersOrZero, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 
 
-class _DeepseekFields(RotaryFields):
+class GroupedExpertFields(RotaryFields):
+    """The experts of DeepSeek, after dense layers and possibly in groups; also those of GLM-4.5."""
+
     intermediate_size: Size
     quantization_config: Table | None = None
-    attention_bias: Literal[False] = False
-    q_lora_rank: Size | None = None
-    kv_lora_rank: Size
-    qk_nope_head_dim: Size
-    qk_rope_head_dim: Size
-    v_head_dim: Size
     n_routed_experts: Heads | None = None  # null: all layers are dense
     num_experts_per_tok: Heads | None = None
     moe_intermediate_size: Size | None = None
     n_shared_experts: LayersOrZero = 0
     first_k_dense_replace: LayersOrZero = 0
-    moe_layer_freq: Count = 1
     n_group: Heads | None = None
     topk_group: Heads | None = None
-
-    def mla(self) -> MLAConfig:
-        return MLAConfig(
-            num_heads=self.num_attention_heads,
-            q_lora_rank=self.q_lora_rank,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-        )
 
     def moe(
         self, *, scoring: Scoring, method: TopKMethod, normalize_weights: bool, weight_scale: float
@@ -55,9 +40,8 @@ class _DeepseekFields(RotaryFields):
         if per_token > groups_per_token * (num_experts // num_groups):
             raise self.refuse("num_experts_per_tok", "at most the experts of topk_group groups")
         intermediate_size = self._needed("moe_intermediate_size", self.moe_intermediate_size)
-        layers = range(self.num_hidden_layers)
         return MoEConfig(
-            layers=tuple(index >= first and index % self.moe_layer_freq == 0 for index in layers),
+            layers=tuple(index >= first for index in range(self.num_hidden_layers)),
             num_experts=num_experts,
             experts_per_token=per_token,
             intermediate_size=intermediate_size,
@@ -74,6 +58,27 @@ class _DeepseekFields(RotaryFields):
         if value is None:
             raise self.refuse(name, "an integer of at least 1")
         return value
+
+
+class _DeepseekFields(GroupedExpertFields):
+    attention_bias: Literal[False] = False
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    # NOTE: the publisher's code has dense layers between, transformers ignores the field: no right answer exists.
+    moe_layer_freq: Literal[1] = 1
+
+    def mla(self) -> MLAConfig:
+        return MLAConfig(
+            num_heads=self.num_attention_heads,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
 
 
 class _DeepseekV2Fields(_DeepseekFields):

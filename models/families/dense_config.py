@@ -1,10 +1,14 @@
 """config.json of dense families that Llama's file computes with other switches than Llama's."""
 
-from models.config.fields import Count, Integers, Positive, Size
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+from models.config.fields import Count, CountOrZero, Fields, Integers, Positive, Size
 from models.config.file import ConfigFile
-from models.config.model_config import ModelConfig
-from models.families.llama_config import LlamaLikeFields
-from models.families.llama_switches import LlamaSwitches
+from models.config.model_config import GQAConfig, ModelConfig, QKNorm
+from models.families.llama_config import LlamaLikeFields, read_mistral
+from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
 
 
 class _GraniteFields(LlamaLikeFields):
@@ -74,3 +78,184 @@ def read_smollm3(file: ConfigFile) -> ModelConfig:
     bias, rotary_layers = fields.attention_bias, fields.rotary_layers()
     windows = fields.windows(rotary_layers)
     return fields.llama_like(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, rotary_layers=rotary_layers))
+
+
+class _Olmo2Fields(LlamaLikeFields):
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+
+    def attention(self, windows: tuple[int | None, ...]) -> GQAConfig:
+        bias = self.attention_bias
+        return self.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_of=QKNorm.ROW)
+
+
+def read_olmo2(file: ConfigFile) -> ModelConfig:
+    fields = _Olmo2Fields.read(file)
+    attention = fields.attention(fields.uniform_windows(None))
+    return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(norms=Norms.AFTER))
+
+
+class _Olmo3Fields(_Olmo2Fields):
+    rope_theta: Positive = 500_000.0
+    sliding_window: Count | None = 4096
+
+
+def read_olmo3(file: ConfigFile) -> ModelConfig:
+    fields = _Olmo3Fields.read(file)
+    attention = fields.attention(fields.windows_by_type(fields.sliding_window, every=4))
+    rope, local_rope = fields.ropes_by_type(dim=attention.head_dim)
+    return fields.model(
+        attention=attention,
+        rope=rope,
+        local_rope=local_rope,
+        intermediate_size=fields.intermediate_size,
+        mlp_bias=False,
+        switches=LlamaSwitches(norms=Norms.AFTER),
+    )
+
+
+class _Exaone4Fields(LlamaLikeFields):
+    rms_norm_eps: Positive = 1e-5
+    sliding_window: Count | None = 4096
+    sliding_window_pattern: CountOrZero | str | None = 4
+
+    def windows(self) -> tuple[int | None, ...]:
+        """By `layer_types`; without it, all layers but each `sliding_window_pattern`-th have one."""
+        every = self.sliding_window_pattern
+        if not self.layer_types and self.sliding_window is None:
+            return self.uniform_windows(None)
+        if not self.layer_types and (isinstance(every, str) or not every):
+            raise self.refuse("sliding_window_pattern", "an integer of at least 1", cure="or give layer_types")
+        return self.windows_by_type(self.sliding_window, every=1 if isinstance(every, str) or not every else every)
+
+
+def read_exaone4(file: ConfigFile) -> ModelConfig:
+    fields = _Exaone4Fields.read(file)
+    windows = fields.windows()
+    # A model with windows turns queries and keys in the layers that have one.
+    rotary_layers = () if fields.sliding_window is None else tuple(window is not None for window in windows)
+    attention = fields.gqa(
+        windows=windows, qkv_bias=False, output_bias=False, qk_norm=True, rotary_layers=rotary_layers
+    )
+    return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(norms=Norms.AFTER))
+
+
+class _Ernie45Fields(LlamaLikeFields):
+    rms_norm_eps: Positive = 1e-5
+    rope_theta: Positive = 500_000.0
+    head_dim: Size | None = 128
+    tie_word_embeddings: bool = True
+    use_bias: bool = False
+
+
+def read_ernie4_5(file: ConfigFile) -> ModelConfig:
+    fields = _Ernie45Fields.read(file)
+    bias, windows = fields.use_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
+    return fields.llama_like(attention, interleaved=True, mlp_bias=bias)
+
+
+class _HunYuanFields(LlamaLikeFields):
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: Literal[True] = True
+    use_cla: Literal[False] = False
+
+    def rope_table(self) -> ConfigFile:
+        """The type `dynamic` with `alpha` makes the base larger, and nothing dynamic."""
+        table = super().rope_table()
+        alpha = _Alpha.read(table)
+        if alpha.alpha is None or "dynamic" not in (alpha.rope_type, alpha.type):
+            return table
+        dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        theta = alpha.rope_theta or self.rope_theta
+        return ConfigFile(table.where, {"rope_theta": theta * alpha.alpha ** (dim / (dim - 2))})
+
+
+class _Alpha(Fields):
+    rope_type: object = None
+    type: object = None
+    alpha: Positive | None = None
+    rope_theta: Positive | None = None
+
+
+def read_hunyuan_dense(file: ConfigFile) -> ModelConfig:
+    fields = _HunYuanFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(
+        windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_of=QKNorm.TURNED_HEAD
+    )
+    return fields.llama_like(attention, mlp_bias=False)
+
+
+class _MinistralFields(LlamaLikeFields):
+    sliding_window: Count | None = 4096
+
+    def windows(self) -> tuple[int | None, ...]:
+        """By `layer_types`; without it, all layers have one."""
+        types = self.types_of_layers("full_attention", "sliding_attention")
+        if "sliding_attention" in types and self.sliding_window is None:
+            raise self.refuse("sliding_window", "an integer of at least 1")
+        slides = [kind == "sliding_attention" for kind in types] or [True] * self.num_hidden_layers
+        return tuple(self.sliding_window if slide else None for slide in slides)
+
+
+def read_ministral(file: ConfigFile) -> ModelConfig:
+    fields = _MinistralFields.read(file)
+    return fields.llama_like(fields.gqa(windows=fields.windows(), qkv_bias=False, output_bias=False), mlp_bias=False)
+
+
+class _Ministral3Fields(LlamaLikeFields):
+    """The table of its rotary embedding also says how much later queries are scaled."""
+
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        }
+    )
+    rms_norm_eps: Positive = 1e-5
+    sliding_window: Count | None = None
+
+    def rope_table(self) -> ConfigFile:
+        table = super().rope_table()
+        return ConfigFile(table.where, {name: value for name, value in table.values.items() if name not in _NOT_ROPE})
+
+    def query_growth(self) -> QueryGrowth | None:
+        growth = _QueryGrowthFields.read(super().rope_table())
+        if not growth.llama_4_scaling_beta:
+            return None
+        if growth.original_max_position_embeddings is None:
+            raise growth.refuse("original_max_position_embeddings", "an integer of at least 1")
+        return QueryGrowth(growth.llama_4_scaling_beta, growth.original_max_position_embeddings)
+
+
+_NOT_ROPE = ("llama_4_scaling_beta", "max_position_embeddings")
+
+
+class _QueryGrowthFields(Fields):
+    llama_4_scaling_beta: float | None = None
+    original_max_position_embeddings: Count | None = None
+
+
+def read_ministral3(file: ConfigFile) -> ModelConfig:
+    fields = _Ministral3Fields.read(file)
+    attention = fields.gqa(windows=fields.uniform_windows(fields.sliding_window), qkv_bias=False, output_bias=False)
+    return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(query_growth=fields.query_growth()))
+
+
+class _Mistral3Text(Fields):
+    model_type: Literal["mistral", "ministral3"] = "mistral"
+
+
+def read_mistral3(file: ConfigFile) -> ModelConfig:
+    """The language model of Mistral Small 3, or of Ministral 3."""
+    return read_mistral(file) if _Mistral3Text.read(file).model_type == "mistral" else read_ministral3(file)

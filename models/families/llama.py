@@ -3,6 +3,8 @@
 Shapes: T token, D hidden channel, H query head, C head channel, R row whose logits are computed, V vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -11,15 +13,19 @@ from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from attention.rotation import HeadNorms, Rotation
 from kvcache.cache import PagedKVCache
+from models.blocks import NormsAfter
 from models.causal_lm import CausalLM, DecoderLayer
-from models.config.model_config import GQAConfig, ModelConfig
-from models.families.llama_switches import LlamaSwitches
+from models.config.model_config import GQAConfig, ModelConfig, QKNorm
+from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
+from models.parallel import ParallelModule
+from models.query_key_norms import norm_rows
+from models.rotary import Rotary
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(ParallelModule):
     """Grouped-query attention with rotary embedding; also that of Gemma and gpt-oss.
 
     Args:
@@ -39,12 +45,19 @@ class LlamaAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
-        q_size, kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
-        parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        self.q_size, self.kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
+        parts = (("q_proj", self.q_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size))
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
-        self.o_proj = Linear(q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
-        self.q_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
-        self.k_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
+        self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
+        self.qk_norm_of = gqa.qk_norm_of if gqa.qk_norm else None
+        self.q_norm = self.k_norm = self.query_layernorm = self.key_layernorm = None
+        if self.qk_norm_of is QKNorm.HEAD:
+            self.q_norm, self.k_norm = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
+        elif self.qk_norm_of is QKNorm.ROW:
+            self.q_norm, self.k_norm = (norm(each, eps=norm_eps, dtype=dtype) for each in (self.q_size, self.kv_size))
+        elif self.qk_norm_of is QKNorm.TURNED_HEAD:
+            norms = (norm(gqa.head_dim, eps=norm_eps, dtype=dtype) for _ in range(2))
+            self.query_layernorm, self.key_layernorm = norms
         self.turns = not gqa.rotary_layers or gqa.rotary_layers[layer_index]
         # float32 for every model dtype, because the softmax is in float32.
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=torch.float32)) if gqa.sinks else None
@@ -61,11 +74,27 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        norms = None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm, self.k_norm)
-        rotation_here = rotation if self.turns else None
-        out_THC = self.attend.rotate_and_attend(self.qkv_proj(x_TD), rotation_here, kv_cache, metadata, norms=norms)
+        qkv_TX = self.qkv_proj(x_TD)
+        if rotation.query_scale_T1 is not None:
+            qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
+        out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
         out_TD: Tensor = self.o_proj(out_THC.flatten(1))
         return out_TD
+
+    def _attended(
+        self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Norms, turns and attends."""
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.qk_norm_of is QKNorm.ROW:
+                q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+                norm_rows(q_TX, k_TX, self.q_norm, self.k_norm, self.parallel)
+            else:
+                norms = HeadNorms(self.q_norm, self.k_norm)
+        elif self.query_layernorm is not None and self.key_layernorm is not None:
+            norms = HeadNorms(self.query_layernorm, self.key_layernorm, turned=True)
+        return self.attend.rotate_and_attend(qkv_TX, rotation, kv_cache, metadata, norms=norms)
 
 
 class LlamaLayer(DecoderLayer):
@@ -79,6 +108,19 @@ class LlamaLayer(DecoderLayer):
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = make_mlp(config, layer_index, dtype=dtype)
         self.residual_multiplier = switches_of(config).residual_multiplier
+
+
+def make_layer(
+    config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
+) -> ParallelModule:
+    """Llama's layer, or another block of the same parts."""
+    norms = switches_of(config).norms
+    if norms is Norms.BEFORE:
+        return LlamaLayer(config, gqa, layer_index=layer_index, backend=backend, dtype=dtype)
+    size, eps = config.hidden_size, config.norm_eps
+    attention = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
+    mlp = make_mlp(config, layer_index, dtype=dtype)
+    return NormsAfter(attention, mlp, lambda: RMSNorm(size, eps=eps, dtype=dtype))
 
 
 def switches_of(config: ModelConfig) -> LlamaSwitches:
@@ -98,7 +140,7 @@ class LlamaForCausalLM(CausalLM):
         gqa = config.attention
         assert isinstance(gqa, GQAConfig)
         layers = [
-            LlamaLayer(config, gqa, layer_index=index, backend=backend, dtype=dtype)
+            make_layer(config, gqa, layer_index=index, backend=backend, dtype=dtype)
             for index in range(config.num_layers)
         ]
         super().__init__(config, layers, dtype=dtype)
@@ -107,21 +149,31 @@ class LlamaForCausalLM(CausalLM):
             for path, module in self.named_modules():
                 if isinstance(module, FusedLinear):
                     module.keep_in_one(path.rpartition(".")[2])
+        self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
+        self.slides = [window is not None for window in gqa.sliding_windows]
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
         assert self.rotary is not None
         assert isinstance(self.model.norm, RMSNorm)
-        rotation = self.rotary(positions_T)
+        rotation: Rotation = self.rotary(positions_T)
+        if self.switches.query_growth is not None:
+            rotation = replace(rotation, query_scale_T1=_query_scale(positions_T, self.switches.query_growth))
+        local_rotation = rotation if self.local_rotary is None else self.local_rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         if self.switches.embedding_multiplier != 1.0:
             stream_TD *= self.switches.embedding_multiplier
         update_TD: Tensor | None = None
-        for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
+        for layer, slides in zip(self.model.layers, self.slides, strict=True):
+            update_TD = layer(stream_TD, update_TD, local_rotation if slides else rotation, kv_cache, metadata)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         logits_RV, multiplier = super().compute_logits(hidden_RD), self.switches.logits_multiplier
         return logits_RV if multiplier == 1.0 else logits_RV.mul_(multiplier)
+
+
+def _query_scale(positions_T: Tensor, growth: QueryGrowth) -> Tensor:
+    """[T,1], float32."""
+    return 1 + growth.beta * torch.log1p(torch.floor(positions_T.float() / growth.tokens)).unsqueeze(-1)

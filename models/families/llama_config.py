@@ -15,10 +15,26 @@ class LlamaLikeFields(RotaryFields):
     intermediate_size: Size
     quantization_config: Table | None = None
 
-    def llama_like(self, attention: GQAConfig, *, switches: LlamaSwitches | None = None) -> ModelConfig:
-        rope = self.rope(dim=attention.head_dim)
-        size = self.intermediate_size
-        return self.model(attention=attention, rope=rope, intermediate_size=size, switches=switches)
+    def llama_like(
+        self,
+        attention: GQAConfig,
+        *,
+        interleaved: bool = False,
+        mlp_bias: bool | None = None,
+        switches: LlamaSwitches | None = None,
+    ) -> ModelConfig:
+        """The model of a family with one rotary embedding for all layers.
+
+        Args:
+            mlp_bias: where the family does not have the field of that name.
+        """
+        return self.model(
+            attention=attention,
+            rope=self.rope(dim=attention.head_dim, interleaved=interleaved),
+            intermediate_size=self.intermediate_size,
+            mlp_bias=mlp_bias,
+            switches=switches,
+        )
 
 
 class _LlamaFields(LlamaLikeFields):

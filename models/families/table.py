@@ -8,7 +8,19 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
-from models.families.dense_config import read_granite, read_seed_oss, read_smollm3
+from models.families.dense_config import (
+    read_ernie4_5,
+    read_exaone4,
+    read_granite,
+    read_hunyuan_dense,
+    read_ministral,
+    read_ministral3,
+    read_mistral3,
+    read_olmo2,
+    read_olmo3,
+    read_seed_oss,
+    read_smollm3,
+)
 from models.families.falcon_config import read_falcon
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
@@ -16,8 +28,18 @@ from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, 
 from models.families.gpt_oss_config import read_gpt_oss
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.moe_config import (
+    read_granite_moe,
+    read_hunyuan_moe,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
+from models.families.moe_routers_config import read_ernie_moe, read_glm4_moe, read_minimax_m2, read_phimoe
 from models.families.phi3_config import read_phi3
 from models.families.phi3_small_config import read_phi3_small
+from models.families.stablelm_config import read_stablelm
 
 
 @dataclass(frozen=True)
@@ -63,15 +85,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
         "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
+        "Qwen3MoeForCausalLM": Family(read_qwen3_moe, _LLAMA),
+        "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
+        "Qwen2MoeForCausalLM": Family(read_qwen2_moe, _LLAMA),
+        "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
+        "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
+        "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
+        "OlmoeForCausalLM": Family(read_olmoe, _LLAMA),
+        "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
+        "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
+        "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
+        "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         # Llama's kin, by models/families/dense_config.py.
         "GraniteForCausalLM": Family(read_granite, _LLAMA),
         "SeedOssForCausalLM": Family(read_seed_oss, _LLAMA),
         "SmolLM3ForCausalLM": Family(read_smollm3, _LLAMA),
         # Part of a head turns, or by several positions.
         "Phi3ForCausalLM": Family(read_phi3, _LLAMA),
+        "StableLmForCausalLM": Family(read_stablelm, "models.families.stablelm:StableLMForCausalLM"),
         "Qwen2VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen2_5_VLForConditionalGeneration": Family(read_qwen2, _LLAMA, text_config=True, or_flat=True),
         "Qwen3VLForConditionalGeneration": Family(read_qwen3, _LLAMA, text_config=True),
+        "Olmo2ForCausalLM": Family(read_olmo2, _LLAMA),
+        "Olmo3ForCausalLM": Family(read_olmo3, _LLAMA),
+        "Exaone4ForCausalLM": Family(read_exaone4, _LLAMA),
+        "Ernie4_5ForCausalLM": Family(read_ernie4_5, _LLAMA),
+        "HunYuanDenseV1ForCausalLM": Family(read_hunyuan_dense, _LLAMA),
+        "MinistralForCausalLM": Family(read_ministral, _LLAMA),
+        "Ministral3ForCausalLM": Family(read_ministral3, _LLAMA),
+        "Mistral3ForConditionalGeneration": Family(read_mistral3, _LLAMA, text_config=True),
         # Gemma's other kin.
         "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
         "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),

@@ -28,6 +28,7 @@ class Choice:
     Attributes:
         by_logits: experts are ranked by logits, because scores rise with logits; only where scores are not corrected.
         groups_by_two: groups are ranked by the sum of their two best experts, else by the best one.
+        mixer_threshold: weights are those of a sparse mixer (`models.config.model_config.TopKMethod`); None: scores.
     """
 
     experts_per_token: int
@@ -38,6 +39,7 @@ class Choice:
     groups_by_two: bool
     normalize_weights: bool
     weight_scale: float
+    mixer_threshold: float | None = None
 
 
 def route(
@@ -109,6 +111,7 @@ def choose_experts(
         experts_TK,
         num_tokens,
         choice.weight_scale,
+        choice.mixer_threshold or 0.0,
         PARTS=num_parts,
         GROUPS=choice.num_groups,
         GROUP_SIZE=group_size,
@@ -121,6 +124,7 @@ def choose_experts(
         BY_LOGITS=choice.by_logits,
         GROUPS_BY_TWO=choice.groups_by_two,
         NORMALIZE=choice.normalize_weights,
+        MIXES=choice.mixer_threshold is not None,
         **overlap(logits_PTE.device, rows=num_tokens),
         num_warps=1 if padded <= 512 else 4,
     )
@@ -195,6 +199,7 @@ def _choose(
     experts,
     num_tokens,
     weight_scale,
+    mixer_threshold,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -207,6 +212,7 @@ def _choose(
     BY_LOGITS: tl.constexpr,
     GROUPS_BY_TWO: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    MIXES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Chooses one token's experts. Chosen experts and padding rank -inf, and so does NaN, which could otherwise give
@@ -243,10 +249,17 @@ def _choose(
     for choice in tl.static_range(CHOSEN):
         # NOTE: no argmax over both axes: it needs a reshape, and Triton lets a reshape before a reduction reorder
         # numbers, which gives wrong places once a thread holds several numbers.
-        best = tl.min(tl.where(ranked_GX == tl.max(ranked_GX), experts_GX, EXPERTS))
+        highest = tl.max(ranked_GX)
+        best = tl.min(tl.where(ranked_GX == highest, experts_GX, EXPERTS))
         is_best_GX = experts_GX == best
         experts_K = tl.where(choices_K == choice, best, experts_K)
-        weights_K = tl.where(choices_K == choice, tl.sum(tl.where(is_best_GX, scores_GX, 0.0)), weights_K)
+        if MIXES:
+            size_GX = tl.where(exists_GX, tl.maximum(tl.abs(logits_GX), highest), 0.0)
+            far_GX = highest - logits_GX > mixer_threshold * size_GX
+            weight = 1.0 / tl.sum(tl.where(far_GX, 0.0, tl.exp(ranked_GX - highest)))
+        else:
+            weight = tl.sum(tl.where(is_best_GX, scores_GX, 0.0))
+        weights_K = tl.where(choices_K == choice, weight, weights_K)
         ranked_GX = tl.where(is_best_GX, -float("inf"), ranked_GX)
     if NORMALIZE:
         weights_K /= tl.sum(weights_K) + 1e-20

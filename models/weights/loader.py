@@ -23,6 +23,7 @@ from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
 from models.families.table import FAMILIES
+from models.layers import NormOfEachHead
 from models.linear import FusedLinear
 from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
@@ -31,6 +32,7 @@ from models.quantization.fp8 import E4M3
 from models.quantization.replace import finish_quantized, quantize, weight_scale_views, weights_unallocated
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
+from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
@@ -114,6 +116,7 @@ def load_model(
     else:
         views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
+        stored = in_our_names(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
@@ -170,7 +173,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         case FusedLinear():
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
-        case Experts():
+        case Experts() | NormOfEachHead():
             yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
         case _:
             for name, parameter in module.named_parameters(recurse=False):
@@ -236,9 +239,12 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings
-    of_layer = _SHARED_KV.match(name)
-    if of_layer and isinstance(config.attention, GQAConfig):  # of layers that read another layer's KV
-        return config.attention.num_kv_layers <= int(of_layer[1]) < config.num_layers
+    if config.mtp_layers and name.startswith("model.mtp_"):  # ERNIE's layers for multi-token prediction
+        return True
+    gqa, of_layer = config.attention, _SHARED_KV.match(name)
+    owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers
+    if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # of a layer that reads another layer's KV
+        return True
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
     )

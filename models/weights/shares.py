@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
 from models.quantization.config import FP8_BLOCK, Granularity
@@ -68,6 +68,7 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
     for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
         yield f"{vocabulary}.weight", rows
+    yield "lm_head.bias", rows
     of_first = Share(0, config.hidden_size, (range(config.hidden_size),) if parallel.rank == 0 else ())
     attention, block = config.attention, channel_block(config)
     if isinstance(attention, GQAConfig):
@@ -112,6 +113,9 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
         yield f"self_attn.k_proj.{parameter}", keys
         yield f"self_attn.v_proj.{parameter}", keys
         yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
+    if gqa.qk_norm and gqa.qk_norm_of is QKNorm.ROW:
+        yield "self_attn.q_norm.weight", queries
+        yield "self_attn.k_norm.weight", keys
     yield "self_attn.o_proj.weight", _as_inputs(queries)
     yield "self_attn.o_proj.bias", of_first
     yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))

@@ -56,6 +56,26 @@ async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path:
         assert events.ids(name) == transformers_greedy(reference, prompt, 6)
 
 
+async def test_a_longer_context_than_longrope_s_original_takes_its_long_factors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All tokens then equal transformers', where the sequence is that long, in any chunks and with cached prefixes."""
+    reference = save_tiny("phi3-longrope-partial", tmp_path)
+    settings = NodeSettings(model=tmp_path, block_size=4, num_blocks=80, device="cpu")
+    short = build_runner(settings)
+    assert short.config.max_context_tokens == 64
+    assert "sequences have at most 64 tokens" in caplog.text
+    built = build_runner(settings.model_copy(update={"max_context_tokens": 100}))
+    assert built.config.max_context_tokens == 512
+    assert built.identity.config_digest != short.identity.config_digest
+    prompt = prompt_of(80)
+    async with running(built, max_batch_tokens=7) as (engine, events):
+        for name in ("first", "with a cached prefix"):
+            engine.submit(request(name, prompt, greedy(6)))
+            await events.finished(name)
+            assert events.ids(name) == transformers_greedy(reference, prompt, 6)
+
+
 def test_a_family_that_overflows_in_float16_is_refused_in_it(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     with pytest.raises(ConfigError, match="dtype is float16, in which Gemma2ForCausalLM overflows") as error:

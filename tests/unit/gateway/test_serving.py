@@ -498,3 +498,13 @@ async def test_metrics_say_whether_new_requests_are_served(running: Running) -> 
     assert await ready() == b'baton_ready{model_name="llama",role="gateway"} 1.0'
     await running.serving.drain(0.01)
     assert await ready() == b'baton_ready{model_name="llama",role="gateway"} 0.0'
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(100, 100), (1 << 20, None)])
+def test_the_context_asked_for_limits_prompts_up_to_the_model_s_own(
+    model: ServedModel, asked: int, limit: int | None
+) -> None:
+    read = read_served_model(DEMO_MODELS / "llama", None, max_context_tokens=asked)
+    read.grammars.close()
+    assert read.max_context_tokens == (limit or model.max_context_tokens)
+    assert read.identity == model.identity

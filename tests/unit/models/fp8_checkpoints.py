@@ -44,8 +44,18 @@ _DEEPSEEK = _SHARED | {
     "n_group": 1,
     "topk_group": 1,
 }
-FAMILIES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK}
-LINEAR = ("_proj.weight", "_mqa.weight")
+_EXPERTS = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+_MIXTRAL = _SHARED | _EXPERTS | {"num_local_experts": 3, "intermediate_size": 272}
+_QWEN2_MOE = (
+    _SHARED
+    | _EXPERTS
+    | {"num_experts": 4, "intermediate_size": 256, "mlp_only_layers": [1]}
+    | {"moe_intermediate_size": 136, "shared_expert_intermediate_size": 144}
+)
+# Checkpoints with several projections in one tensor, and thus with one scale for all of them, or with shared blocks.
+_PHI3 = _LLAMA | {"attention_bias": False, "pad_token_id": 0}
+FAMILIES = {"Llama": _LLAMA, "Phi3": _PHI3, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL, "Qwen2Moe": _QWEN2_MOE}
+LINEAR = ("_proj.weight", "_mqa.weight", "w1.weight", "w2.weight", "w3.weight", "shared_expert_gate.weight")
 
 
 class Pair(NamedTuple):

@@ -26,6 +26,7 @@ FAMILIES = [
     "gpt-oss",
     "falcon-new",
     "bloom",
+    "qwen2-moe",
 ]
 
 

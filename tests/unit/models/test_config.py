@@ -176,11 +176,11 @@ def test_deepseek_v3(tmp_path: Path) -> None:
 
 
 def test_deepseek_v2_without_query_latent_and_greedy(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, V2 | {"q_lora_rank": None, "topk_method": "greedy", "moe_layer_freq": 2}))
+    config = read_config(write(tmp_path, V2 | {"q_lora_rank": None, "topk_method": "greedy", "moe_layer_freq": 1}))
     assert isinstance(config.attention, MLAConfig)
     assert config.attention.q_lora_rank is None
     assert config.moe is not None
-    assert config.moe.layers == (False, False, True, False)
+    assert config.moe.layers == (False, True, True, True)
     assert config.moe.num_groups == 1
     assert config.moe.weight_scale == 1.0
 
@@ -198,6 +198,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
         (LLAMA | {"architectures": []}, "architectures", "DeepseekV3ForCausalLM"),
         (LLAMA | {"architectures": None}, "architectures", "missing"),
+        (V2 | {"moe_layer_freq": 2}, "moe_layer_freq", "allowed: 1"),
         (LLAMA | {"vocab_size": None}, "vocab_size", "missing"),
         (LLAMA | {"vocab_size": "100"}, "vocab_size", "'100'"),
         (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers", "from 1 to"),

@@ -97,7 +97,9 @@ def test_logits_are_float32_for_the_rows_asked_for(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v2-q-lora-groups-yarn", "gemma3", "llama4", "gpt-oss", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek-v2-q-lora-groups-yarn", "gemma3", "llama4", "gpt-oss", "bloom", "qwen2-moe"]
+)
 def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> None:
     reference, config = save_tiny(name, tmp_path), read_config(tmp_path)
     backend = backend_for(config, dtype)
@@ -112,9 +114,12 @@ def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> Non
 def test_every_family_is_covered() -> None:
     that_also_see = {"Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"}  # in test_loader
     that_also_see |= tiny_gemma.ALSO_SEE  # in test_gemma_configs
+    that_also_see |= {"Mistral3ForConditionalGeneration"}  # in test_dense_families
     that_also_see |= {f"Qwen{number}VLForConditionalGeneration" for number in ("2", "2_5_", "3")}  # in test_qwen_vl
     not_in_transformers = {"Phi3SmallForCausalLM"}  # in test_phi3_small
+    published_names = {"PhiMoEForCausalLM"}  # which transformers has changed
     expected = {f"{family}ForCausalLM" for family, _ in TINY.values()} | that_also_see | not_in_transformers
+    expected |= published_names
     assert expected == set(FAMILIES)
 
 

@@ -44,6 +44,7 @@ def moe(
         normalize_weights=True,
         weight_scale=2.5,
         router_bias=router_bias,
+        mixer_threshold=0.4,
     )
 
 
@@ -133,6 +134,7 @@ def test_one_token_needs_no_order() -> None:
         (TopKMethod.GROUP_LIMITED_GREEDY, (3, 2)),
         (TopKMethod.NOAUX_TC, (4, 2)),
         (TopKMethod.NOAUX_TC, (1, 1)),
+        (TopKMethod.SPARSE_MIXER, (1, 1)),
     ],
 )
 def test_the_same_experts_are_chosen(

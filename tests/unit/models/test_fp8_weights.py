@@ -40,6 +40,8 @@ Maker = Callable[[Path], Pair]
 CHECKPOINTS: dict[str, Maker] = {
     "llama-blocks": lambda path: save_fp8("Llama", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "deepseek-blocks": lambda path: save_fp8("DeepseekV3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
+    "mixtral-blocks": lambda path: save_fp8("Mixtral", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
+    "qwen2-moe-blocks": lambda path: save_fp8("Qwen2Moe", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "deepseek-compressed-blocks": lambda path: save_fp8(
         "DeepseekV3", path, by_block, COMPRESSED_BLOCKS, scale_name="weight_scale"
     ),
@@ -48,6 +50,8 @@ CHECKPOINTS: dict[str, Maker] = {
         "Llama", path, by_tensor, AUTO_FP8, scale_name="weight_scale", input_scale=0.02
     ),
     "llama-channels": lambda path: save_fp8("Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"),
+    "phi3-tensors": lambda path: save_fp8("Phi3", path, by_tensor, AUTO_DYNAMIC, scale_name="weight_scale"),
+    "phi3-blocks": lambda path: save_fp8("Phi3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "llama-blocks-but-one": lambda path: save_fp8(
         "Llama",
         path,

@@ -18,10 +18,11 @@ from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
+from models.weights.expert_names import our_name
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_gemma
+from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.paged import backend_for
 from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
@@ -43,7 +44,10 @@ SPLIT = (
     "falcon-rotary",
     *tiny_gemma.BY_FOUR,
     "phi3-longrope-partial",
+    "stablelm-parallel-head-norms-biases",
+    *tiny_moe.SPLIT,
     *BY_TWO,
+    *tiny_dense.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -62,16 +66,23 @@ SPARSE, SPARSE_MULTI_QUERY = "phi-3-small", "phi-3-small with one kv head"
 SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stride": 8, "mup_width_multiplier": 2.0}
 PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"llama in fp8 by channel": (4,), "llama in fp8 by block": (2,), "deepseek in fp8 by block": (2,)}
+    {
+        "phi-3 in fp8 by channel": (4,),
+        "llama in fp8 by channel": (4,),
+        "llama in fp8 by block": (2,),
+        "deepseek in fp8 by block": (2,),
+        "qwen2-moe in fp8 by block": (2,),
+    }
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys(("phi3-window",), (2,))
-    | dict.fromkeys((*BY_TWO, *tiny_gemma.BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(("phi3-window", "stablelm"), (2,))
+    | dict.fromkeys((*BY_TWO, *tiny_gemma.BY_TWO, "olmo2", FIVE_HEADS, SPARSE), (2, 4))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
 WIDE_LLAMA = {"head_dim": 128}
+WIDE_QWEN2_MOE = {"head_dim": 128, "shared_expert_intermediate_size": 256, "moe_intermediate_size": 272}
 WIDE_DEEPSEEK = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 
 
@@ -91,11 +102,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama in fp8 by channel": lambda path: save_fp8(
             "Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
         ),
+        "phi-3 in fp8 by channel": lambda path: save_fp8(
+            "Phi3", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
+        ),
         "llama in fp8 by block": lambda path: save_fp8(
             "Llama", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_LLAMA
         ),
         "deepseek in fp8 by block": lambda path: save_fp8(
             "DeepseekV3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_DEEPSEEK
+        ),
+        "qwen2-moe in fp8 by block": lambda path: save_fp8(
+            "Qwen2Moe", path, by_block, DEEPSEEK, scale_name="weight_scale_inv", fields=WIDE_QWEN2_MOE
         ),
     }
     for name, save in by_name.items():
@@ -151,7 +168,8 @@ def test_each_rank_caches_its_heads_and_no_others(
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])
 def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, models: dict[str, Path]) -> None:
     """A weight that no rank holds would be missing from a sum, and one that two ranks hold would count twice."""
-    config, stored = read_config(models[name]), load_file(models[name] / "model.safetensors")
+    config, tensors = read_config(models[name]), load_file(models[name] / "model.safetensors")
+    stored = tensors | {our_name(name): tensor for name, tensor in tensors.items()}
     times_held: dict[str, torch.Tensor] = {}
     for parallel in ranks(size):
         backend, shares = backend_for(local_config(config, parallel)), Shares(config, parallel)
@@ -185,7 +203,7 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     if ".qkv_proj." in path:
         times[gqa.num_heads * gqa.head_dim :] = copies
         return times
-    return times * copies if ".k_proj." in path or ".v_proj." in path else times
+    return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times
 
 
 def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str, Path]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_gemma, tiny_rope
+from tests.unit.models import tiny_dense, tiny_gemma, tiny_moe, tiny_rope
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
 _CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig", **tiny_gemma.CONFIG_SUFFIX}
 _REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks")
+_REDRAWN += tuple(f"norms.{head}.weight" for head in range(4))
 
 _SHARED = {
     "vocab_size": VOCAB_SIZE,
@@ -169,6 +170,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"apply_residual_connection_post_layernorm": True},
         ),
         **tiny_gemma.MODELS,
+        **tiny_moe.MODELS,
         **tiny_dense.MODELS,
         **tiny_rope.MODELS,
     }

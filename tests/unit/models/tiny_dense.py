@@ -17,6 +17,26 @@ _DENSE = {
 }
 _FOUR_LAYERS = _DENSE | {"num_hidden_layers": 4}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.4, "logits_scaling": 2.5}
+_OLMO3_ROPES = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 5000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 6,
+    "max_position_embeddings": 96,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.7,
+}
+SPLIT = ("granite-tied-biases", "olmo2", "olmo2-four-kv-heads", "exaone4", "hunyuan-dense", "ministral3")
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -37,5 +57,24 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 7}
             | {"attention_bias": True, "tie_word_embeddings": False},
         ),
+        "olmo2": ("Olmo2", _DENSE | {"attention_bias": True, "rms_norm_eps": 0.1}),
+        "olmo2-four-kv-heads": ("Olmo2", _DENSE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+        "olmo3": ("Olmo3", _FOUR_LAYERS | {"sliding_window": 7, "rope_parameters": _OLMO3_ROPES}),
+        "exaone4": ("Exaone4", _FOUR_LAYERS | {"sliding_window": 7, "sliding_window_pattern": 3}),
+        "exaone4-no-window": (
+            "Exaone4",
+            _DENSE | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rms_norm_eps": 0.1},
+        ),
+        "ernie4.5": ("Ernie4_5", _DENSE | {"head_dim": 12, "use_bias": True}),
+        "hunyuan-dense": ("HunYuanDenseV1", _DENSE | {"head_dim": 8, "attention_bias": True, "rms_norm_eps": 0.1}),
+        "hunyuan-dense-alpha": (
+            "HunYuanDenseV1",
+            _DENSE | {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+        ),
+        "ministral": (
+            "Ministral",
+            _DENSE | {"head_dim": 12, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+        "ministral3": ("Ministral3", _DENSE | {"head_dim": 12, "rope_parameters": _MINISTRAL3_ROPE}),
     }
 )

@@ -33,5 +33,12 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE, "tie_word_embeddings": True}
             | {"sliding_window": 512},
         ),
+        "stablelm": ("StableLm", _DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        "stablelm-parallel-head-norms-biases": (
+            "StableLm",
+            _DENSE
+            | {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "layer_norm_eps": 1e-2}
+            | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.75}},
+        ),
     }
 )

@@ -1,0 +1,131 @@
+"""Tiny models with mixtures of experts: transformers' class and the values of its config."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_SHARED = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 3,
+}
+_QWEN = _SHARED | {"num_experts": 6, "moe_intermediate_size": 20}
+_QWEN2 = _QWEN | {"shared_expert_intermediate_size": 28}
+_GLM = _SHARED | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 20,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_num_shared_experts": 2,
+}
+_PHIMOE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {"num_local_experts": 6}
+_HUNYUAN = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
+    "head_dim": 8,
+    "num_experts": 5,
+    "moe_topk": 2,
+}
+
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "qwen3-moe": ("Qwen3Moe", _QWEN | {"head_dim": 16, "norm_topk_prob": True}),
+        "qwen3-moe-dense-layers-between": (
+            "Qwen3Moe",
+            _QWEN
+            | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True}
+            | {"num_experts_per_tok": 2},
+        ),
+        "mixtral": ("Mixtral", _SHARED | {"num_local_experts": 5}),
+        "mixtral-window-tied": (
+            "Mixtral",
+            _SHARED
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+            | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        ),
+        "qwen2-moe": ("Qwen2Moe", _QWEN2),
+        "qwen2-moe-window-no-biases": (
+            "Qwen2Moe",
+            _QWEN2
+            | {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True, "qkv_bias": False}
+            | {"layer_types": ["sliding_attention", "full_attention"], "mlp_only_layers": [0]},
+        ),
+        "glm4-moe": ("Glm4Moe", _GLM | {"use_qk_norm": True, "routed_scaling_factor": 1.7}),
+        "glm4-moe-biases-groups": (
+            "Glm4Moe",
+            _GLM
+            | {"attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+        ),
+        "granite-moe": (
+            "GraniteMoe",
+            _SHARED
+            | {"num_local_experts": 5, "attention_bias": True, "embedding_multiplier": 3.0}
+            | {"residual_multiplier": 0.5, "attention_multiplier": 0.4, "logits_scaling": 0.25},
+        ),
+        "ernie-moe": ("Ernie4_5_Moe", _ERNIE),
+        "ernie-moe-dense-layers-around-no-shared": (
+            "Ernie4_5_Moe",
+            _ERNIE
+            | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 0}
+            | {"tie_word_embeddings": False},
+        ),
+        "phimoe": ("Phimoe", _PHIMOE | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}),
+        "phimoe-window-longrope": (
+            "Phimoe",
+            _PHIMOE
+            | {"sliding_window": 9, "num_local_experts": 2}
+            | {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 500.0,
+                    "short_factor": [1.0, 1.5, 2.0, 3.0],
+                    "long_factor": [2.0, 3.0, 4.0, 8.0],
+                    "short_mscale": 1.2,
+                    "long_mscale": 1.3,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+        ),
+        "olmoe": ("Olmoe", _SHARED | {"num_experts": 6, "attention_bias": True}),
+        "olmoe-normalized": ("Olmoe", _SHARED | {"num_experts": 5, "norm_topk_prob": True}),
+        "minimax-m2": ("MiniMaxM2", _SHARED | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}),
+        "hunyuan-moe": ("HunYuanMoEV1", _HUNYUAN),
+        "hunyuan-moe-biases": ("HunYuanMoEV1", _HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True}),
+    }
+)
+
+# Rows of test_parallel.
+SPLIT = (
+    "qwen3-moe-dense-layers-between",
+    "mixtral-window-tied",
+    "qwen2-moe",
+    "glm4-moe-biases-groups",
+    "granite-moe",
+    "ernie-moe",
+)
+# Rows of test_moe_checkpoints.
+SPELLED = (
+    "qwen3-moe",
+    "mixtral",
+    "qwen2-moe",
+    "glm4-moe",
+    "granite-moe",
+    "ernie-moe",
+    "phimoe",
+    "olmoe",
+    "minimax-m2",
+    "hunyuan-moe",
+)

@@ -266,9 +266,10 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return config.tie_word_embeddings
     if config.mtp_layers and name.startswith("model.mtp_"):  # ERNIE's layers for multi-token prediction
         return True
-    of_layer = _SHARED_KV.match(name)
-    if of_layer and isinstance(config.attention, GQAConfig):  # of layers that read another layer's KV
-        return config.attention.num_kv_layers <= int(of_layer[1]) < config.num_layers
+    gqa, of_layer = config.attention, _SHARED_KV.match(name)
+    owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers
+    if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # of a layer that reads another layer's KV
+        return True
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
     )

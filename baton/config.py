@@ -127,7 +127,7 @@ class NodeSettings(CommonSettings):
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
         description="dtype of the cache; auto: that of dtype; fp8 uses the checkpoint's k_scale and v_scale, "
-        "or 1 without them",
+        "or 1 without them; fp8_e5m2 is refused for checkpoints in fp8",
     )
     block_size: int = Field(16, ge=1, le=1024, description="token slots per block")
     num_blocks: int | None = Field(

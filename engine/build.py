@@ -50,6 +50,7 @@ from models.config.reader import read_config
 from models.identity import ModelIdentity, model_identity
 from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
+from models.quantization.config import Fp8Config
 from models.tokenizer_files.find import tokenizer_json
 from models.weights.loader import load_model
 
@@ -146,6 +147,14 @@ def build_runner(
         )
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
+    if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):
+        # Such a checkpoint's scales of keys and values are made for e4m3.
+        raise ConfigError(
+            "kv_cache_dtype is fp8_e5m2, and the checkpoint's weights are in fp8 (e4m3)",
+            field="kv_cache_dtype",
+            value=settings.kv_cache_dtype,
+            allowed=("auto", "fp8_e4m3"),
+        )
     model_spec = kv_cache_spec(config, dtype, kv_dtype)
     rank_config = local_config(config, parallel)
     if settings.batch_invariant:

@@ -81,7 +81,7 @@ class Features:
     Attributes:
         special: parts that Llama does not have.
         attention: of `attention.backend.AttentionFeature`, which layers have it.
-        experts: some of its models have a mixture of experts.
+        experts: most of its models have a mixture of experts.
         latent: its KV cache is MLA's.
         layer_norm: its layers have layer norms in place of RMS norms.
     """
@@ -105,6 +105,8 @@ _GROUPED = "mixture of experts, chosen in groups"
 _GEMMA2_PARTS = "norms before and after both halves of a layer, capped logits"
 _GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in layers with a window"
 _LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
+_GEMMA3N_PARTS = "residuals in parallel, embeddings for each layer, layers that read another layer's KV"
+_GEMMA4_PARTS = "embeddings for each layer, layers that read another layer's KV, unequal heads, mixture of experts"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -175,7 +177,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# A family without a row has Features().
+# A family without a row has Features(). Of a row without a family nothing is read.
 FEATURES: Mapping[str, Features] = MappingProxyType(
     {
         "LlamaForCausalLM": Features("rotary embedding plain, linear, llama3 or YaRN"),
@@ -203,5 +205,63 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "Phi3SmallForCausalLM": Features(
             "its own gated MLP, muP's multipliers", "block-sparse in most layers", layer_norm=True
         ),
+        "GraniteForCausalLM": Features("multipliers of embedding, residuals, scores and logits"),
+        "SeedOssForCausalLM": Features("biases on q, k and v"),
+        "SmolLM3ForCausalLM": Features("layers without positions", "sliding window, where the config has one"),
+        "Olmo2ForCausalLM": Features("norms after both halves of a layer, norms on queries and keys"),
+        "Olmo3ForCausalLM": Features("as OLMo 2", "sliding window in three of four layers"),
+        "Exaone4ForCausalLM": Features(
+            "norms after both halves of a layer, norms on queries and keys, layers without positions",
+            "sliding window in three of four layers, where the config has one",
+        ),
+        "Ernie4_5ForCausalLM": Features("neighbouring channels turn together"),
+        "HunYuanDenseV1ForCausalLM": Features("norms on queries and keys after they turn"),
+        "MinistralForCausalLM": Features("", "sliding window in some layers"),
+        "Ministral3ForCausalLM": Features("queries grow with the position"),
+        "Mistral3ForConditionalGeneration": Features("its language model is Mistral or Ministral"),
+        "CohereForCausalLM": Features("attention and MLP in parallel, scaled logits", layer_norm=True),
+        "Cohere2ForCausalLM": Features(
+            "as Cohere, layers without positions", "sliding window in three of four layers", layer_norm=True
+        ),
+        "ApertusForCausalLM": Features("xIELU without a gate, norms on queries and keys"),
+        "GlmForCausalLM": Features("rotary embedding on half of a head"),
+        "Glm4ForCausalLM": Features("as GLM, norms before and after both halves of a layer"),
+        "Phi3ForCausalLM": Features(
+            "LongRoPE, rotary embedding on a part of a head", "sliding window, where the config has one"
+        ),
+        "StableLmForCausalLM": Features("rotary embedding on a part of a head", layer_norm=True),
+        "Qwen2VLForConditionalGeneration": Features("its language model, with positions of text"),
+        "Qwen2_5_VLForConditionalGeneration": Features("its language model, with positions of text"),
+        "Qwen3VLForConditionalGeneration": Features("its language model, with positions of text"),
+        "Qwen3MoeForCausalLM": Features("norms on queries and keys, mixture of experts", experts=True),
+        "Qwen2MoeForCausalLM": Features("mixture of experts and a gated shared expert", experts=True),
+        "MixtralForCausalLM": Features(
+            "mixture of experts", "sliding window in all layers, where the config has one", experts=True
+        ),
+        "Glm4MoeForCausalLM": Features(_GROUPED, experts=True),
+        "GraniteMoeForCausalLM": Features("multipliers as Granite, mixture of experts", experts=True),
+        "Ernie4_5_MoeForCausalLM": Features("mixture of experts and shared experts", experts=True),
+        "OlmoeForCausalLM": Features("norms on queries and keys, mixture of experts", experts=True),
+        "MiniMaxM2ForCausalLM": Features(
+            "norms on queries and keys, rotary embedding on half of a head, mixture of experts", experts=True
+        ),
+        "HunYuanMoEV1ForCausalLM": Features("as Hunyuan dense, mixture of experts", experts=True),
+        "PhimoeForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
+        "PhiMoEForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
+        "Starcoder2ForCausalLM": Features("MLP without a gate", "sliding window, where switched on", layer_norm=True),
+        "NemotronForCausalLM": Features("squared ReLU, rotary embedding on half of a head", layer_norm=True),
+        "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
+        "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
+        "OPTForCausalLM": Features("learnt positions", layer_norm=True),
+        "MptForCausalLM": Features("no biases", "ALiBi", layer_norm=True),
+        "MPTForCausalLM": Features("no biases", "ALiBi", layer_norm=True),
+        "GemmaForCausalLM": Features("scaled embedding"),
+        "VaultGemmaForCausalLM": Features(
+            "as Gemma 2 without the norms after", "sliding window in some layers, soft cap"
+        ),
+        "Gemma3nForCausalLM": Features(_GEMMA3N_PARTS, "sliding window in four of five layers"),
+        "Gemma3nForConditionalGeneration": Features(_GEMMA3N_PARTS, "sliding window in four of five layers"),
+        "Gemma4ForCausalLM": Features(_GEMMA4_PARTS, "sliding window in most layers"),
+        "Gemma4ForConditionalGeneration": Features(_GEMMA4_PARTS, "sliding window in most layers"),
     }
 )

@@ -1,5 +1,6 @@
 """From settings to a runner: sizes, layouts and dtypes, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,22 @@ def test_a_family_that_overflows_in_float16_is_refused_in_it(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="dtype is float16, in which Gemma2ForCausalLM overflows") as error:
         build_runner(NodeSettings(model=tmp_path, num_blocks=4, dtype="float16", device="cpu"))
     assert "bfloat16" in error.value.cure
+
+
+def test_an_e5m2_cache_is_refused_for_a_checkpoint_in_fp8(tmp_path: Path) -> None:
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    text = (DEMO_MODELS / "llama" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads(text), "quantization_config": quantization}))
+    with pytest.raises(ConfigError, match="fp8_e5m2, and the checkpoint") as error:
+        build_runner(NodeSettings(model=tmp_path, kv_cache_dtype="fp8_e5m2", device="cpu"))
+    assert error.value.allowed == ("auto", "fp8_e4m3")
+
+
+def test_a_default_cache_on_a_cpu_holds_the_longest_request(llama: Llama, tmp_path: Path) -> None:
+    config = json.loads((llama[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 17}))
+    built = build_runner(NodeSettings(model=tmp_path, load_format="dummy", device="cpu", max_context_tokens=100_000))
+    assert built.cache.shape.num_slots >= 100_000
 
 
 def test_the_cache_has_as_many_blocks_as_its_memory_holds(llama: Llama) -> None:

@@ -88,6 +88,12 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
     ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
         yield node_pb2.SwitchRoleResponse()
 
+    async def LoadAdapter(self, request: object, context: object) -> node_pb2.LoadAdapterResponse:  # noqa: N802
+        return node_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(self, request: object, context: object) -> node_pb2.UnloadAdapterResponse:  # noqa: N802
+        return node_pb2.UnloadAdapterResponse()
+
     async def WatchCache(  # noqa: N802
         self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.WatchCacheResponse]:

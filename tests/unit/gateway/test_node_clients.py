@@ -48,6 +48,12 @@ class Publishing(node_pb2_grpc.NodeServicer):
     ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
         yield node_pb2.SwitchRoleResponse()
 
+    async def LoadAdapter(self, request: object, context: object) -> node_pb2.LoadAdapterResponse:  # noqa: N802
+        return node_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(self, request: object, context: object) -> node_pb2.UnloadAdapterResponse:  # noqa: N802
+        return node_pb2.UnloadAdapterResponse()
+
 
 class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
     """A node that has drained: it ends its statuses while the last message of a request is still on its way."""

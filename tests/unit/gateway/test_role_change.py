@@ -96,16 +96,6 @@ class Switching(ScriptedNode):
         await self.become(request.role)
         yield node_pb2.SwitchRoleResponse(phase=node_pb2.SWITCH_PHASE_DONE, info=self.status.info)
 
-    async def LoadAdapter(  # type: ignore[override]  # noqa: N802
-        self, request: node_pb2.LoadAdapterRequest, context: object
-    ) -> node_pb2.LoadAdapterResponse:
-        raise NotImplementedError
-
-    async def UnloadAdapter(  # type: ignore[override]  # noqa: N802
-        self, request: node_pb2.UnloadAdapterRequest, context: object
-    ) -> node_pb2.UnloadAdapterResponse:
-        raise NotImplementedError
-
 
 @pytest.fixture(scope="module")
 def model() -> ServedModel:

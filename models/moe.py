@@ -256,7 +256,7 @@ class MoE(nn.Module):
         """The shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no gate, bias, scales, adapters or activation that routed experts do not have.
+        part of them may not be), and have no gate, bias, scales, adapters or activation that routed experts lack.
         """
         experts, mlp = self.experts, self.shared_experts
         if mlp is None or self.shared_expert_gate is not None:

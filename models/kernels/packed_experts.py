@@ -193,11 +193,14 @@ def _product_kernel(
     x_MB = x + rows_M.to(tl.int64)[:, None] * x_stride + inputs_B[None, :]
     stored_NB = stored + read_N[:, None] * ROW_BYTES + bytes_B[None, :]
     sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if MXFP4:
+        COLUMNS: tl.constexpr = IN // _MXFP4
+    else:
+        GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
     for start in range(0, IN, DEPTH):
         first_byte = start * BITS // 8
         numbers_NB = tl.load(stored_NB + first_byte, mask=(first_byte + bytes_B < ROW_BYTES)[None, :], other=0)
         if MXFP4:
-            COLUMNS: tl.constexpr = IN // _MXFP4
             groups_G = start // _MXFP4 + tl.arange(0, DEPTH // _MXFP4)
             powers_NG = tl.load(
                 scales + read_N[:, None] * COLUMNS + groups_G[None, :], mask=(groups_G < COLUMNS)[None, :], other=127
@@ -213,7 +216,6 @@ def _product_kernel(
             if MXFP4:
                 weight_NB = _from_mxfp4(part_NB, powers_NB)
             else:
-                GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
                 places_NB = expert.to(tl.int64) * (GROUPS * OUT) + tl.minimum(channels_N, OUT - 1)[:, None]
                 if GROUP % DEPTH == 0 or GROUP >= IN:  # one for all of a step's inputs
                     places_NB += start // GROUP * OUT

@@ -120,5 +120,9 @@ def test_of_all_names_of_transformers_a_near_one_has_the_same_norms_and_cache() 
 
 
 def test_fields_of_wrong_types_are_no_error() -> None:
-    for fields in ({"text_config": 3, "layer_types": 4, "model_type": []}, {"layer_types": [None, {}]}):
+    wrong: tuple[dict[str, object], ...] = (
+        {"text_config": 3, "layer_types": 4, "model_type": []},
+        {"layer_types": [None, {}]},
+    )
+    for fields in wrong:
         assert not named(nearest("StrangeForCausalLM", fields, FAMILIES, FEATURES))

@@ -127,7 +127,7 @@ def test_phi3_mini(tmp_path: Path) -> None:
     config = read(tmp_path, PHI3_MINI_4K)
     assert config.rope == RopeConfig(96, 10000.0, interleaved=False, scaling=None)
     assert gqa_of(config).sliding_windows == (2047,) * 32
-    assert config.switches == LlamaSwitches(fused_tensors=True)
+    assert config.switches == LlamaSwitches(in_one_tensor=("qkv_proj", "gate_up_proj"))
     assert (config.norm_eps, config.max_context_tokens) == (1e-5, 4096)
 
 

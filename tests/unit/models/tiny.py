@@ -14,8 +14,10 @@ VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
 _CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig", **tiny_gemma.CONFIG_SUFFIX}
-_REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks", *tiny_gpt.NORMS)
-_REDRAWN += tuple(f"norms.{head}.weight" for head in range(4))
+_REDRAWN = (
+    *("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks", *tiny_gpt.NORMS),
+    *(f"norms.{head}.weight" for head in range(4)),
+)
 
 _SHARED = {
     "vocab_size": VOCAB_SIZE,

@@ -24,13 +24,23 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   sentencepiece. Chat templates are read from `tokenizer_config.json` or `chat_template.jinja`, or given by
   `--chat-template`.
 - Weights are float64, float32, float16 or bfloat16. If `config.json` names no dtype, Baton uses the largest
-  tensor's dtype.
-- fp8 (e4m3) checkpoints of Llama, Mistral, Qwen, DeepSeek and Gemma run as they are stored: with scales for each
-  tensor, for each row, or for each block of 128x128 numbers, as DeepSeek-V3 is published. Activations are quantized as
-  the checkpoint says. On a CPU, and on GPUs whose tensor cores have no fp8, weights are dequantized before they are
-  multiplied. Other quantizations are refused by name; for gpt-oss in mxfp4 the error says how to convert it.
+  tensor's dtype; float64 runs as float32.
+- fp8 (e4m3) checkpoints of Llama's and DeepSeek's kin, Gemma, StarCoder2 and Nemotron run as they are stored: with
+  scales for each tensor, for each row, or for each block of 128x128 numbers, as DeepSeek-V3 is published. Activations
+  are quantized as the checkpoint says. On a CPU, and on GPUs whose tensor cores have no fp8, weights are dequantized
+  before they are multiplied.
+- Weights in packed integers run as they are stored, too: GPTQ (4 and 8 bits, with `desc_act`), AWQ (4 bits, `gemm`),
+  and compressed-tensors (`pack-quantized` with 4 and 8 bits, by group or channel, with or without zeros; int8 w8a8,
+  static or dynamic, without experts). gpt-oss runs as published, with experts in mxfp4, or in bfloat16. Other schemes,
+  such as fp8 in e5m2, 3 bits or marlin's files, are refused by name.
+- LongRoPE has two sets of factors. A node takes one for all requests, because keys turned by one are of no use to
+  queries turned by the other: the short one, for contexts up to the original one, or the long one where
+  `--max-context-tokens` asks for more. Give all nodes and gateways the same number; nodes that differ refuse each
+  other. Rope type `dynamic` is served up to `max_position_embeddings`, where it is plain
+  rotation.
 - All families but Phi-3-small, which transformers does not have, are tested against transformers in float32: the logits
-  are equal for whole prompts, prompts in chunks, single tokens, and batches of all three (`tests/unit/models`).
+  are equal for whole prompts, prompts in chunks, single tokens, and batches of all three (`tests/unit/models`). Falcon
+  with ALiBi differs from about 257 tokens on: transformers rounds its distances to bfloat16, Baton does not.
 - `--tensor-parallel-size` splits every family: each rank has some query heads with their kv heads, some channels of
   each MLP and expert, and some rows of the vocabulary. The number of ranks has to divide the query heads and the
   channels; fp8 weights in blocks need at least one block of channels for each rank. It also has to divide the kv heads

@@ -23,6 +23,7 @@ from models.kernels.adapter_products import SlotWeights, add_products, output_ti
 from models.kernels.matmul import multiply_invariant
 from models.linear import FusedLinear, Linear, Multiply
 from models.parallel import SINGLE, TensorParallel
+from models.weights.names import renamed
 from models.weights.shares import Share, Shares
 
 # Ranks of slots are multiples of this, for the tensor cores.
@@ -174,9 +175,7 @@ def _names(model: CausalLM, path: str, layer: Linear) -> list[str]:
     """The checkpoint's names of the layer's parts, without `.weight`."""
     parent = path.rpartition(".")[0]
     paths = [f"{parent}.{part}" for part, _ in layer.parts] if isinstance(layer, FusedLinear) else [path]
-    for ours, theirs in model.checkpoint_prefixes.items():
-        paths = [theirs + each.removeprefix(ours) if each.startswith(ours) else each for each in paths]
-    return paths
+    return [renamed(each, model.checkpoint_prefixes) for each in paths]
 
 
 def _whole_shape(part: _Part) -> LayerShape:

@@ -195,7 +195,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
+        (LLAMA | {"architectures": ["ArceeForCausalLM"]}, "architectures", "LlamaForCausalLM"),
         (LLAMA | {"architectures": []}, "architectures", "DeepseekV3ForCausalLM"),
         (LLAMA | {"architectures": None}, "architectures", "missing"),
         (V2 | {"moe_layer_freq": 2}, "moe_layer_freq", "allowed: 1"),
@@ -212,7 +212,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act", "silu"),
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "bfloat16"),
         (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id", "list of integers"),
-        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantization_config", "not supported"),
+        (LLAMA | {"quantization_config": {"quant_method": "quip"}}, "quantization_config", "not supported"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "1.0"),
         (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "not supported"),
         (LLAMA | {"sliding_window": 8}, "sliding_window", "all tokens"),

@@ -57,7 +57,8 @@ class Shares:
         self._layouts = {} if self._packed is None else {each.suffix: each for each in self._packed.tensors.values()}
         self._table: Mapping[str, Share] = dict(_table(config, parallel)) if parallel.size > 1 else {}
         prefixes: Mapping[str, str] = resolve_name(FAMILIES[config.architecture].model).checkpoint_prefixes
-        self._prefixes = {theirs: ours for ours, theirs in prefixes.items()}
+        # Under `model.` are most tensors, of whichever module: these keep their names.
+        self._prefixes = {theirs: ours for ours, theirs in prefixes.items() if theirs != "model."}
 
     def of(self, name: str) -> Share | None:
         """None: the tensor is whole."""

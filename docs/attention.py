@@ -52,10 +52,6 @@ LIBRARY_API = (
         "Encoder and encoder-decoder attention, by `Attention(attn_type=...)`.",
     ),
     (
-        "attention.layer.Attention",
-        "Its argument `kv_sharing_target`: the layer reads an earlier layer's KV.",
-    ),
-    (
         "attention.micro_batches.split_attn_metadata",
         "A batch's metadata as that of micro-batches, which may begin and end within requests.",
     ),

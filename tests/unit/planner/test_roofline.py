@@ -14,7 +14,8 @@ from planner.roofline import GPUS, cache_tokens, gpu_of, roofline
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "bench/engine/configs"
-MODELS = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
+MEASURED = (ROOT / "bench/results/engine.md").read_text()
+MODELS = sorted(name for path in CONFIGS.glob("*/config.json") if f"| {(name := path.parent.name)}, " in MEASURED)
 
 
 def size_of(name: str) -> ModelSize:
@@ -23,7 +24,7 @@ def size_of(name: str) -> ModelSize:
 
 def errors(name: str, costs: StepCosts) -> Iterator[float]:
     """Predicted over measured seconds, less 1, of all rows of one model."""
-    for line in (ROOT / "bench/results/engine.md").read_text().splitlines():
+    for line in MEASURED.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) < 4 or not cells[2].startswith(f"{name}, "):
             continue

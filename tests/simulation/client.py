@@ -38,6 +38,7 @@ class ClientCall:
         self.error: BatonError | None = None
         self.finished = False
         self._expected = [generate(client.prompt, client.max_tokens, context) for context in contexts]
+        self._shortest_context = min(contexts)
         self._longest = max((output.tokens for output in self._expected), key=len)
         self._tokens: list[int] = []
         self._text = ""
@@ -102,7 +103,10 @@ class ClientCall:
             allowed.append(InternalError)
         if self.client.cancel_s is not None:
             allowed.append(Cancelled)
-        if not self.client.patient:  # else all faults are over long before its deadline
+        # All faults are over long before the deadline of a patient client. But what a node with a longer context began
+        # waits for that one, which may have become a node that does not decode.
+        outgrown = len(self.client.prompt) + len(self._tokens) >= self._shortest_context
+        if outgrown or not self.client.patient:
             allowed.append(DeadlineExceeded)
         if self.error is not None and not isinstance(self.error, tuple(allowed)):
             violated("I5", f"{self.name} ends with {self.error!r}")

@@ -32,7 +32,8 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
 - Weights in packed integers run as they are stored, too: GPTQ (4 and 8 bits, with `desc_act`), AWQ (4 bits, `gemm`),
   and compressed-tensors (`pack-quantized` with 4 and 8 bits, by group or channel, with or without zeros; int8 w8a8,
   static or dynamic, without experts). gpt-oss runs as published, with experts in mxfp4, or in bfloat16. Other schemes,
-  such as fp8 in e5m2, 3 bits or marlin's files, are refused by name.
+  such as fp8 in e5m2, 3 bits or marlin's files, are refused by name. On a GPU, experts with `desc_act` are refused, and
+  the kernels of int8 and of packed experts have only been run in Triton's interpreter; their speed is not measured.
 - LongRoPE has two sets of factors. A node takes one for all requests, because keys turned by one are of no use to
   queries turned by the other: the short one, for contexts up to the original one, or the long one where
   `--max-context-tokens` asks for more. Give all nodes and gateways the same number; nodes that differ refuse each

@@ -20,7 +20,7 @@ from models.adapters.config import CONFIG_FILE
 log = logging.getLogger("baton")
 
 WATCH_S = 1.0
-# What tells that a directory's files have changed: time and size of each.
+# Time and size of each file of a directory. It differs once the files have changed.
 _Stamp = tuple[tuple[int, int], ...]
 
 

@@ -11,7 +11,7 @@ class Int8Config:
     """Linear layers are stored in int8 with a scale for each output, or for the tensor.
 
     Attributes:
-        number: tells the config apart from those of other schemes.
+        number: the scheme's name, so that the digest of a model differs from that of every other scheme.
         by_channel: the scales of weights.
         static_inputs: the checkpoint has one scale for each layer's inputs. Else each token gets one.
         unquantized: as in `Fp8Config`.

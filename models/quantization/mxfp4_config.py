@@ -14,7 +14,7 @@ class Mxfp4Config:
     """Experts are stored in mxfp4.
 
     Attributes:
-        number: tells the config apart from those of other schemes.
+        number: the scheme's name, so that the digest of a model differs from that of every other scheme.
         unquantized: as in `Fp8Config`.
     """
 

@@ -5,6 +5,7 @@ unpacking and the parts of tensor-parallel ranks follow from that. A weight is (
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,7 +72,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class PackedConfig:
+class PackedConfig(ABC):
     """Integers with a scale, and a zero where they are not symmetric, for each group of an output's inputs.
 
     Attributes:
@@ -90,8 +91,9 @@ class PackedConfig:
     unquantized: tuple[str, ...] = ()
 
     @property
+    @abstractmethod
     def tensors(self) -> Mapping[Role, Stored]:
-        raise NotImplementedError
+        """Of one linear layer."""
 
     @property
     def zeros_are_less_one(self) -> bool:

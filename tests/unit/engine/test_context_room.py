@@ -1,4 +1,4 @@
-"""A cache in main memory has room for one longest request where memory allows, and a smaller one is told of."""
+"""A cache in main memory has room for one longest request where memory allows; a line says if it has not."""
 
 import pytest
 

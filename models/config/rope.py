@@ -164,7 +164,7 @@ class _LinearFields(_RopeFields):
 class _DynamicFields(_RopeFields):
     """transformers enlarges the base for sequences longer than `max_position_embeddings`, by their length at each step.
     Keys in a cache were turned with another base then, so no such sequence is served, and `factor` changes nothing.
-    With `alpha` the base is always the same. The other fields are YaRN's: Hunyuan's files have them, nothing reads them.
+    With `alpha` the base is always the same. The other fields are YaRN's: Hunyuan's files have them unused.
     """
 
     factor: Positive = 1.0

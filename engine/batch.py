@@ -28,6 +28,7 @@ class BatchRow(NamedTuple):
         since: the number of the first step with this row. Later steps may share the row at the same place, where it
             stands for one token further on in each step. None: the row is for one step only.
         adapter: slot of the request's adapter; -1: it has none.
+        state_slot: slot of the request's recurrent state; -1: the model has none.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class BatchRow(NamedTuple):
     token_source: int | None = None
     since: int | None = None
     adapter: int = -1
+    state_slot: int = -1
 
     @property
     def token_stop(self) -> int:
@@ -74,12 +76,15 @@ class Batch:
         shared_rows: the step's rows; other steps may share some of them, see `BatchRow.since`.
         layers_per_group: a mark is wanted after this many layers each; 0: no marks.
         scores: the rows whose prompt logprobs are wanted, by place, in order.
+        restores, snapshots: recurrent states, (from slot, to slot), that are copied before and after the step.
     """
 
     step: int
     shared_rows: tuple[BatchRow, ...]
     layers_per_group: int = 0
     scores: tuple[tuple[int, ScoreRow], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

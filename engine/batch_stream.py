@@ -65,11 +65,12 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.token_source,
         row.since,
         row.adapter,
+        row.state_slot,
     )
 
 
 def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
-    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter = encoded
+    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter, state_slot = encoded
     return BatchRow(
         known.request_id if request_id is None else request_id,
         _array(token_ids),
@@ -79,6 +80,7 @@ def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
         token_source,
         since,
         adapter,
+        state_slot,
     )
 
 

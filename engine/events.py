@@ -31,12 +31,18 @@ class RequestStarted:
 
 @dataclass(frozen=True)
 class ChunkComputed:
-    """The KV of positions `token_start` to `token_stop` (exclusive) is in the request's blocks of the cache."""
+    """The KV of positions `token_start` to `token_stop` (exclusive) is in the request's blocks of the cache.
+
+    Args:
+        state_slot: where the recurrent state after `token_stop` tokens is, until the request's next step; -1: the model
+            has none.
+    """
 
     request_id: str
     token_start: int
     token_stop: int
     block_ids: tuple[int, ...]
+    state_slot: int = -1
 
 
 @dataclass(frozen=True)

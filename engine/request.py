@@ -112,12 +112,14 @@ class Reservation:
         cached_tokens: leading tokens whose KV is in these blocks already; a multiple of the block size, and less than
             the sequence.
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
+        state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     cached_tokens: int
     resume_at: int
+    state_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ class ModelFacts:
         max_context_tokens: longest sequence that the model supports.
         identity: a text that differs between models whose KV differs; part of every prefix key.
         window_tokens: the widest sliding window of any layer; 0 where no layer has one.
+        state_slots: places for recurrent states; 0: the model has none.
     """
 
     num_blocks: int
@@ -203,6 +206,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     identity: str
     window_tokens: int = 0
+    state_slots: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A node's paged KV cache: one allocation, seen through one strided view for every layout."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class PagedKVCache:
     Attributes:
         storage: the allocation, contiguous, its axes in the layout's order.
         view: the same memory as [L, K, B, N, H, C]; K and H are 1 for MLA.
+        index, state: the caches beside this one (`KVCacheSpec`); None: the model has no such part. Blocks of `index`
+            are those of this cache. Each block of `state` has one place, a slot: one state, float32.
     """
 
     def __init__(
@@ -47,6 +50,16 @@ class PagedKVCache:
         )
         self.view: Tensor = self.storage.permute([order.index(axis) for axis in LOGICAL_AXES])
         self._layers = self.view.unbind(0)
+        self.index = None if spec.index is None else PagedKVCache(spec.index, shape, device, pinned=pinned)
+        self.state: PagedKVCache | None = None
+        if spec.state is not None:
+            slots = replace(shape, block_size=1, num_blocks=shape.state_slots)
+            self.state = PagedKVCache(spec.state, slots, device, pinned=pinned)
+
+    @property
+    def parts(self) -> "tuple[PagedKVCache, ...]":
+        """In the order of `KVCacheSpec.parts`."""
+        return self, *(part for part in (self.index, self.state) if part is not None)
 
     def layer(self, index: int) -> Tensor:
         """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""

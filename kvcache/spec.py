@@ -1,4 +1,9 @@
-"""What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch."""
+"""What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch.
+
+Some models keep more than KV of a request. Each such part is a cache of its own beside that of KV, with its own spec:
+`index`, keys by which sparse attention selects tokens, and `state`, what recurrent layers remember. All that moves, cuts
+cuts or digests KV does the same with them; the layers of all parts are numbered in one row (`parts`).
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,10 +23,12 @@ ALIGN_TOKENS = 64
 
 
 class KVKind(StrEnum):
-    """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads."""
+    """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads. STATE:
+    what a recurrent layer remembers of all tokens so far, split by heads."""
 
     GQA = "gqa"
     MLA = "mla"
+    STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class KVCacheSpec:
     Attributes:
         windows: for each layer, the number of tokens that a token attends to, itself included; 0: all. Empty: no layer
             has a window.
+        index: the keys of each token by which sparse attention selects tokens, of kind MLA; token for token in the same
+            blocks.
+        state: of each request, not of each token: num_kv_heads heads of head_dim numbers for each recurrent layer.
+            `num_layers` counts recurrent layers only, and that of this spec does not count them.
     """
 
     kind: KVKind
@@ -41,6 +52,13 @@ class KVCacheSpec:
     head_dim: int
     dtype: str
     windows: tuple[int, ...] = ()
+    index: "KVCacheSpec | None" = None
+    state: "KVCacheSpec | None" = None
+
+    @property
+    def parts(self) -> "tuple[KVCacheSpec, ...]":
+        """This spec, then those of the caches beside it: the order in which layers are numbered on the wire."""
+        return self, *(part for part in (self.index, self.state) if part is not None)
 
     @property
     def kv_factor(self) -> int:
@@ -69,6 +87,10 @@ class KVCacheSpec:
 class KVCacheShape:
     """How one node keeps its KV; any two nodes may differ.
 
+    Attributes:
+        state_slots: places for the states of recurrent layers, each one request's or one prefix's; 0: the model has
+            none.
+
     Raises:
         ConfigError: a size below 1.
     """
@@ -76,6 +98,7 @@ class KVCacheShape:
     layout: KVCacheLayout
     block_size: int
     num_blocks: int
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks"):

@@ -20,6 +20,7 @@ from models.config.model_config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.parallel import ParallelModule, TensorParallel
+from models.recurrent.rows import StateRows
 from models.rotary import Rotary
 
 
@@ -85,6 +86,7 @@ class CausalLM(ParallelModule):
         config: of this rank, where several ranks compute the model together.
         vocab_size: of the whole model.
         rotary: None where the config has no rotary embedding.
+        state_rows: the recurrent states of the step that is computed; see `use_states`.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -100,6 +102,7 @@ class CausalLM(ParallelModule):
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
         self.adapter_slots: Tensor | None = None
+        self.state_rows: StateRows | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
     def forward(
@@ -127,6 +130,10 @@ class CausalLM(ParallelModule):
             slots_T: int32, of each token, negative for none; None: no token has an adapter.
         """
         self.adapter_slots = slots_T
+
+    def use_states(self, rows: StateRows | None) -> None:
+        """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""
+        self.state_rows = rows
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
         """Makes this model, of one rank's config, a part of the model that all ranks compute together.

@@ -39,22 +39,30 @@ def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
 
 
 def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
-    """The KV of one token when the model runs in `dtype`. `kv_dtype` is the cache's dtype; "" means `dtype`."""
-    attention = config.attention
+    """What the model keeps of a request when it runs in `dtype`. `kv_dtype` is the cache's dtype; "" means `dtype`."""
+    attention, recurrent = config.attention, config.recurrent
+    state = None
+    if recurrent is not None:
+        state = KVCacheSpec(KVKind.STATE, recurrent.num_layers, recurrent.num_heads, recurrent.head_channels, "float32")
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
-        return KVCacheSpec(KVKind.MLA, config.num_layers, 1, channels, kv_dtype or dtype)
+        num_layers = config.num_layers - (0 if recurrent is None else recurrent.num_layers)
+        return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, state=state)
     # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
     # layer has the place of the largest (`attention.layer` says why).
     num_layers = attention.num_kv_layers
-    windows = tuple(window or 0 for window in attention.sliding_windows[:num_layers])
+    has_kv = [True] * num_layers if recurrent is None else [not keeps for keeps in recurrent.layers]
+    windows = tuple(
+        window or 0 for window, keeps in zip(attention.sliding_windows[:num_layers], has_kv, strict=True) if keeps
+    )
     return KVCacheSpec(
         kind=KVKind.GQA,
-        num_layers=num_layers,
+        num_layers=len(windows),
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         dtype=kv_dtype or dtype,
         windows=windows if any(windows) else (),
+        state=state,
     )
 
 

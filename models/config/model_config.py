@@ -93,6 +93,25 @@ class MLAConfig:
     v_head_dim: int
 
 
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Layers that keep a state in place of KV. What they compute is in the family's `switches`.
+
+    Attributes:
+        layers: for each layer, whether it is one.
+        num_heads: parts of equal size, by which ranks split the state.
+        head_channels: float32 numbers of one part in one layer.
+    """
+
+    layers: tuple[bool, ...]
+    num_heads: int
+    head_channels: int
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+
 class TopKMethod(StrEnum):
     """How the experts of a token are chosen.
 
@@ -153,6 +172,7 @@ class ModelConfig:
         quantization: None where weights are not quantized.
         intermediate_sizes: of each layer's dense MLP, where they differ; intermediate_size is then the largest.
         switches: values of this family alone, in a frozen dataclass of its own.
+        recurrent: None where every layer has KV.
     """
 
     architecture: str
@@ -175,6 +195,14 @@ class ModelConfig:
     quantization: Quantization | None = None
     switches: object = None
     intermediate_sizes: tuple[int, ...] = ()
+    recurrent: RecurrentConfig | None = None
+
+    def cache_layer(self, layer_index: int) -> int:
+        """The number of this layer among those of its kind: where its KV, or its state, is in the cache."""
+        if self.recurrent is None:
+            return layer_index
+        layers = self.recurrent.layers
+        return layers[:layer_index].count(layers[layer_index])
 
     def mlp_size(self, layer_index: int) -> int:
         """The channels of this layer's dense MLP."""

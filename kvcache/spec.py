@@ -1,7 +1,7 @@
 """What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch.
 
 Some models keep more than KV of a request. Each such part is a cache of its own beside that of KV, with its own spec:
-`index`, keys by which sparse attention selects tokens, and `state`, what recurrent layers remember. All that moves, cuts
+`index`, keys by which sparse attention selects tokens, and `state`, what recurrent layers remember. All that moves,
 cuts or digests KV does the same with them; the layers of all parts are numbered in one row (`parts`).
 """
 

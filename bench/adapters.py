@@ -30,13 +30,23 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
         progress("adapters: needs a GPU")
         return
     progress("adapters: none")
-    plain_ms = {batch: _measure(built, batch, adapters=None) for built in _built(rank=0) for batch in _BATCHES}
+    plain_ms = _without_slots()
     for batch, step_ms in plain_ms.items():
         yield Row("decode step", f"batch {batch}, no slots for adapters", step_ms, "ms", less_is_better=True)
     for rank in _RANKS:
         progress(f"adapters: {_SLOTS} of rank {rank}")
         for built in _built(rank=rank):
             yield from _with_slots(built, rank, plain_ms)
+            del built  # before the next one takes the memory
+
+
+def _without_slots() -> dict[int, float]:
+    """Milliseconds of a step by its number of requests."""
+    took_ms: dict[int, float] = {}
+    for built in _built(rank=0):
+        took_ms = {batch: _measure(built, batch, adapters=None) for batch in _BATCHES}
+        del built
+    return took_ms
 
 
 def _with_slots(built: Built, rank: int, plain_ms: dict[int, float]) -> Iterator[Row]:

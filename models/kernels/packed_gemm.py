@@ -47,18 +47,16 @@ class HopperTile(NamedTuple):
     """The part of the result that one program of the kernel for Hopper computes.
 
     Attributes:
-        at_once: steps whose weights are loaded together.
+        stages: steps whose weights are in shared memory or on their way there.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
-        least_rounds: of `at_once` steps, in a program that shares a tile.
-        prefetched: steps whose weights go to the L2 cache early.
+        least_steps: of a program that shares a tile.
     """
 
     tokens: int
     rows: int = 64
-    at_once: int = 2
-    programs_per_sm: int = 6
-    least_rounds: int = 2
-    prefetched: int = 8
+    stages: int = 6
+    programs_per_sm: int = 4
+    least_steps: int = 4
 
 
 def choose_tile(num_tokens: int) -> HopperTile:
@@ -66,8 +64,8 @@ def choose_tile(num_tokens: int) -> HopperTile:
     if num_tokens <= 8:
         return HopperTile(8)
     if num_tokens <= 16:
-        return HopperTile(16, programs_per_sm=4)
-    return HopperTile(32, at_once=1, programs_per_sm=4)
+        return HopperTile(16)
+    return HopperTile(32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +183,7 @@ class Product:
         steps = columns // step
         if splits is None:
             wanted = tile.programs_per_sm * self.num_sms // tiles_N
-            splits = max(1, min(wanted, steps // (tile.at_once * tile.least_rounds)))
+            splits = max(1, min(wanted, steps // tile.least_steps))
         splits = 1 if tiles_T > 1 else min(splits, steps)
         partial = None
         if splits > 1:
@@ -209,8 +207,7 @@ class Product:
             ROWS=tile.rows,
             TOKENS=tile.tokens,
             STEP=step,
-            AT_ONCE=tile.at_once,
-            PREFETCHED=tile.prefetched,
+            STAGES=tile.stages,
             **overlap(x_TK.device, rows=num_tokens),
             num_warps=WARPS,
         )

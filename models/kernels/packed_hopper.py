@@ -12,37 +12,42 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 RUN = gl.constexpr(16)  # that of `models.quantization.packed`
 WARPS = 4
 
 
-@gluon.jit
-def prefetch(row_ptrs, num_bytes):
-    """Brings the first bytes of rows into L2: addresses and numbers are multiples of 16."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-        "=r,l,r",
-        [row_ptrs.to(gl.int64), num_bytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+@gluon.constexpr_function
+def _eights(rows: int, num_bytes: int) -> gl.DistributedLinearLayout:
+    """The weight's layout with each row's bytes apart in eights, of which a thread has all."""
+    of_registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]]
+    if num_bytes == 64:
+        of_registers.append([0, 4, 0])
+    if rows == 128:
+        of_registers.append([64, 0, 0])
+    of_lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    of_warps = [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(of_registers, of_lanes, of_warps, [], [rows, num_bytes // 8, 8])
 
 
 @gluon.jit
-def start_and_wait(OVERLAP: gl.constexpr):
-    """Lets the next kernel start, then waits for those before, as `tritonlib.launch` says."""
+def start_dependents(OVERLAP: gl.constexpr):
+    """As `tritonlib.launch` says, in Gluon."""
     if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; // $0",
-            "=r",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _do("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+def await_predecessors(OVERLAP: gl.constexpr):
+    """As `tritonlib.launch` says, in Gluon."""
+    if OVERLAP:
+        _do("griddepcontrol.wait; // $0")
+
+
+@gluon.jit
+def _do(INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -131,7 +136,8 @@ def packed_sum(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """float32 [ROWS, TOKENS], `_C`: the products of steps [first, stop) of the rows from `row` on. Rows past the end
     are those of the last one.
@@ -140,75 +146,95 @@ def packed_sum(
         x_rows_X: where each token's activations begin.
         GROUP: inputs with one scale, a multiple of STEP; mxfp4 has groups of 32.
         STEP: inputs of one step, of which COLUMNS is a multiple.
-        AT_ONCE: steps whose weights are loaded together.
+        STAGES: steps whose weights are in shared memory or on their way there.
+        OVERLAP: the weights' way begins before the kernels before this one have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     BYTES: gl.constexpr = STEP // 2
-    ROW_BYTES: gl.constexpr = COLUMNS // 2
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BYTES, BYTES // 16], [4, 1], [1, 0])
+    stages = gl.allocate_shared_memory(
+        gl.uint8,
+        [STAGES, ROWS, BYTES],
+        gl.SwizzledSharedLayout(vec=16, per_phase=1, max_phase=BYTES // 16, order=[1, 0]),
+    )
+    rows_R = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY)), num_rows - 1)
+    stored = stored_ptr + rows_R.to(gl.int64)[:, None] * (COLUMNS // 2)
+    stored += gl.arange(0, BYTES, gl.SliceLayout(0, COPY))[None, :]
+    for stage in gl.static_range(STAGES - 1):
+        async_copy.async_copy_global_to_shared(
+            stages.index(stage), stored + gl.minimum(first + stage, stop - 1) * BYTES
+        )
+        async_copy.commit_group()
     rows_A = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, A)), num_rows - 1)
     rows_C = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, C)), num_rows - 1)
-    bytes_A = gl.arange(0, BYTES, gl.SliceLayout(0, A))
     bytes_X = gl.arange(0, BYTES, gl.SliceLayout(1, X))
-    stored_A = stored_ptr + rows_A.to(gl.int64)[:, None] * ROW_BYTES + bytes_A[None, :]
     x_X = x_rows_X[None, :] + (bytes_X // RUN * (2 * RUN) + bytes_X % RUN)[:, None]
     sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     nothing_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
-    for some in range(first, stop, AT_ONCE):
-        loaded = ()
-        for one in gl.static_range(AT_ONCE):
-            bytes_here_A = gl.load(stored_A + gl.minimum(some + one, stop - 1) * BYTES)
-            loaded = loaded + (bytes_here_A,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon has no unpacking)
-        for one in gl.static_range(AT_ONCE):
-            step = gl.minimum(some + one, stop - 1)
-            start = step * STEP
-            low_X = gl.load(x_X + start)
-            high_X = gl.load(x_X + (start + RUN))
-            if MXFP4:
-                factors_A = mxfp4_factors(scales_ptr, row, num_rows, start // 32, COLUMNS // 32, ROWS, BYTES)
-                low_A, high_A = from_mxfp4(loaded[one], factors_A)
+    # What a step needs besides is loaded one step before.
+    if MXFP4:
+        exponents = mxfp4_exponents(scales_ptr, row, num_rows, first * STEP // 32, COLUMNS // 32, ROWS, BYTES)
+    else:
+        scales_C = gl.load(scales_ptr + first * STEP // GROUP * num_rows + rows_C)
+        if zeros_ptr is not None:
+            zeros_A = gl.load(zeros_ptr + first * STEP // GROUP * num_rows + rows_A).to(gl.int32)
+    await_predecessors(OVERLAP)
+    for step in range(first, stop):
+        start = step * STEP
+        low_X = gl.load(x_X + start)
+        high_X = gl.load(x_X + (start + RUN))
+        async_copy.wait_group(STAGES - 2)
+        bytes_A = stages.index((step - first) % STAGES).load(A)
+        following = gl.minimum(step + STAGES - 1, stop - 1)
+        async_copy.async_copy_global_to_shared(
+            stages.index((step - first + STAGES - 1) % STAGES), stored + following * BYTES
+        )
+        async_copy.commit_group()
+        following = gl.minimum(step + 1, stop - 1) * STEP
+        if MXFP4:
+            low_A, high_A = from_mxfp4(bytes_A, mxfp4_factors(exponents, ROWS, BYTES))
+            exponents = mxfp4_exponents(scales_ptr, row, num_rows, following // 32, COLUMNS // 32, ROWS, BYTES)
+        else:
+            if zeros_ptr is not None:
+                halves_A = (zeros_A.to(gl.float32) + 128.0).to(gl.bfloat16)
+                less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
+                zeros_A = gl.load(zeros_ptr + following // GROUP * num_rows + rows_A).to(gl.int32)
             else:
-                group = start // GROUP
-                if zeros_ptr is not None:
-                    zeros_A = gl.load(zeros_ptr + group * num_rows + rows_A).to(gl.float32) + 128.0
-                    less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + zeros_A.to(gl.bfloat16)[:, None]
-                else:
-                    less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
-                low_A, high_A = less_zeros(loaded[one], less_A)
+                less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
+            low_A, high_A = less_zeros(bytes_A, less_A)
+        if MXFP4:
+            sum_C = mma_v2(low_A, low_X, sum_C)
+            sum_C = mma_v2(high_A, high_X, sum_C)
+        else:
             product_C = mma_v2(low_A, low_X, nothing_C)
             product_C = mma_v2(high_A, high_X, product_C)
-            if MXFP4:
-                product_C = gl.where(some + one < stop, product_C, nothing_C)
-                sum_C += product_C
-            else:
-                scales_C = gl.load(scales_ptr + group * num_rows + rows_C).to(gl.float32)
-                sum_C += product_C * gl.where(some + one < stop, scales_C, 0.0)[:, None]
+            sum_C += product_C * scales_C.to(gl.float32)[:, None]
+            scales_C = gl.load(scales_ptr + following // GROUP * num_rows + rows_C)
+    async_copy.wait_group(0)
     return sum_C
 
 
 @gluon.jit
-def mxfp4_factors(
+def mxfp4_exponents(
     scales_ptr, row, num_rows, first_group, GROUPS: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr
 ):
-    """bfloat16 [ROWS, BYTES]: 2 ** 126 times the scale of each byte's group, of which a row has GROUPS."""
-    C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
-    # The weight's layout with each row's bytes apart in eights, of which a thread has all.
-    EIGHTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]]
-        + ([[0, 4, 0]] if BYTES == 64 else [])
-        + ([[64, 0, 0]] if ROWS == 128 else []),
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, BYTES // 8, 8],
-    )
+    """int32 [ROWS, eights of bytes]: the exponent of each eight's group, of which a row has GROUPS."""
+    EIGHTS: gl.constexpr = _eights(ROWS, BYTES)
     OF_EIGHTS: gl.constexpr = gl.SliceLayout(2, EIGHTS)
     rows_R = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, OF_EIGHTS)), num_rows - 1)
     groups_G = first_group + gl.arange(0, BYTES // 8, gl.SliceLayout(0, OF_EIGHTS)) // 2
-    exponents_RG = gl.load(scales_ptr + rows_R.to(gl.int64)[:, None] * GROUPS + groups_G[None, :])
-    factors_RG = ((exponents_RG.to(gl.int16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+    return gl.load(scales_ptr + rows_R.to(gl.int64)[:, None] * GROUPS + groups_G[None, :]).to(gl.int32)
+
+
+@gluon.jit
+def mxfp4_factors(exponents_RG, ROWS: gl.constexpr, BYTES: gl.constexpr):
+    """bfloat16 [ROWS, BYTES]: 2 ** 126 times the scale of each byte's group."""
+    C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
+    EIGHTS: gl.constexpr = _eights(ROWS, BYTES)
+    factors_RG = ((exponents_RG + 126) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
     factors_RGB = gl.zeros([ROWS, BYTES // 8, 8], gl.bfloat16, EIGHTS) + gl.expand_dims(factors_RG, 2)
     return gl.convert_layout(gl.reshape(factors_RGB, [ROWS, BYTES]), A)
 
@@ -232,15 +258,11 @@ def multiply_packed(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    PREFETCHED: gl.constexpr,
+    STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """ROWS outputs of TOKENS tokens, or a program's share of their steps. Programs that share a tile write partial
-    sums, which the last one to arrive adds up in the order of the programs.
-
-    PREFETCHED: steps whose weights go to the L2 cache before this program waits for the previous kernel.
-    """
+    sums, which the last one to arrive adds up in the order of the programs."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     tile, split = gl.program_id(0) // splits, gl.program_id(0) % splits
@@ -248,11 +270,7 @@ def multiply_packed(
     tokens_X = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, X))
     x_rows_X = x_ptr + gl.minimum(tokens_X, num_tokens - 1).to(gl.int64) * x_stride
     first, stop = split * steps // splits, (split + 1) * steps // splits
-    if OVERLAP and PREFETCHED:
-        rows = gl.minimum(tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])), num_rows - 1)
-        row_ptrs = stored_ptr + rows.to(gl.int64) * (COLUMNS // 2) + first * (STEP // 2)
-        prefetch(row_ptrs, gl.minimum(stop - first, PREFETCHED) * (STEP // 2))
-    start_and_wait(OVERLAP)
+    start_dependents(OVERLAP)
     sum_C = packed_sum(
         stored_ptr,
         scales_ptr,
@@ -268,7 +286,8 @@ def multiply_packed(
         ROWS,
         TOKENS,
         STEP,
-        AT_ONCE,
+        STAGES,
+        OVERLAP,
     )
     rows_C = gl.arange(0, ROWS, gl.SliceLayout(1, C))
     columns_C = gl.arange(0, TOKENS, gl.SliceLayout(0, C))
@@ -276,7 +295,8 @@ def multiply_packed(
     if partial_ptr is not None:
         places_C = tile * splits * (ROWS * TOKENS) + rows_C[:, None] * TOKENS + columns_C[None, :]
         gl.store(partial_ptr + places_C + split * (ROWS * TOKENS), sum_C)
-        gl.barrier()
+        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
+        _do("bar.sync 0; // $0")
         is_last = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
         if is_last:
             sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
@@ -314,14 +334,15 @@ def multiply_packed_experts(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """A tile of an expert's outputs, as `models.kernels.packed_experts` says of its kernel; the tokens' tiles of one
     block of weights lie next to each other."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
-    start_and_wait(OVERLAP)
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     tile, block = gl.program_id(0) % num_tiles, gl.program_id(0) // num_tiles
     expert = gl.load(tiles_ptr + tile).to(gl.int64)
     if expert >= 0:
@@ -354,7 +375,8 @@ def multiply_packed_experts(
             ROWS,
             TOKENS,
             STEP,
-            AT_ONCE,
+            STAGES,
+            False,
         )
         rows_C = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))
         places_C = first + gl.arange(0, TOKENS, gl.SliceLayout(0, C))

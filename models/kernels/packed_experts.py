@@ -159,6 +159,7 @@ def _launch(
             ROWS=tile.rows,
             TOKENS=tokens,
             STEP=step,
+            AT_ONCE=tile.at_once,
             STAGES=tile.stages,
             **overlap(x_RC.device, rows=num_tokens),
             num_warps=WARPS,

@@ -47,15 +47,17 @@ class HopperTile(NamedTuple):
     """The part of the result that one program of the kernel for Hopper computes.
 
     Attributes:
-        stages: steps whose weights are in shared memory or on their way there.
+        at_once: steps of a stage.
+        stages: those whose weights are in shared memory or on their way there; a power of two.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
         least_steps: of a program that shares a tile.
     """
 
     tokens: int
     rows: int = 64
-    stages: int = 6
-    programs_per_sm: int = 4
+    at_once: int = 2
+    stages: int = 4
+    programs_per_sm: int = 8
     least_steps: int = 4
 
 
@@ -207,6 +209,7 @@ class Product:
             ROWS=tile.rows,
             TOKENS=tile.tokens,
             STEP=step,
+            AT_ONCE=tile.at_once,
             STAGES=tile.stages,
             **overlap(x_TK.device, rows=num_tokens),
             num_warps=WARPS,

@@ -4,9 +4,12 @@ Each thread loads the bytes of the numbers that it multiplies, so a number goes 
 registers alone, and four of them are unpacked at once. The low and the high halves of a tile's bytes are the channels
 of two products (`models.quantization.packed`), and a byte's place is the same in both.
 
-Legend: N output channel, T token, B byte of packed numbers; `_A`, `_X` and `_C` are in the layouts of the weight, the
-activations and the result.
+Gluon's tuples grow by addition alone. Legend: N output channel, T token, B byte of packed numbers; `_A`, `_X` and `_C`
+are in the layouts of the weight, the activations and the result.
 """
+
+# mypy: disable-error-code="assignment,attr-defined"
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -136,6 +139,7 @@ def packed_sum(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -146,7 +150,8 @@ def packed_sum(
         x_rows_X: where each token's activations begin.
         GROUP: inputs with one scale, a multiple of STEP; mxfp4 has groups of 32.
         STEP: inputs of one step, of which COLUMNS is a multiple.
-        STAGES: steps whose weights are in shared memory or on their way there.
+        AT_ONCE: steps of a stage.
+        STAGES: those whose weights are in shared memory or on their way there.
         OVERLAP: the weights' way begins before the kernels before this one have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -154,66 +159,118 @@ def packed_sum(
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     BYTES: gl.constexpr = STEP // 2
     COPY: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BYTES, BYTES // 16], [4, 1], [1, 0])
-    stages = gl.allocate_shared_memory(
-        gl.uint8,
-        [STAGES, ROWS, BYTES],
-        gl.SwizzledSharedLayout(vec=16, per_phase=1, max_phase=BYTES // 16, order=[1, 0]),
-    )
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=16, per_phase=1, max_phase=BYTES // 16, order=[1, 0])
+    stages = gl.allocate_shared_memory(gl.uint8, [STAGES * AT_ONCE, ROWS, BYTES], SWIZZLED)
     rows_R = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY)), num_rows - 1)
     stored = stored_ptr + rows_R.to(gl.int64)[:, None] * (COLUMNS // 2)
     stored += gl.arange(0, BYTES, gl.SliceLayout(0, COPY))[None, :]
     for stage in gl.static_range(STAGES - 1):
-        async_copy.async_copy_global_to_shared(
-            stages.index(stage), stored + gl.minimum(first + stage, stop - 1) * BYTES
-        )
-        async_copy.commit_group()
-    rows_A = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, A)), num_rows - 1)
-    rows_C = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, C)), num_rows - 1)
+        copy_steps(stages, stored, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
     bytes_X = gl.arange(0, BYTES, gl.SliceLayout(1, X))
     x_X = x_rows_X[None, :] + (bytes_X // RUN * (2 * RUN) + bytes_X % RUN)[:, None]
     sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     nothing_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
-    # What a step needs besides is loaded one step before.
-    if MXFP4:
-        exponents = mxfp4_exponents(scales_ptr, row, num_rows, first * STEP // 32, COLUMNS // 32, ROWS, BYTES)
-    else:
-        scales_C = gl.load(scales_ptr + first * STEP // GROUP * num_rows + rows_C)
-        if zeros_ptr is not None:
-            zeros_A = gl.load(zeros_ptr + first * STEP // GROUP * num_rows + rows_A).to(gl.int32)
+    # A step's scales and zeros are loaded one turn before.
+    scales = load_scales(scales_ptr, row, num_rows, first, stop, COLUMNS, GROUP, MXFP4, ROWS, STEP, AT_ONCE)
+    zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     await_predecessors(OVERLAP)
-    for step in range(first, stop):
-        start = step * STEP
-        low_X = gl.load(x_X + start)
-        high_X = gl.load(x_X + (start + RUN))
+    for some in range(first, stop, AT_ONCE):
+        turn = (some - first) // AT_ONCE
+        low, high = (), ()
+        for one in gl.static_range(AT_ONCE):
+            start = gl.minimum(some + one, stop - 1) * STEP
+            low = low + (gl.load(x_X + start),)
+            high = high + (gl.load(x_X + (start + RUN)),)
         async_copy.wait_group(STAGES - 2)
-        bytes_A = stages.index((step - first) % STAGES).load(A)
-        following = gl.minimum(step + STAGES - 1, stop - 1)
-        async_copy.async_copy_global_to_shared(
-            stages.index((step - first + STAGES - 1) % STAGES), stored + following * BYTES
-        )
-        async_copy.commit_group()
-        following = gl.minimum(step + 1, stop - 1) * STEP
-        if MXFP4:
-            low_A, high_A = from_mxfp4(bytes_A, mxfp4_factors(exponents, ROWS, BYTES))
-            exponents = mxfp4_exponents(scales_ptr, row, num_rows, following // 32, COLUMNS // 32, ROWS, BYTES)
-        else:
-            if zeros_ptr is not None:
-                halves_A = (zeros_A.to(gl.float32) + 128.0).to(gl.bfloat16)
-                less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
-                zeros_A = gl.load(zeros_ptr + following // GROUP * num_rows + rows_A).to(gl.int32)
+        stored_bytes = ()
+        for one in gl.static_range(AT_ONCE):
+            stored_bytes = stored_bytes + (stages.index(turn % STAGES * AT_ONCE + one).load(A),)
+        ahead = STAGES - 1
+        copy_steps(stages, stored, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
+        for one in gl.static_range(AT_ONCE):
+            exists = some + one < stop
+            if MXFP4:
+                # A step past the end has zeros for weights.
+                exponents = gl.where(exists, scales[one], -126)
+                low_A, high_A = from_mxfp4(stored_bytes[one], mxfp4_factors(exponents, ROWS, BYTES))
+                sum_C = mma_v2(low_A, low[one], sum_C)
+                sum_C = mma_v2(high_A, high[one], sum_C)
             else:
-                less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
-            low_A, high_A = less_zeros(bytes_A, less_A)
-        if MXFP4:
-            sum_C = mma_v2(low_A, low_X, sum_C)
-            sum_C = mma_v2(high_A, high_X, sum_C)
-        else:
-            product_C = mma_v2(low_A, low_X, nothing_C)
-            product_C = mma_v2(high_A, high_X, product_C)
-            sum_C += product_C * scales_C.to(gl.float32)[:, None]
-            scales_C = gl.load(scales_ptr + following // GROUP * num_rows + rows_C)
+                if zeros_ptr is not None:
+                    halves_A = (zeros[one] + 128.0).to(gl.bfloat16)
+                    less_A = gl.zeros([ROWS, BYTES], gl.bfloat16, A) + halves_A[:, None]
+                else:
+                    less_A = gl.full([ROWS, BYTES], 136.0, gl.bfloat16, A)
+                low_A, high_A = less_zeros(stored_bytes[one], less_A)
+                product_C = mma_v2(low_A, low[one], nothing_C)
+                product_C = mma_v2(high_A, high[one], product_C)
+                sum_C += product_C * gl.where(exists, scales[one], 0.0)[:, None]
+        following = some + AT_ONCE
+        scales = load_scales(scales_ptr, row, num_rows, following, stop, COLUMNS, GROUP, MXFP4, ROWS, STEP, AT_ONCE)
+        zeros = load_zeros(zeros_ptr, row, num_rows, following, stop, GROUP, ROWS, STEP, AT_ONCE)
     async_copy.wait_group(0)
     return sum_C
+
+
+@gluon.jit
+def load_scales(
+    scales_ptr,
+    row,
+    num_rows,
+    step,
+    stop,
+    COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    MXFP4: gl.constexpr,
+    ROWS: gl.constexpr,
+    STEP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """The scales of each step of a turn, float32 [ROWS]; of mxfp4 `mxfp4_exponents`."""
+    C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    rows_C = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, C)), num_rows - 1)
+    scales = ()
+    for one in gl.static_range(AT_ONCE):
+        start = gl.minimum(step + one, stop - 1) * STEP
+        if MXFP4:
+            of_step = mxfp4_exponents(scales_ptr, row, num_rows, start // 32, COLUMNS // 32, ROWS, STEP // 2)
+        else:
+            of_step = gl.load(scales_ptr + start // GROUP * num_rows + rows_C).to(gl.float32)
+        scales = scales + (of_step,)
+    return scales
+
+
+@gluon.jit
+def load_zeros(
+    zeros_ptr,
+    row,
+    num_rows,
+    step,
+    stop,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    STEP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """The zeros of each step of a turn, float32 [ROWS]; nothing where there are none."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 8)
+    zeros = ()
+    if zeros_ptr is not None:
+        rows_A = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, A)), num_rows - 1)
+        for one in gl.static_range(AT_ONCE):
+            group = gl.minimum(step + one, stop - 1) * STEP // GROUP
+            zeros = zeros + (gl.load(zeros_ptr + group * num_rows + rows_A).to(gl.float32),)
+    return zeros
+
+
+@gluon.jit
+def copy_steps(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Begins to copy the weights of a stage; those past the last step are that step's."""
+    for one in gl.static_range(AT_ONCE):
+        async_copy.async_copy_global_to_shared(
+            stages.index(stage * AT_ONCE + one), stored + gl.minimum(step + one, stop - 1) * BYTES
+        )
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -258,6 +315,7 @@ def multiply_packed(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -286,6 +344,7 @@ def multiply_packed(
         ROWS,
         TOKENS,
         STEP,
+        AT_ONCE,
         STAGES,
         OVERLAP,
     )
@@ -334,6 +393,7 @@ def multiply_packed_experts(
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     STEP: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -375,6 +435,7 @@ def multiply_packed_experts(
             ROWS,
             TOKENS,
             STEP,
+            AT_ONCE,
             STAGES,
             False,
         )

@@ -85,11 +85,12 @@ def _built(*, rank: int) -> Iterator[Built]:
 
 def _random_adapter(bank: AdapterBank, rank: int, *, seed: int) -> Adapter:
     """An adapter of every layer that can have one."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
     deltas: dict[str, LayerDelta] = {}
     for name, shape in bank.layers.items():
-        a = torch.randn(rank, shape.inputs, generator=generator) * 0.01
-        deltas[name] = LayerDelta(a, torch.randn(shape.outputs, rank, generator=generator) * 0.01, 1.0)
+        a = torch.randn(rank, shape.inputs, generator=generator, device="cuda") * 0.01
+        b = torch.randn(shape.outputs, rank, generator=generator, device="cuda") * 0.01
+        deltas[name] = LayerDelta(a, b, 1.0)
     return Adapter(f"random-{seed}", rank, deltas)
 
 

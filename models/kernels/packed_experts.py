@@ -25,10 +25,10 @@ _ROWS, _DEPTH = 64, 128
 # On Hopper, by the mean number of tokens of an expert. On an H200, a layer of gpt-oss-120b, with 4 of 128 experts a
 # token: 1 token 46 us, 8 tokens 171, 32 tokens 420, 128 tokens 715.
 _TILES = {
-    8: HopperTile(8, rows=64, programs_per_sm=0, at_once=4, stages=2),
-    16: HopperTile(16, rows=64, programs_per_sm=0, at_once=2, stages=4),
+    8: HopperTile(8, rows=64, at_once=4, stages=2),
+    16: HopperTile(16, rows=64, at_once=2, stages=4),
 }
-_LARGEST_TILE = HopperTile(32, rows=128, programs_per_sm=0, at_once=1, stages=2)
+_LARGEST_TILE = HopperTile(32, rows=128, at_once=1, stages=2)
 _RUN = tl.constexpr(RUN)
 _MXFP4 = tl.constexpr(MXFP4_BLOCK)
 # Twice the values of mxfp4 by their bits, a number of 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12.

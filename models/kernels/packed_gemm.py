@@ -55,7 +55,7 @@ class HopperTile(NamedTuple):
 
     tokens: int
     rows: int
-    programs_per_sm: int
+    programs_per_sm: int = 1
     at_once: int = 1
     stages: int = 4
     least_steps: int = 4

@@ -11,6 +11,7 @@ from random import Random
 from baton.errors import BatonError, Cancelled, DataLoss, UnknownLease
 from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.parts import parts_of
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment, Tag, cut, payload_bytes
 from tests.simulation.clock import Clock
@@ -261,7 +262,7 @@ class Receiver:
         self.life = life
         self.peers: dict[int, int] = {}  # incarnations by the pair's number
         self.successor = successor
-        self.leases = LeaseTable(SPEC, incarnation=life.incarnation, heads=range(SPEC.num_kv_heads))
+        self.leases = LeaseTable(parts_of(SPEC, (range(SPEC.num_kv_heads),)), incarnation=life.incarnation)
         self._clock = clock
         self._random = random
         self._device = device

@@ -294,7 +294,7 @@ def check_segment_bytes(spec: KVCacheSpec, segment_bytes: int) -> None:
 def _check_fits(least: int, segment_bytes: int) -> None:
     if segment_bytes < least:
         raise ConfigError(
-            f"segment_bytes is {segment_bytes}, and the smallest piece, one token of one layer, has {least} bytes",
+            f"segment_bytes is {segment_bytes}, and one token of one layer has {least} bytes",
             field="segment_bytes",
             value=segment_bytes,
             allowed=(f"at least {least}",),

@@ -44,6 +44,8 @@ class GQAConfig:
             them that has the same window or also has none.
         layer_heads: (kv heads, channels of a head) of each layer, where layers differ; num_kv_heads and head_dim are
             then the largest, of which each number of kv heads is a divisor. () where all layers have these.
+        output_gate: the projection of queries also gives each head as many channels after them, whose sigmoids are
+            factors of the head's output.
     """
 
     num_heads: int
@@ -63,6 +65,7 @@ class GQAConfig:
     rotary_layers: tuple[bool, ...] = ()
     kv_shared_layers: int = 0
     layer_heads: tuple[tuple[int, int], ...] = ()
+    output_gate: bool = False
 
     @property
     def num_kv_layers(self) -> int:

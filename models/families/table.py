@@ -26,6 +26,7 @@ from models.families.dense_config import (
     read_seed_oss,
     read_smollm3,
 )
+from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.falcon_config import read_falcon
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
@@ -99,6 +100,7 @@ _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+_QWEN3_NEXT = "models.families.qwen3_next:Qwen3NextForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
@@ -164,6 +166,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Family(read_gemma3n, _GEMMA3N, text_config=True, overflows_float16=True),
         "Gemma4ForCausalLM": Family(read_gemma4, _GEMMA4, overflows_float16=True),
         "Gemma4ForConditionalGeneration": Family(read_gemma4, _GEMMA4, text_config=True, overflows_float16=True),
+        # A delta rule in most layers.
+        "Qwen3NextForCausalLM": Family(read_qwen3_next, _QWEN3_NEXT),
+        "Qwen3_5ForCausalLM": Family(read_qwen3_5, _QWEN3_NEXT),
+        "Qwen3_5ForConditionalGeneration": Family(read_qwen3_5, _QWEN3_NEXT, text_config=True),
+        "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
+        "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
         "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),

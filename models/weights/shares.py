@@ -146,7 +146,7 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
     queries = Share(0, gqa.num_heads * gqa.head_dim, (_times(heads, gqa.head_dim),))
     keys = Share(0, gqa.num_kv_heads * gqa.head_dim, (_times(sharing, gqa.head_dim),))
     for parameter in ("weight", "bias"):
-        yield f"self_attn.q_proj.{parameter}", queries
+        yield f"self_attn.q_proj.{parameter}", _with_gates(queries) if gqa.output_gate else queries
         yield f"self_attn.k_proj.{parameter}", keys
         yield f"self_attn.v_proj.{parameter}", keys
         yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
@@ -165,6 +165,11 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
         yield f"{attention}.query_key_value.bias", in_one
         yield f"{attention}.dense.weight", _as_inputs(queries)
         yield f"{attention}.dense.bias", of_first
+
+
+def _with_gates(queries: Share) -> Share:
+    """The share of a tensor that has a gate after each head's queries, as large as these."""
+    return Share(0, 2 * queries.size, tuple(_times(part, 2) for part in queries.ranges))
 
 
 def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:

@@ -53,7 +53,7 @@ class DeltaMixer(nn.Module):
         """
         switches = self.switches
         conv_SHXW, states_SHRKV = self._states(kv_cache)
-        mixed_TX = short_conv(qkv_TX, self.conv_weight_XW, None, conv_SHXW, rows, "silu")
+        mixed_TX = short_conv(qkv_TX, self.conv_weight_XW, None, conv_SHXW, rows, activation="silu")
         values = switches.values_per_key * switches.value_dim
         heads_THX = mixed_TX.unflatten(-1, (self.num_heads, -1))
         q_THK, k_THK, v_THX = heads_THX.split([switches.key_dim, switches.key_dim, values], dim=-1)

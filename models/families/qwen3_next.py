@@ -43,14 +43,13 @@ class GatedDeltaNet(DeltaMixer):
     ) -> None:
         super().__init__(switches, num_heads=num_heads, layer_index=layer_index)
         qkv_size = 2 * self.key_size + self.value_size
+        qkvz_parts = (("in_proj_qkv", qkv_size), ("in_proj_z", self.value_size))
+        ba_parts = (("in_proj_b", self.num_value_heads), ("in_proj_a", self.num_value_heads))
+        self.qkvz_proj = FusedLinear(hidden_size, qkvz_parts, dtype=dtype)
+        self.ba_proj = FusedLinear(hidden_size, ba_parts, dtype=dtype)
         if switches.by_key_head:
-            parts = (("in_proj_qkvz", qkv_size + self.value_size),), (("in_proj_ba", 2 * self.num_value_heads),)
-        else:
-            parts = (
-                (("in_proj_qkv", qkv_size), ("in_proj_z", self.value_size)),
-                (("in_proj_b", self.num_value_heads), ("in_proj_a", self.num_value_heads)),
-            )
-        self.qkvz_proj, self.ba_proj = (FusedLinear(hidden_size, each, dtype=dtype) for each in parts)
+            self.qkvz_proj.keep_in_one("in_proj_qkvz")
+            self.ba_proj.keep_in_one("in_proj_ba")
         self.conv1d = ConvWeights(qkv_size, switches.conv_width, dtype=dtype)
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
@@ -58,7 +57,7 @@ class GatedDeltaNet(DeltaMixer):
         self.out_proj = Linear(self.value_size, hidden_size, dtype=dtype)
 
     def conv_weights(self) -> Sequence[Tensor]:
-        return self.conv1d.weight.split([self.key_size, self.key_size, self.value_size])
+        return torch.split(self.conv1d.weight, [self.key_size, self.key_size, self.value_size])
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
         qkv_TX, z_BGV, b_THR, a_THR = self._projected(x_TD)

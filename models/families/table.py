@@ -32,6 +32,7 @@ from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.kimi_linear_config import read_kimi_linear
 from models.families.layer_norm_config import (
     read_gpt2,
     read_gpt_neox,
@@ -109,6 +110,8 @@ _GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in la
 _LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
 _GEMMA3N_PARTS = "residuals in parallel, embeddings for each layer, layers that read another layer's KV"
 _GEMMA4_PARTS = "embeddings for each layer, layers that read another layer's KV, unequal heads, mixture of experts"
+_DELTA_PARTS = "short convolutions, gates on the outputs of attention, rotary embedding on a part of a head"
+_DELTA = "gated delta rule in three of four layers"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -172,6 +175,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": Family(read_qwen3_5, _QWEN3_NEXT, text_config=True),
         "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
         "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
+        "KimiLinearForCausalLM": Family(read_kimi_linear, "models.families.kimi_linear:KimiLinearForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
         "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
@@ -261,6 +265,17 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Features(_GEMMA3N_PARTS, "sliding window in four of five layers"),
         "Gemma4ForCausalLM": Features(_GEMMA4_PARTS, "sliding window in most layers"),
         "Gemma4ForConditionalGeneration": Features(_GEMMA4_PARTS, "sliding window in most layers"),
+        "Qwen3NextForCausalLM": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "Qwen3_5ForCausalLM": Features(_DELTA_PARTS, _DELTA),
+        "Qwen3_5ForConditionalGeneration": Features(_DELTA_PARTS, _DELTA),
+        "Qwen3_5MoeForCausalLM": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "Qwen3_5MoeForConditionalGeneration": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "KimiLinearForCausalLM": Features(
+            "short convolutions, mixture of experts, no positions",
+            "Kimi delta attention in three of four layers, latent cache (MLA) in the others",
+            experts=True,
+            latent=True,
+        ),
         "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
         "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
         "OPTForCausalLM": Features("learnt positions", layer_norm=True),

@@ -12,6 +12,7 @@ a sub-chunk.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -58,20 +59,22 @@ def in_torch(
     rows: StateRows,
 ) -> Tensor:
     """The twin of the kernels, on any device. Decodes need no host, so they can be captured in a CUDA graph."""
-    q_TH1K = (unit(q_THK.float()) * q_THK.shape[-1] ** -0.5).unsqueeze(2)
-    k_TH1K, v_float_THRV = unit(k_THK.float()).unsqueeze(2), v_THRV.float()
-    decay_THRX = log_decay.unsqueeze(-1) if log_decay.dim() == 3 else log_decay
-    tokens = (q_TH1K, k_TH1K, v_float_THRV, decay_THRX, beta_THR)
+    tokens = _Tokens(
+        (unit(q_THK.float()) * q_THK.shape[-1] ** -0.5).unsqueeze(2),
+        unit(k_THK.float()).unsqueeze(2),
+        v_THRV.float(),
+        log_decay.unsqueeze(-1) if log_decay.dim() == 3 else log_decay,
+        beta_THR,
+    )
     out_THRV = torch.zeros_like(v_THRV, memory_format=torch.contiguous_format)
     num_decodes = min(len(rows.decode_slots_N), len(q_THK))
     if num_decodes:
-        decoded = _decode(*(each[:num_decodes] for each in tokens), states_SHRKV, rows)
-        out_THRV[:num_decodes] = decoded.to(out_THRV.dtype)
+        out_THRV[:num_decodes] = _decode(tokens, states_SHRKV, rows, num_rows=num_decodes).to(out_THRV.dtype)
     if len(rows.prompt_slots_P):
         for slot, context, start, stop in _prompts(rows):
             state_HRKV = states_SHRKV[slot].clone() if context else torch.zeros_like(states_SHRKV[slot])
             for piece in sub_chunks(start, stop, context):
-                part, state_HRKV = _sub_chunk(*(each[piece].movedim(0, 2) for each in tokens), state_HRKV)
+                part, state_HRKV = _sub_chunk(tokens.at(piece), state_HRKV)
                 out_THRV[piece] = part.movedim(2, 0).to(out_THRV.dtype)
             states_SHRKV[slot] = state_HRKV
     return out_THRV
@@ -90,6 +93,20 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """What the rule takes of each token, in float32; X is K, or 1 where all channels of a key fade alike."""
+
+    q_TH1K: Tensor
+    k_TH1K: Tensor
+    v_THRV: Tensor
+    log_decay_THRX: Tensor
+    beta_THR: Tensor
+
+    def at(self, tokens: slice | Tensor) -> "_Tokens":
+        return _Tokens(*(getattr(self, field.name)[tokens] for field in fields(self)))
+
+
 def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
     """(slot, context, first token, stop) of each prompt with tokens."""
     starts = rows.prompt_starts_P1.tolist()
@@ -100,52 +117,41 @@ def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
             yield slot, context, start, stop
 
 
-def _decode(
-    q_NH1K: Tensor,
-    k_NH1K: Tensor,
-    v_NHRV: Tensor,
-    decay_NHRX: Tensor,
-    beta_NHR: Tensor,
-    states_SHRKV: Tensor,
-    rows: StateRows,
-) -> Tensor:
+def _decode(tokens: _Tokens, states_SHRKV: Tensor, rows: StateRows, *, num_rows: int) -> Tensor:
     """One token of each decode. Rows of padding repeat the first decode, so every slot is written with one value."""
-    lens_N = rows.decode_lens_N[: len(v_NHRV)]
+    lens_N = rows.decode_lens_N[:num_rows]
     is_decode_N = lens_N > 0
-    row_N = torch.where(is_decode_N, torch.arange(len(lens_N), device=lens_N.device), is_decode_N.int().argmax())
+    row_N = torch.where(is_decode_N, torch.arange(num_rows, device=lens_N.device), is_decode_N.int().argmax())
+    tokens = tokens.at(row_N)
     slots_N = rows.decode_slots_N[row_N].clamp(min=0).long()
-    stored = states_SHRKV[slots_N]
-    state = stored.masked_fill((lens_N[row_N] == 1)[:, None, None, None, None], 0.0)
-    state = state * decay_NHRX[row_N].exp().unsqueeze(-1)
-    k_NH1K1 = k_NH1K[row_N].unsqueeze(-1)
-    delta_NHRV = (v_NHRV[row_N] - (state * k_NH1K1).sum(-2)) * beta_NHR[row_N].unsqueeze(-1)
-    state = state + k_NH1K1 * delta_NHRV.unsqueeze(-2)
-    states_SHRKV[slots_N] = torch.where(is_decode_N[row_N][:, None, None, None, None], state, stored)
-    return (state * q_NH1K[row_N].unsqueeze(-1)).sum(-2)
+    stored_NHRKV = states_SHRKV[slots_N]
+    state_NHRKV = stored_NHRKV.masked_fill(_by_request(lens_N[row_N] == 1), 0.0)
+    state_NHRKV = state_NHRKV * tokens.log_decay_THRX.exp().unsqueeze(-1)
+    k_NH1K1 = tokens.k_TH1K.unsqueeze(-1)
+    answer_NHRV = (state_NHRKV * k_NH1K1).sum(-2)
+    correction_NHRV = (tokens.v_THRV - answer_NHRV) * tokens.beta_THR.unsqueeze(-1)
+    state_NHRKV = state_NHRKV + k_NH1K1 * correction_NHRV.unsqueeze(-2)
+    states_SHRKV[slots_N] = torch.where(_by_request(is_decode_N[row_N]), state_NHRKV, stored_NHRKV)
+    return (state_NHRKV * tokens.q_TH1K.unsqueeze(-1)).sum(-2)
 
 
-def _sub_chunk(
-    q_H1IK: Tensor,
-    k_H1IK: Tensor,
-    v_HRIV: Tensor,
-    decay_HRIX: Tensor,
-    beta_HRI: Tensor,
-    state_HRKV: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _by_request(mask_N: Tensor) -> Tensor:
+    return mask_N[:, None, None, None, None]
+
+
+def _sub_chunk(tokens: _Tokens, state_HRKV: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [H, R, I, V] and the state after some tokens, all at once: the corrections that tokens make to one
     another are the solution of a triangular system."""
-    total_HRIX = decay_HRIX.cumsum(2)
-    beta_HRI1 = beta_HRI.unsqueeze(-1)
+    q_H1IK, k_H1IK, v_HRIV = (each.movedim(0, 2) for each in (tokens.q_TH1K, tokens.k_TH1K, tokens.v_THRV))
+    beta_HRI1 = tokens.beta_THR.movedim(0, 2).unsqueeze(-1)
+    total_HRIX = tokens.log_decay_THRX.movedim(0, 2).cumsum(2)
     keys_HRIJ, queries_HRIJ = (_faded_products(x_H1IK, k_H1IK, total_HRIX) for x_H1IK in (k_H1IK, q_H1IK))
-    system_HRIJ = keys_HRIJ * beta_HRI1
-    read_HRIK = k_H1IK * beta_HRI1 * total_HRIX.exp()
-    wanted_HRIV = v_HRIV * beta_HRI1 - read_HRIK @ state_HRKV
-    written_HRIV = torch.linalg.solve_triangular(system_HRIJ, wanted_HRIV, upper=False, unitriangular=True)
+    wanted_HRIV = (v_HRIV - (k_H1IK * total_HRIX.exp()) @ state_HRKV) * beta_HRI1
+    written_HRIV = torch.linalg.solve_triangular(keys_HRIJ * beta_HRI1, wanted_HRIV, upper=False, unitriangular=True)
     out_HRIV = (q_H1IK * total_HRIX.exp()) @ state_HRKV + queries_HRIJ @ written_HRIV
     last_HR1X = total_HRIX[:, :, -1:]
     left_HRIK = k_H1IK * (last_HR1X - total_HRIX).exp()
-    state_HRKV = state_HRKV * last_HR1X.exp().mT + left_HRIK.mT @ written_HRIV
-    return out_HRIV, state_HRKV
+    return out_HRIV, state_HRKV * last_HR1X.exp().mT + left_HRIK.mT @ written_HRIV
 
 
 def _faded_products(x_H1IK: Tensor, k_H1JK: Tensor, total_HRIX: Tensor) -> Tensor:

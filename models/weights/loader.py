@@ -265,7 +265,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings
-    if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # layers of ERNIE, of Qwen: multi-token prediction
+    if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # ERNIE's and Qwen's multi-token prediction
         return True
     gqa, of_layer = config.attention, _SHARED_KV.match(name)
     owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers

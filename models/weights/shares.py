@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
+from models.families.delta_config import DeltaSwitches
 from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
@@ -131,6 +132,10 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):
         yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
+    if isinstance(config.switches, DeltaSwitches) and config.recurrent is not None:
+        for index, keeps in enumerate(config.recurrent.layers):
+            if keeps:
+                yield from _of_layer(index, _delta_rule(config.switches, config.recurrent.num_heads, parallel))
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -207,6 +212,34 @@ def _layer_norm_decoder(
         yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
         yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
         yield "mlp.down_proj.weight", channels_of_mlp
+
+
+def _delta_rule(switches: DeltaSwitches, num_heads: int, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    """Those of a layer with a delta rule: a rank has some key heads with all that belongs to them."""
+    heads = kv_heads(num_heads, parallel)
+
+    def of_heads(channels_per_head: int) -> Share:
+        return Share(0, num_heads * channels_per_head, (_times(heads, channels_per_head),))
+
+    each = switches.values_per_key
+    keys, values, numbers = (of_heads(size) for size in (switches.key_dim, each * switches.value_dim, each))
+    qkv = _one_after_another(keys, keys, values)
+    yield "linear_attn.in_proj_qkvz.weight", of_heads(switches.conv_channels + each * switches.value_dim)
+    yield "linear_attn.in_proj_ba.weight", of_heads(2 * each)
+    yield "linear_attn.in_proj_qkv.weight", qkv
+    yield "linear_attn.in_proj_z.weight", values
+    for name in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        yield f"linear_attn.{name}", numbers
+    yield "linear_attn.conv1d.weight", qkv
+    yield "linear_attn.out_proj.weight", _as_inputs(values)
+    for name in ("q_proj", "k_proj", "q_conv1d", "k_conv1d", "f_b_proj"):
+        yield f"self_attn.{name}.weight", keys
+    for name in ("v_proj", "v_conv1d", "g_b_proj"):
+        yield f"self_attn.{name}.weight", values
+    yield "self_attn.b_proj.weight", numbers
+    yield "self_attn.dt_bias", keys
+    yield "self_attn.A_log", Share(2, num_heads, (heads,))
+    yield "self_attn.o_proj.weight", _as_inputs(values)
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

@@ -10,13 +10,20 @@ _PADDING = 2
 
 
 def state_rows(
-    slots: Sequence[int], query_lens: Sequence[int], context_lens: Sequence[int], *, device: str = "cpu"
+    slots: Sequence[int],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    decodes: int | None = None,
+    device: str = "cpu",
 ) -> StateRows:
     """The rows of requests with these slots, new tokens and earlier tokens, and some rows of padding.
 
-    The first requests with one new token are decodes, all from there on are prompts.
+    Args:
+        decodes: how many of the first requests are decodes, all from there on are prompts; None: those with one token.
     """
-    decodes = next((index for index, length in enumerate(query_lens) if length != 1), len(query_lens))
+    if decodes is None:
+        decodes = next((index for index, length in enumerate(query_lens) if length != 1), len(query_lens))
     prompt_starts = [sum(query_lens[:index]) for index in range(decodes, len(query_lens) + 1)]
 
     def padded(values: Sequence[int], padding: int) -> torch.Tensor:

@@ -205,9 +205,7 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
                 (*_REDRAWN, *tiny_gemma.REDRAWN)
             ):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
-            for end, between in tiny_delta.DRAWN.items():
-                if path.endswith(end):
-                    tensor.uniform_(*between)
+            tiny_delta.draw(path, tensor)
     if "swiglu_limit" in fields:  # which some versions of transformers write into the config and do not read
         for layer in model.model.layers:
             layer.mlp.experts.limit = fields["swiglu_limit"]

@@ -130,6 +130,7 @@ class KimiLinearForCausalLM(CausalLM):
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
+        del positions_T
         assert self.state_rows is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)

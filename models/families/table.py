@@ -8,6 +8,7 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
     read_apertus,
     read_cohere,
@@ -26,7 +27,6 @@ from models.families.dense_config import (
     read_seed_oss,
     read_smollm3,
 )
-from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.falcon_config import read_falcon
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4

@@ -1,8 +1,6 @@
-"""The gated delta rule token by token, on a GPU. The twin is in `models.recurrent.gated_delta`.
+"""The gated delta rule on a GPU: decodes here, one token each; `gated_delta_chunks` has the prompts.
 
-One program has a tile of a state's values in registers from a request's first token of the step to its last. A token is
-computed alike in a decode, in a prompt and in any part of a prompt, so the bits do not depend on how a prompt is cut.
-Legend: as there.
+The twin is in `models.recurrent.gated_delta`. Legend: as there.
 """
 
 import torch
@@ -10,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.gated_delta_chunks import prompts
 from models.recurrent.rows import StateRows
-from tritonlib.launch import bound, interpreted
+from tritonlib.launch import interpreted
 from tritonlib.rounding import round_to
 
 # Values of one program: 32 numbers of the state for each thread at 128 key channels.
@@ -31,23 +30,15 @@ def gated_delta(
     """As `models.recurrent.gated_delta.gated_delta`."""
     out_THRV = torch.zeros_like(v_THRV, memory_format=torch.contiguous_format)
     num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
-    operands = (q_THK, k_THK, v_THRV, log_decay, beta_THR, out_THRV, states_SHRKV)
+    operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)
     if num_decodes:
-        lens_N = rows.decode_lens_N
-        _launch(*operands, rows.decode_slots_N, lens_N, lens_N, num_requests=num_decodes, decodes=True)
-    if len(rows.prompt_slots_P):
-        _launch(
-            *operands,
-            rows.prompt_slots_P,
-            rows.prompt_starts_P1,
-            rows.prompt_context_P,
-            num_requests=len(rows.prompt_slots_P),
-            decodes=False,
-        )
+        _decode(*operands, rows, num_decodes=num_decodes)
+    if len(rows.prompt_slots_P) and rows.max_prompt_tokens:
+        prompts(*operands, rows)
     return out_THRV
 
 
-def _launch(
+def _decode(
     q_THK: Tensor,
     k_THK: Tensor,
     v_THRV: Tensor,
@@ -55,18 +46,14 @@ def _launch(
     beta_THR: Tensor,
     out_THRV: Tensor,
     states_SHRKV: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lens: Tensor,
+    rows: StateRows,
     *,
-    num_requests: int,
-    decodes: bool,
+    num_decodes: int,
 ) -> None:
     _, heads, per_head, values = v_THRV.shape
     keys = q_THK.shape[2]
     tile = min(_TILE_V, triton.next_power_of_2(values))
-    log_decay, beta_THR = log_decay.contiguous(), beta_THR.contiguous()
-    _walk[(num_requests, heads * per_head, triton.cdiv(values, tile))](
+    _decode_token[(num_decodes, heads * per_head, triton.cdiv(values, tile))](
         q_THK,
         k_THK,
         v_THRV,
@@ -74,9 +61,8 @@ def _launch(
         beta_THR,
         out_THRV,
         states_SHRKV,
-        slots,
-        starts,
-        lens,
+        rows.decode_slots_N,
+        rows.decode_lens_N,
         keys**-0.5,
         *q_THK.stride()[:2],
         *k_THK.stride()[:2],
@@ -89,14 +75,13 @@ def _launch(
         BLOCK_K=triton.next_power_of_2(keys),
         TILE_V=tile,
         BY_CHANNEL=log_decay.dim() == 4,
-        DECODES=decodes,
         INTERPRETED=interpreted(),
         num_warps=_NUM_WARPS,
     )
 
 
 @triton.jit
-def _walk(
+def _decode_token(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -105,7 +90,6 @@ def _walk(
     out_ptr,
     state_ptr,
     slots_ptr,
-    starts_ptr,
     lens_ptr,
     scale,
     q_stride_T,
@@ -127,27 +111,19 @@ def _walk(
     BLOCK_K: tl.constexpr,
     TILE_V: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    DECODES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """All tokens of one request, for TILE_V values of one value head."""
-    request = tl.program_id(0)
+    """One token, for TILE_V values of one value head."""
+    token = tl.program_id(0).to(tl.int64)
     value_head = tl.program_id(1)
     head = value_head // PER_HEAD
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    length = tl.load(lens_ptr + request)
-    if DECODES:  # `lens` are those of sequences with their new token
-        start = request
-        count = tl.where((length > 0) & (slot >= 0), 1, 0)
-        is_new = length == 1
-    else:  # `lens` are those of contexts
-        start = tl.load(starts_ptr + request)
-        count = tl.where(slot >= 0, tl.load(starts_ptr + request + 1) - start, 0)
-        is_new = length == 0
-    if count > 0:
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    length = tl.load(lens_ptr + token)
+    if (slot >= 0) & (length > 0):
         k_K = tl.arange(0, BLOCK_K)
         v_V = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
         has_K, has_V = k_K < KEYS, v_V < VALUES
+        has_KV = has_K[:, None] & has_V[None, :]
         state_ptrs_KV = (
             state_ptr
             + slot * state_stride_S
@@ -156,31 +132,27 @@ def _walk(
             + k_K[:, None] * state_stride_K
             + v_V[None, :] * state_stride_V
         )
-        has_KV = has_K[:, None] & has_V[None, :]
-        state_KV = tl.load(state_ptrs_KV, mask=has_KV & (is_new == 0), other=0.0)
-        for index in range(bound(count, INTERPRETED)):
-            token = (start + index).to(tl.int64)
-            gate = token * (HEADS * PER_HEAD) + value_head
-            if BY_CHANNEL:
-                decay_K = tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0)
-                state_KV *= tl.exp(decay_K)[:, None]
-            else:
-                state_KV *= tl.exp(tl.load(decay_ptr + gate))
-            k_ptrs_K = k_ptr + token * k_stride_T + head * k_stride_H + k_K
-            q_ptrs_K = q_ptr + token * q_stride_T + head * q_stride_H + k_K
-            v_ptrs_V = v_ptr + token * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
-            key_K = _unit(tl.load(k_ptrs_K, mask=has_K, other=0.0).to(tl.float32))
-            query_K = _unit(tl.load(q_ptrs_K, mask=has_K, other=0.0).to(tl.float32)) * scale
-            value_V = tl.load(v_ptrs_V, mask=has_V, other=0.0).to(tl.float32)
-            answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
-            correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
-            state_KV += key_K[:, None] * correction_V[None, :]
-            read_V = tl.sum(state_KV * query_K[:, None], axis=0)
-            out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
-            tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
+        gate = token * (HEADS * PER_HEAD) + value_head
+        v_ptrs_V = v_ptr + token * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
+        state_KV = tl.load(state_ptrs_KV, mask=has_KV & (length > 1), other=0.0)
+        key_K = _unit(k_ptr + token * k_stride_T + head * k_stride_H + k_K, has_K)
+        query_K = _unit(q_ptr + token * q_stride_T + head * q_stride_H + k_K, has_K) * scale
+        value_V = tl.load(v_ptrs_V, mask=has_V, other=0.0).to(tl.float32)
+        if BY_CHANNEL:
+            state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
+        else:
+            state_KV *= tl.exp(tl.load(decay_ptr + gate))
+        answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
+        correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
+        state_KV += key_K[:, None] * correction_V[None, :]
+        read_V = tl.sum(state_KV * query_K[:, None], axis=0)
+        out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
         tl.store(state_ptrs_KV, state_KV, mask=has_KV)
 
 
 @triton.jit
-def _unit(x_K):
+def _unit(ptrs_K, has_K):
+    """A vector in float32, brought to unit length."""
+    x_K = tl.load(ptrs_K, mask=has_K, other=0.0).to(tl.float32)
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + 1e-6)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from models.kernels import gated_delta as kernels
+from models.kernels.gated_delta_chunks import CHUNK
 from models.recurrent.rows import StateRows
 
-CHUNK = 64
 _NORM_EPS = 1e-6
 
 
@@ -81,7 +81,7 @@ def in_torch(
 
 
 def sub_chunks(start: int, stop: int, context: int) -> Iterator[slice]:
-    """The tokens start..stop of a prompt, of which `context` came before, cut at multiples of CHUNK of its positions."""
+    """The tokens start..stop of a prompt, after `context` earlier ones, cut where its positions are multiples of CHUNK."""
     while start < stop:
         end = min(stop, start + CHUNK - context % CHUNK)
         yield slice(start, end)

@@ -5,14 +5,16 @@ Legend: T token, S slot, H key head, R value head of a key head, K key channel, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from models.kernels import gated_delta as kernels
+from models.kernels.gated_delta_chunks import CHUNK
 from models.kernels.gated_norm import gated_norm
-from models.recurrent.gated_delta import CHUNK, gated_delta, in_torch, sub_chunks, unit
+from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
 from models.recurrent.gated_norm import GatedRMSNorm
 from models.recurrent.rows import StateRows
 from tests.device import DEVICE
@@ -76,7 +78,7 @@ def token_by_token(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def in_cuts(tokens: Tokens, cuts: Sequence[int], kept: Tensor, context: int = 0, slot: int = 2) -> Tensor:
     parts = []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in pairwise(cuts):
         rows = state_rows([slot], [stop - start], [context + start], decodes=0)
         parts.append(in_torch(*tokens.at(slice(start, stop)).all, kept, rows))
     return torch.cat(parts)
@@ -137,7 +139,7 @@ def on_device(rows: StateRows) -> StateRows:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     """Two decodes, a prompt with a context, one that begins, and padding."""
-    lens, contexts = [1, 1, 17, 3], [64, 0, 55, 0]
+    lens, contexts = [1, 1, 90, 9], [64, 0, 50, 0]
     tokens, kept = tokens_of(sum(lens), by_channel=by_channel, dtype=dtype), states()
     kept[3] = torch.nan
     rows, ours = state_rows([1, 3, 0, 4], lens, contexts), kept.clone().to(DEVICE)

@@ -95,8 +95,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 
 
 def draw(path: str, tensor: Tensor) -> None:
-    """Draws parameters of a delta rule, in place. transformers begins with states that fade within a token or two, which
-    hides mistakes, and with convolutions whose small outputs lose digits when they are brought to unit length."""
+    """Draws parameters of a delta rule, in place.
+
+    transformers begins with states that fade within a token or two, which hides mistakes, and with convolutions whose
+    small outputs lose digits when they are brought to unit length.
+    """
     for end, between in _DRAWN.items():
         if path.endswith(end):
             tensor.uniform_(*between)

@@ -18,7 +18,7 @@ from tritonlib.rounding import round_to
 
 CHUNK = 64
 _TILE_V = 32
-_NUM_WARPS = 4
+_NUM_WARPS = 8
 
 
 def prompts(

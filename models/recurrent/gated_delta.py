@@ -81,7 +81,7 @@ def in_torch(
 
 
 def sub_chunks(start: int, stop: int, context: int) -> Iterator[slice]:
-    """The tokens start..stop of a prompt, after `context` earlier ones, cut where its positions are multiples of CHUNK."""
+    """The tokens start..stop of a prompt, after `context` earlier ones, cut at multiples of CHUNK of its positions."""
     while start < stop:
         end = min(stop, start + CHUNK - context % CHUNK)
         yield slice(start, end)

@@ -37,7 +37,7 @@ class Tokens:
         return Tokens(*(each[tokens] for each in self.all))
 
     @property
-    def all(self) -> tuple[Tensor, ...]:
+    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v, self.log_decay, self.beta
 
 
@@ -58,7 +58,7 @@ def states(seed: int = 0) -> Tensor:
     """[S, H, R, K, V], parts of larger heads."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(SLOTS, HEADS, 7 + PER_HEAD * KEYS * VALUES, generator=generator)
-    return wide[..., 7:].unflatten(-1, (PER_HEAD, KEYS, VALUES))
+    return torch.unflatten(wide[..., 7:], -1, (PER_HEAD, KEYS, VALUES))
 
 
 def token_by_token(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,20 +131,25 @@ def test_a_step_of_padding_alone_changes_nothing() -> None:
 
 
 def on_device(rows: StateRows) -> StateRows:
-    tensors = {name: value.to(DEVICE) for name, value in vars(rows).items() if isinstance(value, Tensor)}
-    return StateRows(**tensors, max_prompt_tokens=rows.max_prompt_tokens)
+    return StateRows(
+        *(each.to(DEVICE) for each in (rows.decode_slots_N, rows.decode_lens_N, rows.prompt_slots_P)),
+        rows.prompt_starts_P1.to(DEVICE),
+        rows.prompt_context_P.to(DEVICE),
+        rows.max_prompt_tokens,
+    )
 
 
 @by_decay
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     """Two decodes, a prompt with a context, one that begins, and padding."""
-    lens, contexts = [1, 1, 90, 9], [64, 0, 50, 0]
+    lens, contexts = [1, 1, 30, 3], [64, 0, 45, 0]
     tokens, kept = tokens_of(sum(lens), by_channel=by_channel, dtype=dtype), states()
     kept[3] = torch.nan
     rows, ours = state_rows([1, 3, 0, 4], lens, contexts), kept.clone().to(DEVICE)
     expected = in_torch(*tokens.all, kept, rows)
-    out = kernels.gated_delta(*(each.to(DEVICE) for each in tokens.all), ours, on_device(rows))
+    moved = Tokens(*(each.to(DEVICE) for each in tokens.all))
+    out = kernels.gated_delta(*moved.all, ours, on_device(rows))
     assert out.dtype is dtype
     tolerance = 1e-4 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance / 10)

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.delta_config import DeltaSwitches
 from models.families.layer_norm_config import LayerNormSwitches, Projection
+from models.families.lfm2_config import Lfm2Switches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -136,6 +137,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         for index, keeps in enumerate(config.recurrent.layers):
             if keeps:
                 yield from _of_layer(index, _delta_rule(config.switches, config.recurrent.num_heads, parallel))
+    if isinstance(config.switches, Lfm2Switches) and config.recurrent is not None:
+        yield from _gated_convolution(config.hidden_size, config.recurrent.num_heads, of_first, parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -240,6 +243,18 @@ def _delta_rule(switches: DeltaSwitches, num_heads: int, parallel: TensorParalle
     yield "self_attn.dt_bias", keys
     yield "self_attn.A_log", Share(2, num_heads, (heads,))
     yield "self_attn.o_proj.weight", _as_inputs(values)
+
+
+def _gated_convolution(
+    size: int, num_heads: int, of_first: Share, parallel: TensorParallel
+) -> Iterator[tuple[str, Share]]:
+    """LFM2's: a rank has the channels of some heads, of both gates and of the input."""
+    part = Share(0, size, (_times(kv_heads(num_heads, parallel), size // num_heads),))
+    for parameter in ("weight", "bias"):
+        yield f"conv.in_proj.{parameter}", _one_after_another(part, part, part)
+        yield f"conv.conv.{parameter}", part
+    yield "conv.out_proj.weight", _as_inputs(part)
+    yield "conv.out_proj.bias", of_first
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

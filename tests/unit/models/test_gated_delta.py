@@ -135,7 +135,7 @@ def on_device(rows: StateRows) -> StateRows:
         *(each.to(DEVICE) for each in (rows.decode_slots_N, rows.decode_lens_N, rows.prompt_slots_P)),
         rows.prompt_starts_P1.to(DEVICE),
         rows.prompt_context_P.to(DEVICE),
-        rows.max_prompt_tokens,
+        max_prompt_tokens=rows.max_prompt_tokens,
     )
 
 

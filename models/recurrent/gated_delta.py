@@ -119,11 +119,11 @@ def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
 
 def _decode(tokens: _Tokens, states_SHRKV: Tensor, rows: StateRows, *, num_rows: int) -> Tensor:
     """One token of each decode. Rows of padding repeat the first decode, so every slot is written with one value."""
-    lens_N = rows.decode_lens_N[:num_rows]
-    is_decode_N = lens_N > 0
+    lens_N, slots_N = rows.decode_lens_N[:num_rows], rows.decode_slots_N[:num_rows]
+    is_decode_N = (lens_N > 0) & (slots_N >= 0)
     row_N = torch.where(is_decode_N, torch.arange(num_rows, device=lens_N.device), is_decode_N.int().argmax())
     tokens = tokens.at(row_N)
-    slots_N = rows.decode_slots_N[row_N].clamp(min=0).long()
+    slots_N = slots_N[row_N].clamp(min=0).long()
     stored_NHRKV = states_SHRKV[slots_N]
     state_NHRKV = stored_NHRKV.masked_fill(_by_request(lens_N[row_N] == 1), 0.0)
     state_NHRKV = state_NHRKV * tokens.log_decay_THRX.exp().unsqueeze(-1)

@@ -127,14 +127,17 @@ def test_a_step_of_padding_alone_changes_nothing() -> None:
     kept = states()
     before = kept.clone()
     gated_delta(*tokens_of(2, by_channel=False).all, kept, state_rows([], [], []))
+    gated_delta(*tokens_of(2, by_channel=False).all, kept, state_rows([-1, -1], [1, 1], [6, 0]))  # as captures have it
     assert torch.equal(kept, before)
 
 
 def on_device(rows: StateRows) -> StateRows:
     return StateRows(
-        *(each.to(DEVICE) for each in (rows.decode_slots_N, rows.decode_lens_N, rows.prompt_slots_P)),
-        rows.prompt_starts_P1.to(DEVICE),
-        rows.prompt_context_P.to(DEVICE),
+        decode_slots_N=rows.decode_slots_N.to(DEVICE),
+        decode_lens_N=rows.decode_lens_N.to(DEVICE),
+        prompt_slots_P=rows.prompt_slots_P.to(DEVICE),
+        prompt_starts_P1=rows.prompt_starts_P1.to(DEVICE),
+        prompt_context_P=rows.prompt_context_P.to(DEVICE),
         max_prompt_tokens=rows.max_prompt_tokens,
     )
 

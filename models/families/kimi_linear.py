@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
@@ -22,6 +21,7 @@ from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.parallel import ParallelModule
+from models.recurrent.delta_gates import correction_rates, log_decays
 from models.recurrent.gated_norm import GatedRMSNorm
 from models.recurrent.rows import StateRows
 
@@ -63,9 +63,10 @@ class KimiDeltaAttention(DeltaMixer):
         heads, rank = self.num_heads, self.switches.key_dim
         qkv_TX = by_head(self.qkv_proj(x_TD).chunk(3, dim=-1), num_heads=heads)
         forget_TX, gate_TX, b_TH = self.gates_proj(x_TD).split([rank, rank, heads], dim=-1)
-        rates_THK = (self.f_b_proj(forget_TX).float() + self.dt_bias).unflatten(-1, (heads, -1))
-        log_decay_TH1K = (-self.A_log.exp().view(heads, 1) * softplus(rates_THK)).unsqueeze(2)
-        out_TH1K = self.mix(qkv_TX, log_decay_TH1K, b_TH.float().sigmoid().unsqueeze(-1), kv_cache, rows)
+        forget_THK = self.f_b_proj(forget_TX).unflatten(-1, (heads, -1))
+        log_decay_THK = log_decays(forget_THK, self.A_log.view(heads, 1), self.dt_bias.view(heads, -1))
+        beta_TH1 = correction_rates(b_TH.unsqueeze(-1))
+        out_TH1K = self.mix(qkv_TX, log_decay_THK.unsqueeze(2), beta_TH1, kv_cache, rows)
         gate_THK = self.g_b_proj(gate_TX).unflatten(-1, (heads, -1))
         out_TD: Tensor = self.o_proj(self.o_norm(out_TH1K.squeeze(2), gate_THK).flatten(1))
         return out_TD

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
@@ -23,6 +22,7 @@ from models.layers import GatedMLP
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.parallel import ParallelModule
+from models.recurrent.delta_gates import correction_rates, log_decays
 from models.recurrent.gated_norm import GatedRMSNorm
 from models.recurrent.rows import StateRows
 
@@ -61,10 +61,9 @@ class GatedDeltaNet(DeltaMixer):
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
         qkv_TX, z_BGV, b_THR, a_THR = self._projected(x_TD)
-        beta_THR = b_THR.float().sigmoid()
-        shape = (self.num_heads, -1)
-        decay_G, bias_G = self.A_log.exp().unflatten(0, shape), self.dt_bias.unflatten(0, shape)
-        out_THRV = self.mix(qkv_TX, -decay_G * softplus(a_THR.float() + bias_G), beta_THR, kv_cache, rows)
+        rates_HR, bias_HR = (each.view(self.num_heads, -1) for each in (self.A_log, self.dt_bias))
+        log_decay_THR = log_decays(a_THR, rates_HR, bias_HR)
+        out_THRV = self.mix(qkv_TX, log_decay_THR, correction_rates(b_THR), kv_cache, rows)
         normed_BGV = self.norm(out_THRV.view(z_BGV.shape), z_BGV)
         out_TD: Tensor = self.out_proj(normed_BGV.view(len(x_TD), -1))
         return out_TD

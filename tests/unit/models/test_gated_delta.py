@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kernels import delta_gates
 from models.kernels import gated_delta as kernels
 from models.kernels.gated_delta_chunks import CHUNK
 from models.kernels.gated_norm import gated_norm
+from models.recurrent.delta_gates import correction_rates, log_decays
 from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
 from models.recurrent.gated_norm import GatedRMSNorm
 from models.recurrent.rows import StateRows
@@ -170,3 +172,16 @@ def test_the_norm_s_kernel_equals_its_twin(sigmoid: bool, dtype: torch.dtype) ->
     ours = gated_norm(x.to(DEVICE), gate.to(DEVICE), norm.weight.to(DEVICE), eps=1e-5, sigmoid=sigmoid)
     rtol = 2e-6 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(ours.cpu(), norm.in_torch(x, gate), rtol=rtol, atol=1e-6)
+
+
+@by_decay
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_kernels_equal_their_twins(by_channel: bool, dtype: torch.dtype) -> None:
+    """Also where a softplus is nearly 0, and where it is its argument."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(7, 2 * HEADS, KEYS, generator=generator) * 15).to(dtype)[:, ::2]
+    rates = torch.rand(HEADS, 1 if by_channel else KEYS, generator=generator)
+    bias = torch.rand(HEADS, KEYS, generator=generator)
+    ours = delta_gates.log_decays(*(each.to(DEVICE) for each in (x, rates, bias)))
+    torch.testing.assert_close(ours.cpu(), log_decays(x, rates, bias), rtol=1e-4, atol=0)
+    torch.testing.assert_close(delta_gates.sigmoids(x.to(DEVICE)).cpu(), correction_rates(x), rtol=1e-5, atol=1e-12)

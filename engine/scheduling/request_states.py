@@ -8,16 +8,15 @@ prefix whose blocks are cached but whose state is not: the next request with tha
 import math
 from collections.abc import Sequence
 
+from baton.errors import BatonError
 from engine.batch import RowResult
 from engine.request import ModelFacts
-from engine.scheduling.state import RequestState
+from engine.scheduling.state import Phase, RequestState
 from engine.scheduling.state_slots import NO_SLOT, StateSlots
 from engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# Scans over a prompt work in pieces of so many tokens at multiples of it, so cuts elsewhere change the last bits.
-SCAN_TOKENS = 64
-# A cut costs one more step, so shorter prompts have none.
-_LEAST_CUT_TOKENS = 256
+# A cut before its end costs a prompt one more step. Prompts that are shorter, in units, have none.
+_LEAST_CUT_UNITS = 4
 
 
 class RequestStates:
@@ -33,7 +32,7 @@ class RequestStates:
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int) -> None:
         self.slots = StateSlots(facts.state_slots)
-        self.unit = math.lcm(facts.block_size, SCAN_TOKENS, align_tokens) if facts.state_slots else 0
+        self.unit = math.lcm(facts.block_size, facts.scan_tokens, align_tokens) if facts.state_slots else 0
         self._block_size = facts.block_size
         self._keeps = prefix_cache and self.unit > 0
         self._aligned = align_tokens > 1
@@ -60,7 +59,7 @@ class RequestStates:
         if self._keeps and not self._aligned:
             last = (state.prefill_stop - 1) // self.unit * self.unit
             departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
-            state.cuts = tuple(sorted({departs, last if last >= _LEAST_CUT_TOKENS else 0}))
+            state.cuts = tuple(sorted({departs, last if last >= _LEAST_CUT_UNITS * self.unit else 0}))
 
     def received(self, state: RequestState) -> None:
         """The request's state has come from elsewhere."""
@@ -103,10 +102,12 @@ class RequestStates:
             results: None: it has failed.
         """
         for state, stop, key, slot in step.snapshots:
-            written = results is not None and not isinstance(results[step.states.index(state)], Exception)
+            # The step of a request that has failed or ended meanwhile computed nothing of use.
+            written = results is not None and state.phase is Phase.RUNNING
+            written = written and not isinstance(results[step.states.index(state)], BatonError)
             if slot != NO_SLOT:
                 self.slots.end_snapshot(key, slot, written=written)
-            if not written or state.state_slot == NO_SLOT or not self.slots.has(key):
+            if not written or not self.slots.has(key):
                 continue
             if state.passing is not None:  # the one before served only this request, should it be preempted
                 self.slots.demote(state.passing)

@@ -41,6 +41,7 @@ from models.families.layer_norm_config import (
 )
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
 from models.families.moe_config import (
     read_granite_moe,
     read_hunyuan_moe,
@@ -99,6 +100,7 @@ _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+_GRANITE_HYBRID = "models.families.granite_hybrid"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
@@ -164,6 +166,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Family(read_gemma3n, _GEMMA3N, text_config=True, overflows_float16=True),
         "Gemma4ForCausalLM": Family(read_gemma4, _GEMMA4, overflows_float16=True),
         "Gemma4ForConditionalGeneration": Family(read_gemma4, _GEMMA4, text_config=True, overflows_float16=True),
+        # Mamba-2 in most layers.
+        "GraniteMoeHybridForCausalLM": Family(read_granite_hybrid, f"{_GRANITE_HYBRID}:GraniteHybridForCausalLM"),
+        "BambaForCausalLM": Family(read_bamba, f"{_GRANITE_HYBRID}:BambaForCausalLM"),
+        "NemotronHForCausalLM": Family(read_nemotron_h, "models.families.nemotron_h:NemotronHForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
         "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
@@ -253,6 +259,12 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Features(_GEMMA3N_PARTS, "sliding window in four of five layers"),
         "Gemma4ForCausalLM": Features(_GEMMA4_PARTS, "sliding window in most layers"),
         "Gemma4ForConditionalGeneration": Features(_GEMMA4_PARTS, "sliding window in most layers"),
+        "GraniteMoeHybridForCausalLM": Features(
+            "Mamba-2 layers, layers without positions, mixture of experts and a shared MLP, multipliers as Granite",
+            experts=True,
+        ),
+        "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
+        "NemotronHForCausalLM": Features("layers of Mamba-2, attention or an MLP, without positions"),
         "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
         "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
         "OPTForCausalLM": Features("learnt positions", layer_norm=True),

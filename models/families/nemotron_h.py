@@ -91,6 +91,7 @@ class NemotronHForCausalLM(CausalLM):
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
+        del positions_T  # no layer knows them
         assert self.state_rows is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)

@@ -12,7 +12,7 @@ from models.parallel import ParallelModule
 
 
 class GatedGroupNorm(ParallelModule):
-    """v / sqrt(mean(v ** 2) + eps) * weight with v = x * silu(gate), in float32, rounded once. The mean is over a group.
+    """v / sqrt(mean(v ** 2) + eps) * weight with v = x * silu(gate), in float32, rounded once, by groups.
 
     Args:
         size: of this rank.
@@ -40,7 +40,7 @@ class GatedGroupNorm(ParallelModule):
         mean_TG1 = gated_TGC.square().mean(-1, keepdim=True)
         if self.ranks_per_group > 1:
             mean_TG1 = self._mean_of_ranks(mean_TG1)
-        normed_TX = (gated_TGC * torch.rsqrt(mean_TG1 + self.eps)).flatten(1)
+        normed_TX: Tensor = (gated_TGC * torch.rsqrt(mean_TG1 + self.eps)).flatten(1)
         return (normed_TX * self.weight.float()).to(x_TX.dtype)
 
     def _mean_of_ranks(self, mean_T11: Tensor) -> Tensor:

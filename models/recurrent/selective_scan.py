@@ -82,17 +82,20 @@ def selective_scan_in_torch(
     x, per_group = x_THP.float(), x_THP.shape[1] // b_TGN.shape[1]
     b_THN, c_THN = (each.float().repeat_interleave(per_group, dim=1) for each in (b_TGN, c_TGN))
     dt = softplus(dt_TH.float() + weights.dt_bias_H).clamp(weights.dt_min, weights.dt_max)
-    tokens = (x, dt, b_THN, c_THN)
+
+    def of(part: slice) -> _Tokens:
+        return _Tokens(x[part], dt[part], b_THN[part], c_THN[part])
+
     out_THP = x * weights.skip_H[:, None]
     num_decodes = min(len(rows.decode_slots_N), len(x))
     if num_decodes:
-        decodes = (each[:num_decodes] for each in tokens)
-        out_THP[:num_decodes] += _decode(*decodes, weights.decay_H, states_SHPN, rows)
+        decodes = slice(0, num_decodes)
+        out_THP[decodes] += _decode(of(decodes), weights.decay_H, states_SHPN, rows)
     if len(rows.prompt_slots_P):
         for slot, context, start, stop in _prompts(rows):
             state_HPN = states_SHPN[slot].clone() if context else torch.zeros_like(states_SHPN[slot])
             for piece in sub_chunks(start, stop, context):
-                y_IHP, state_HPN = _sub_chunk(*(each[piece] for each in tokens), weights.decay_H, state_HPN)
+                y_IHP, state_HPN = _sub_chunk(of(piece), weights.decay_H, state_HPN)
                 out_THP[piece] += y_IHP
             states_SHPN[slot] = state_HPN
     return out_THP.to(x_THP.dtype)
@@ -128,7 +131,7 @@ def share_inputs_in_torch(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int
 
 
 def sub_chunks(start: int, stop: int, context: int) -> Iterator[slice]:
-    """The tokens start..stop of a prompt with `context` earlier ones, cut at multiples of SUB_CHUNK of its positions."""
+    """The tokens start..stop of a prompt with `context` earlier ones, cut at multiples of SUB_CHUNK of its tokens."""
     while start < stop:
         end = min(stop, start + SUB_CHUNK - context % SUB_CHUNK)
         yield slice(start, end)
@@ -145,20 +148,23 @@ def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
             yield slot, context, start, stop
 
 
-def _decode(
-    x_RHP: Tensor,
-    dt_RH: Tensor,
-    b_RHN: Tensor,
-    c_RHN: Tensor,
-    decay_H: Tensor,
-    states_SHPN: Tensor,
-    rows: StateRows,
-) -> Tensor:
+@dataclass(frozen=True)
+class _Tokens:
+    """float32; dt is the step in time, within its limits."""
+
+    x_THP: Tensor
+    dt_TH: Tensor
+    b_THN: Tensor
+    c_THN: Tensor
+
+
+def _decode(tokens: _Tokens, decay_H: Tensor, states_SHPN: Tensor, rows: StateRows) -> Tensor:
     """One token of each decode. Rows of padding repeat the first decode, so every slot is written with one value."""
-    lens_R = rows.decode_lens_N[: len(x_RHP)]
-    is_decode_R = lens_R > 0
+    x_RHP, dt_RH, b_RHN, c_RHN = tokens.x_THP, tokens.dt_TH, tokens.b_THN, tokens.c_THN
+    lens_R, slots_R = rows.decode_lens_N[: len(x_RHP)], rows.decode_slots_N[: len(x_RHP)]
+    is_decode_R = (lens_R > 0) & (slots_R >= 0)
     row_R = torch.where(is_decode_R, torch.arange(len(lens_R), device=lens_R.device), is_decode_R.int().argmax())
-    slots_R = rows.decode_slots_N[row_R].clamp(min=0).long()
+    slots_R = slots_R[row_R].clamp(min=0).long()
     stored = states_SHPN[slots_R]
     state = stored.masked_fill((lens_R[row_R] <= 1)[:, None, None, None], 0.0)
     dt_RH = dt_RH[row_R]
@@ -169,10 +175,9 @@ def _decode(
     return (state * c_RHN[row_R].unsqueeze(2)).sum(-1).masked_fill(~is_decode_R[:, None, None], 0.0)
 
 
-def _sub_chunk(
-    x_IHP: Tensor, dt_IH: Tensor, b_IHN: Tensor, c_IHN: Tensor, decay_H: Tensor, state_HPN: Tensor
-) -> tuple[Tensor, Tensor]:
+def _sub_chunk(tokens: _Tokens, decay_H: Tensor, state_HPN: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [I, H, P] without the skip, and the state after the tokens."""
+    x_IHP, dt_IH, b_IHN, c_IHN = tokens.x_THP, tokens.dt_TH, tokens.b_THN, tokens.c_THN
     faded_HI = (dt_IH * decay_H).cumsum(0).t()
     taken_HIP = (x_IHP * dt_IH.unsqueeze(-1)).transpose(0, 1)
     b_HIN, c_HIN = b_IHN.transpose(0, 1), c_IHN.transpose(0, 1)

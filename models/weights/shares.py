@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.layer_norm_config import LayerNormSwitches, Projection
+from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -131,6 +132,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):
         yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
+    if isinstance(config.switches, MambaSwitches):
+        yield from _mamba(config, config.switches, part_of(config.intermediate_size), of_first, parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -202,6 +205,45 @@ def _layer_norm_decoder(
         yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
         yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
         yield "mlp.down_proj.weight", channels_of_mlp
+
+
+def _mamba(
+    config: ModelConfig,
+    switches: MambaSwitches,
+    channels_of_mlp: Share,
+    of_first: Share,
+    parallel: TensorParallel,
+) -> Iterator[tuple[str, Share]]:
+    """Layers of Mamba-2; and the names of other parts in models with such layers."""
+    if config.moe is None:
+        yield from _mlp("mlp.shared_experts", channels_of_mlp, of_first)
+    if switches.kinds:
+        for name, share in _grouped_attention(_gqa(config), of_first, parallel):
+            yield name.replace("self_attn.", "mixer."), share
+        for parameter in ("weight", "bias"):
+            yield f"mixer.up_proj.{parameter}", channels_of_mlp
+        yield "mixer.down_proj.weight", _as_inputs(channels_of_mlp)
+        yield "mixer.down_proj.bias", of_first
+    if (recurrent := config.recurrent) is None:
+        return
+    own_heads, own_groups = (kv_heads(count, parallel) for count in (recurrent.num_heads, recurrent.num_groups))
+    heads = Share(0, recurrent.num_heads, (own_heads,))
+    inner = Share(0, recurrent.num_heads * switches.head_dim, (_times(own_heads, switches.head_dim),))
+    shared = Share(0, recurrent.num_groups * switches.state_size, (_times(own_groups, switches.state_size),))
+    for mixer in ("mamba", "mixer"):
+        for parameter in ("weight", "bias"):
+            yield f"{mixer}.in_proj.{parameter}", _one_after_another(inner, inner, shared, shared, heads)
+            yield f"{mixer}.conv1d.{parameter}", _one_after_another(inner, shared, shared)
+        for each in ("A_log", "D", "dt_bias"):
+            yield f"{mixer}.{each}", heads
+        yield f"{mixer}.norm.weight", inner
+        yield f"{mixer}.out_proj.weight", _as_inputs(inner)
+        yield f"{mixer}.out_proj.bias", of_first
+
+
+def _gqa(config: ModelConfig) -> GQAConfig:
+    assert isinstance(config.attention, GQAConfig)
+    return config.attention
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

@@ -15,7 +15,9 @@ def memory_of(device: torch.device) -> int:
     return memory_limit_bytes()
 
 
-def check_fits(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | None, device: torch.device) -> None:
+def check_fits(
+    settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | None, state_slots: int = 0, device: torch.device
+) -> None:
     """Checks one rank's cache and staging buffers against all memory of its device.
 
     Args:
@@ -34,9 +36,9 @@ def check_fits(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | N
             value=settings.staging_slots,
             cure="lower --staging-slots or --segment-mib",
         )
-    cache = (num_blocks or 0) * settings.block_size * spec.bytes_per_token
-    if cache + staging > memory:
-        most = max(0, (memory - staging) // (settings.block_size * spec.bytes_per_token))
+    cache, states = (num_blocks or 0) * settings.block_size * spec.bytes_per_token, state_slots * spec.bytes_per_slot
+    if cache + states + staging > memory:
+        most = max(0, (memory - states - staging) // (settings.block_size * spec.bytes_per_token))
         raise ConfigError(
             f"num_blocks is {num_blocks}, a KV cache of {_mib(cache)} where {device} has {_mib(memory)}",
             field="num_blocks",

@@ -39,6 +39,7 @@ from models.families.layer_norm_config import (
     read_opt,
     read_starcoder2,
 )
+from models.families.lfm2_config import read_lfm2, read_lfm2_moe
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
@@ -101,6 +102,7 @@ _GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
 _GRANITE_HYBRID = "models.families.granite_hybrid"
+_LFM2 = "models.families.lfm2:Lfm2ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
@@ -156,6 +158,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
         "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
+        # Short convolutions.
+        "Lfm2ForCausalLM": Family(read_lfm2, _LFM2),
+        "Lfm2MoeForCausalLM": Family(read_lfm2_moe, _LFM2),
         # Gemma's kin.
         "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
         "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
@@ -248,6 +253,10 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "PhimoeForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
         "PhiMoEForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
+        "Lfm2ForCausalLM": Features("gated short convolutions in most layers, norms on queries and keys"),
+        "Lfm2MoeForCausalLM": Features(
+            "gated short convolutions in most layers, norms on queries and keys, mixture of experts", experts=True
+        ),
         "GemmaForCausalLM": Features("scaled embedding"),
         "VaultGemmaForCausalLM": Features(
             "as Gemma 2 without the norms after", "sliding window in some layers, soft cap"

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.layer_norm_config import LayerNormSwitches, Projection
+from models.families.lfm2_config import Lfm2Switches
 from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
@@ -134,6 +135,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
     if isinstance(config.switches, MambaSwitches):
         yield from _mamba(config, config.switches, part_of(config.intermediate_size), of_first, parallel)
+    if isinstance(config.switches, Lfm2Switches) and config.recurrent is not None:
+        yield from _gated_convolution(config.hidden_size, config.recurrent.num_heads, of_first, parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -244,6 +247,18 @@ def _mamba(
 def _gqa(config: ModelConfig) -> GQAConfig:
     assert isinstance(config.attention, GQAConfig)
     return config.attention
+
+
+def _gated_convolution(
+    size: int, num_heads: int, of_first: Share, parallel: TensorParallel
+) -> Iterator[tuple[str, Share]]:
+    """LFM2's: a rank has the channels of some heads, of both gates and of the input."""
+    part = Share(0, size, (_times(kv_heads(num_heads, parallel), size // num_heads),))
+    for parameter in ("weight", "bias"):
+        yield f"conv.in_proj.{parameter}", _one_after_another(part, part, part)
+        yield f"conv.conv.{parameter}", part
+    yield "conv.out_proj.weight", _as_inputs(part)
+    yield "conv.out_proj.bias", of_first
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

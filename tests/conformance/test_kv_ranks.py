@@ -19,7 +19,7 @@ from baton.errors import DataLoss, Draining, InternalError, PeerRefused, Unknown
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.flows import Flow, RankPair, flows, heads_of
+from kvtransfer.flows import Flow, RankPair, heads_of, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
@@ -81,7 +81,7 @@ async def ranked_node(
             segment_bytes=SEGMENT_BYTES,
             staging_slots=3,
             digests=True,
-            heads=heads[rank],
+            heads=(heads[rank],),
         )
         return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 
@@ -107,7 +107,7 @@ async def ranked_node(
 class Nodes:
     prefill: RankedNode
     decode: RankedNode
-    links: dict[RankPair, Flow]
+    links: dict[RankPair, tuple[Flow, ...]]
 
 
 @asynccontextmanager
@@ -121,9 +121,7 @@ async def linked(
     block_sizes: tuple[int, int] = (8, 4),
 ) -> AsyncIterator[Nodes]:
     """Two nodes, paired as a prefill and a decode node are."""
-    links = dict(
-        flows(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, senders=senders, receivers=receivers)
-    )
+    links = dict(part_flows(spec, senders=senders, receivers=receivers))
     begin = partial(ranked_node, spec, transport=transport)
     async with (
         begin(senders, layouts[0], block_sizes[0], incarnation=PREFILL_INCARNATION) as prefill,
@@ -244,7 +242,7 @@ async def test_a_lease_is_filled_only_when_every_rank_has_its_share() -> None:
 
 async def test_two_nodes_cannot_fill_one_lease() -> None:
     """The ranks of one node may fill a lease together; those of two nodes may not."""
-    spec, links = MLA, flows(num_layers=5, num_kv_heads=1, senders=2, receivers=1)
+    spec, links = MLA, part_flows(MLA, senders=2, receivers=1)
     other_number, other_peer = SENDER + 2, PEER + 64
     async with linked(spec, 2, 1, transport="loopback") as nodes:
         prefill, decode = nodes.prefill.transfer, nodes.decode.transfer

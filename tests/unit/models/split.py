@@ -27,13 +27,13 @@ class Run:
     logits: of every token of the prompt, and of those decoded.
     tokens: decoded greedily.
     cache: [L, K, B, N, H, C]; NaN where nothing was written.
-    states: likewise, of a model that keeps states.
+    state: the same of recurrent layers; None: the model has none.
     """
 
     logits: Tensor
     tokens: list[int]
     cache: Tensor
-    states: Tensor | None = None
+    state: Tensor | None
 
 
 def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: str = "") -> Run:

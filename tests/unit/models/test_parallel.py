@@ -198,12 +198,12 @@ def test_each_rank_keeps_the_states_of_its_heads(
     name: str, size: int, alone: dict[str, Run], together: Together
 ) -> None:
     """Also where ranks have parts of a group of heads that share inputs."""
-    whole = alone[name].states
+    whole = alone[name].state
     assert whole is not None
     for parallel in ranks(size):
         heads = kv_heads(whole.shape[4], parallel)
         expected = whole[:, :, :, :, heads.start : heads.stop]
-        own = together[parallel.rank][name, size].states
+        own = together[parallel.rank][name, size].state
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 

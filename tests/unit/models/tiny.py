@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_moe, tiny_rope, tiny_ssm
+from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_hybrid, tiny_moe, tiny_rope, tiny_ssm
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -174,6 +174,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_moe.MODELS,
         **tiny_dense.MODELS,
         **tiny_gpt.MODELS,
+        **tiny_hybrid.MODELS,
         **tiny_gemma.MODELS,
         **tiny_rope.MODELS,
         **tiny_ssm.MODELS,

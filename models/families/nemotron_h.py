@@ -1,7 +1,7 @@
 """Nemotron-H: each layer is one part: Mamba-2, attention, an MLP, or in newer models a mixture of experts.
 
 No part knows positions, and no MLP or expert has a gate.
-Shapes: T token, D hidden channel, E expert, I intermediate channel, L channel of routed experts, K chosen expert.
+Shapes: T token, D hidden channel, C channel of routed experts' inputs and outputs.
 """
 
 from collections.abc import Mapping
@@ -10,30 +10,41 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
 
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.config.model_config import GQAConfig, ModelConfig
+from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from models.families.mamba_config import MambaSwitches
 from models.families.mamba_parts import HybridAttention, Mamba2Mixer
 from models.layers import RMSNorm
 from models.linear import Linear
+from models.moe import Router
 from models.parallel import ParallelModule
 from models.recurrent.rows import StateRows
+from models.ungated_experts import SquaredReluExperts, SquaredReluMLP
 
 
-class SquaredReluMLP(nn.Module):
-    def __init__(self, size: int, intermediate_size: int, *, dtype: torch.dtype, bias: bool) -> None:
+class LatentMoE(nn.Module):
+    """Routed experts, in some models on a projection of fewer channels, plus shared ones."""
+
+    def __init__(self, size: int, moe: MoEConfig, *, latent_size: int, dtype: torch.dtype, bias: bool) -> None:
         super().__init__()
-        self.up_proj = Linear(size, intermediate_size, dtype=dtype, bias=bias)
-        self.down_proj = Linear(intermediate_size, size, dtype=dtype, bias=bias)
+        self.gate = Router(size, moe)
+        self.experts = SquaredReluExperts(moe.num_experts, latent_size or size, moe.intermediate_size, dtype=dtype)
+        self.shared_experts = SquaredReluMLP(size, moe.shared_intermediate_size, dtype=dtype, bias=bias)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if latent_size:
+            self.fc1_latent_proj = Linear(size, latent_size, dtype=dtype, bias=bias)
+            self.fc2_latent_proj = Linear(latent_size, size, dtype=dtype, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(relu(self.up_proj(x_TD)).square())
-        return out_TD
+        x_TC = x_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TD)
+        routed_TC: Tensor = self.experts(x_TC, *self.gate(x_TD))
+        routed_TD = routed_TC if self.fc2_latent_proj is None else self.fc2_latent_proj(routed_TC)
+        return routed_TD.add_(self.shared_experts(x_TD))
 
 
 class NemotronHLayer(ParallelModule):
@@ -51,6 +62,9 @@ class NemotronHLayer(ParallelModule):
             self.mixer = Mamba2Mixer(size, switches, recurrent, layer_index=place, norm_eps=eps, dtype=dtype)
         elif recurrent.kv_layers[layer_index]:
             self.mixer = HybridAttention(size, gqa, layer_index=place, norm_eps=eps, backend=backend, dtype=dtype)
+        elif config.moe is not None and config.moe.layers[layer_index]:
+            latent, bias = switches.latent_size, config.mlp_bias
+            self.mixer = LatentMoE(size, config.moe, latent_size=latent, dtype=dtype, bias=bias)
         else:
             self.mixer = SquaredReluMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 

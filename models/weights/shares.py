@@ -227,6 +227,18 @@ def _mamba(
             yield f"mixer.up_proj.{parameter}", channels_of_mlp
         yield "mixer.down_proj.weight", _as_inputs(channels_of_mlp)
         yield "mixer.down_proj.bias", of_first
+        yield "mixer.fc2_latent_proj.bias", of_first
+    if switches.kinds and config.moe is not None:
+        moe = config.moe
+        for experts, size in (
+            ("experts.*", moe.intermediate_size),
+            ("shared_experts", moe.shared_intermediate_size),
+        ):
+            part = Share(0, size, (channels(size, parallel, block=None),))
+            for parameter in ("weight", "bias"):
+                yield f"mixer.{experts}.up_proj.{parameter}", part
+            yield f"mixer.{experts}.down_proj.weight", _as_inputs(part)
+            yield f"mixer.{experts}.down_proj.bias", of_first
     if (recurrent := config.recurrent) is None:
         return
     own_heads, own_groups = (kv_heads(count, parallel) for count in (recurrent.num_heads, recurrent.num_groups))

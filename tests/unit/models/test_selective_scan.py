@@ -61,7 +61,8 @@ def weights(dt_min: float = 0.0, dt_max: float = math.inf) -> ScanWeights:
 def states() -> Tensor:
     """Other numbers lie between those of the heads; stale ones are in all of them."""
     wide = torch.full((SLOTS, HEADS, CHANNELS * NUMBERS + 9), torch.nan, device=DEVICE)
-    return wide[..., 4:-5].unflatten(-1, (CHANNELS, NUMBERS))
+    view: Tensor = wide[..., 4:-5].unflatten(-1, (CHANNELS, NUMBERS))
+    return view
 
 
 def scan(twin: str, tokens: Sequence, learnt: ScanWeights, state: Tensor, rows: StateRows) -> Tensor:

@@ -58,6 +58,17 @@ _NEMOTRON = _SHARED | {
     "time_step_min": 0.3,
 }
 
+_NEMOTRON_MOE = _NEMOTRON | {
+    "layer_types": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
+
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "granite-hybrid": ("GraniteMoeHybrid", _GRANITE),
@@ -83,7 +94,19 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "NemotronH",
             _NEMOTRON | {"n_groups": 1, "mlp_bias": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 2},
         ),
+        "nemotron-h-experts": ("NemotronH", _NEMOTRON_MOE),
+        "nemotron-h-latent-experts": (
+            "NemotronH",
+            _NEMOTRON_MOE | {"moe_latent_size": 16, "mlp_bias": True, "n_group": 1, "topk_group": 1},
+        ),
     }
 )
 
-SPLIT = ("granite-hybrid", "granite-hybrid-dense-groups-rope", "bamba", "bamba-groups-biases", "nemotron-h")
+SPLIT = (
+    "granite-hybrid",
+    "granite-hybrid-dense-groups-rope",
+    "bamba",
+    "bamba-groups-biases",
+    "nemotron-h",
+    "nemotron-h-latent-experts",
+)

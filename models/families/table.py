@@ -44,6 +44,7 @@ from models.families.layer_norm_config import (
 from models.families.lfm2_config import read_lfm2, read_lfm2_moe
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
 from models.families.moe_config import (
     read_granite_moe,
     read_hunyuan_moe,
@@ -103,6 +104,7 @@ _GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
 _QWEN3_NEXT = "models.families.qwen3_next:Qwen3NextForCausalLM"
+_GRANITE_HYBRID = "models.families.granite_hybrid"
 _LFM2 = "models.families.lfm2:Lfm2ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
@@ -181,6 +183,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
         "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
         "KimiLinearForCausalLM": Family(read_kimi_linear, "models.families.kimi_linear:KimiLinearForCausalLM"),
+        # Mamba-2 in most layers.
+        "GraniteMoeHybridForCausalLM": Family(read_granite_hybrid, f"{_GRANITE_HYBRID}:GraniteHybridForCausalLM"),
+        "BambaForCausalLM": Family(read_bamba, f"{_GRANITE_HYBRID}:BambaForCausalLM"),
+        "NemotronHForCausalLM": Family(read_nemotron_h, "models.families.nemotron_h:NemotronHForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
         "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
@@ -285,6 +291,12 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
             experts=True,
             latent=True,
         ),
+        "GraniteMoeHybridForCausalLM": Features(
+            "Mamba-2 layers, layers without positions, mixture of experts and a shared MLP, multipliers as Granite",
+            experts=True,
+        ),
+        "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
+        "NemotronHForCausalLM": Features("layers of Mamba-2, attention or an MLP, without positions"),
         "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
         "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
         "OPTForCausalLM": Features("learnt positions", layer_norm=True),

@@ -39,6 +39,7 @@ from models.quantization.replace import (
     weights_unallocated,
     without_zero_biases,
 )
+from models.ungated_experts import SquaredReluExperts
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
@@ -198,7 +199,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         case FusedLinear():
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
-        case Experts() | InputsFirstLinear() | NormOfEachHead():
+        case Experts() | SquaredReluExperts() | InputsFirstLinear() | NormOfEachHead():
             yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
         case _:
             for name, parameter in module.named_parameters(recurse=False):

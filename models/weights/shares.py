@@ -13,6 +13,7 @@ from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoECon
 from models.families.delta_config import DeltaSwitches
 from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.lfm2_config import Lfm2Switches
+from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -137,6 +138,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         for index, keeps in enumerate(config.recurrent.layers):
             if keeps:
                 yield from _of_layer(index, _delta_rule(config.switches, config.recurrent.num_heads, parallel))
+    if isinstance(config.switches, MambaSwitches):
+        yield from _mamba(config, config.switches, part_of(config.intermediate_size), of_first, parallel)
     if isinstance(config.switches, Lfm2Switches) and config.recurrent is not None:
         yield from _gated_convolution(config.hidden_size, config.recurrent.num_heads, of_first, parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
@@ -243,6 +246,57 @@ def _delta_rule(switches: DeltaSwitches, num_heads: int, parallel: TensorParalle
     yield "self_attn.dt_bias", keys
     yield "self_attn.A_log", Share(2, num_heads, (heads,))
     yield "self_attn.o_proj.weight", _as_inputs(values)
+
+
+def _mamba(
+    config: ModelConfig,
+    switches: MambaSwitches,
+    channels_of_mlp: Share,
+    of_first: Share,
+    parallel: TensorParallel,
+) -> Iterator[tuple[str, Share]]:
+    """Layers of Mamba-2; and the names of other parts in models with such layers."""
+    if config.moe is None:
+        yield from _mlp("mlp.shared_experts", channels_of_mlp, of_first)
+    if switches.kinds:
+        for name, share in _grouped_attention(_gqa(config), of_first, parallel):
+            yield name.replace("self_attn.", "mixer."), share
+        for parameter in ("weight", "bias"):
+            yield f"mixer.up_proj.{parameter}", channels_of_mlp
+        yield "mixer.down_proj.weight", _as_inputs(channels_of_mlp)
+        yield "mixer.down_proj.bias", of_first
+        yield "mixer.fc2_latent_proj.bias", of_first
+    if switches.kinds and config.moe is not None:
+        moe = config.moe
+        for experts, size in (
+            ("experts.*", moe.intermediate_size),
+            ("shared_experts", moe.shared_intermediate_size),
+        ):
+            part = Share(0, size, (channels(size, parallel, block=None),))
+            for parameter in ("weight", "bias"):
+                yield f"mixer.{experts}.up_proj.{parameter}", part
+            yield f"mixer.{experts}.down_proj.weight", _as_inputs(part)
+            yield f"mixer.{experts}.down_proj.bias", of_first
+    if (recurrent := config.recurrent) is None:
+        return
+    own_heads, own_groups = (kv_heads(count, parallel) for count in (recurrent.num_heads, recurrent.num_groups))
+    heads = Share(0, recurrent.num_heads, (own_heads,))
+    inner = Share(0, recurrent.num_heads * switches.head_dim, (_times(own_heads, switches.head_dim),))
+    shared = Share(0, recurrent.num_groups * switches.state_size, (_times(own_groups, switches.state_size),))
+    for mixer in ("mamba", "mixer"):
+        for parameter in ("weight", "bias"):
+            yield f"{mixer}.in_proj.{parameter}", _one_after_another(inner, inner, shared, shared, heads)
+            yield f"{mixer}.conv1d.{parameter}", _one_after_another(inner, shared, shared)
+        for each in ("A_log", "D", "dt_bias"):
+            yield f"{mixer}.{each}", heads
+        yield f"{mixer}.norm.weight", inner
+        yield f"{mixer}.out_proj.weight", _as_inputs(inner)
+        yield f"{mixer}.out_proj.bias", of_first
+
+
+def _gqa(config: ModelConfig) -> GQAConfig:
+    assert isinstance(config.attention, GQAConfig)
+    return config.attention
 
 
 def _gated_convolution(

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_delta, tiny_dense, tiny_gemma, tiny_gpt, tiny_hybrid, tiny_moe, tiny_rope
+from tests.unit.models import (
+    tiny_delta,
+    tiny_dense,
+    tiny_gemma,
+    tiny_gpt,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_rope,
+    tiny_ssm,
+)
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -182,7 +191,16 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_hybrid.MODELS,
         **tiny_gemma.MODELS,
         **tiny_rope.MODELS,
-        **tiny_delta.MODELS,
+from tests.unit.models import (
+    tiny_delta,
+    tiny_dense,
+    tiny_gemma,
+    tiny_gpt,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_rope,
+    tiny_ssm,
+)
     }
 )
 
@@ -203,10 +221,19 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
             if path.endswith(
-                (*_REDRAWN, *tiny_gemma.REDRAWN)
+                (*_REDRAWN, *tiny_gemma.REDRAWN, *tiny_ssm.REDRAWN)
             ):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
-            tiny_delta.draw(path, tensor)
+from tests.unit.models import (
+    tiny_delta,
+    tiny_dense,
+    tiny_gemma,
+    tiny_gpt,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_rope,
+    tiny_ssm,
+)
     if "swiglu_limit" in fields:  # which some versions of transformers write into the config and do not read
         for layer in model.model.layers:
             layer.mlp.experts.limit = fields["swiglu_limit"]

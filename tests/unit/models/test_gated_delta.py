@@ -144,8 +144,11 @@ def on_device(rows: StateRows) -> StateRows:
     )
 
 
-@by_decay
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("by_channel", "dtype"),
+    [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)],
+    ids=["one-decay", "one-decay-bfloat16", "decays-by-channel"],
+)
 def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     """Two decodes, a prompt with a context, one that begins, and padding."""
     lens, contexts = [1, 1, 30, 3], [64, 0, 45, 0]

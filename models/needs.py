@@ -46,12 +46,12 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
         state = KVCacheSpec(KVKind.STATE, recurrent.num_layers, recurrent.num_heads, recurrent.head_channels, "float32")
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
-        num_layers = config.num_layers - (0 if recurrent is None else recurrent.num_layers)
+        num_layers = config.num_layers if recurrent is None else sum(recurrent.kv_layers)
         return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, state=state)
     # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
     # layer has the place of the largest (`attention.layer` says why).
     num_layers = attention.num_kv_layers
-    has_kv = [True] * num_layers if recurrent is None else [not keeps for keeps in recurrent.layers]
+    has_kv = (True,) * num_layers if recurrent is None else recurrent.kv_layers
     windows = tuple(
         window or 0 for window, keeps in zip(attention.sliding_windows[:num_layers], has_kv, strict=True) if keeps
     )

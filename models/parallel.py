@@ -214,7 +214,12 @@ def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> M
 def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel) -> RecurrentConfig | None:
     if recurrent is None:
         return None
-    return replace(recurrent, num_heads=len(kv_heads(recurrent.num_heads, parallel)))
+    local = replace(recurrent, num_heads=len(kv_heads(recurrent.num_heads, parallel)))
+    groups = recurrent.num_groups
+    if groups == 0:
+        return local
+    ranks_per_group = max(1, parallel.size // groups)
+    return replace(local, num_groups=len(kv_heads(groups, parallel)), ranks_per_group=ranks_per_group)
 
 
 def _problem(config: ModelConfig, size: int) -> str | None:
@@ -231,6 +236,8 @@ def _problem(config: ModelConfig, size: int) -> str | None:
                 return f"it has {num_kv_heads} kv heads"
     if config.recurrent is not None and config.recurrent.num_heads % size:
         return f"its recurrent layers have {config.recurrent.num_heads} heads"
+    if config.recurrent is not None and (groups := config.recurrent.num_groups) and groups % size and size % groups:
+        return f"its recurrent layers have {groups} groups of heads"
     if heads is not None:
         for name, (count, is_input) in _head_channels(attention, size).items():
             if count % (multiple := math.lcm(*heads) if is_input else heads[0]):

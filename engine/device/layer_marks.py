@@ -37,10 +37,10 @@ OnMark = Callable[[LayerMark], None]
 
 
 def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
-    """How many layers have written KV after each layer of the model. Recurrent layers write none; layers that read
-    another layer's KV come last and write none."""
+    """How many layers have written KV after each layer of the model. Most recurrent layers write none; layers that
+    read another layer's KV come last and write none."""
     if config.recurrent is not None:
-        return list(accumulate(not is_recurrent for is_recurrent in config.recurrent.layers))
+        return list(accumulate(map(int, config.recurrent.kv_layers)))
     return [min(layer_stop, spec.num_layers) for layer_stop in range(1, config.num_layers + 1)]
 
 

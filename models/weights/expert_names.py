@@ -15,6 +15,8 @@ _RENAMED = tuple(
         (r"block_sparse_moe\.input_linear\.weight$", "mlp.experts.gate_up_proj"),
         (r"block_sparse_moe\.output_linear\.weight$", "mlp.experts.down_proj"),
         (r"block_sparse_moe\.", "mlp."),
+        (r"shared_mlp\.input_linear\.", "mlp.shared_experts.gate_up_proj."),
+        (r"shared_mlp\.output_linear\.", "mlp.shared_experts.down_proj."),
         (r"feed_forward\.experts\.(\d+)\.w([123])\.", r"mlp.experts.\2.w\3."),
         (r"mlp\.experts\.(\d+)\.w1\.", r"mlp.experts.\2.gate_proj."),
         (r"mlp\.experts\.(\d+)\.w3\.", r"mlp.experts.\2.up_proj."),

@@ -46,7 +46,7 @@ def operands(tokens: int, groups: int, dtype: torch.dtype, seed: int = 0) -> Ope
 def learnt() -> ScanWeights:
     torch.manual_seed(1)
     return ScanWeights(
-        -torch.rand(HEADS, device="cuda") - 0.02,
+        torch.rand(HEADS, device="cuda") * 4 - 4,
         torch.rand(HEADS, device="cuda"),
         torch.rand(HEADS, device="cuda") * 4 - 5,
         0.001,
@@ -72,9 +72,9 @@ def test_decodes_and_prompts_come_near_the_twin(dtype: torch.dtype, groups: int)
     with no_waiting():
         out_THP = selective_scan(*tokens, weights, ours, rows)
     expected_THP = selective_scan_in_torch(*tokens, weights, twin, rows)
-    tolerance = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+    tolerance = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 3e-5}[dtype]
     assert relative_error(out_THP.float(), expected_THP.float()) < tolerance
-    assert relative_error(ours, twin) < {torch.float32: 1e-5}.get(dtype, 1e-3)
+    assert relative_error(ours, twin) < {torch.float32: 3e-5}.get(dtype, 1e-3)
 
 
 @by_groups

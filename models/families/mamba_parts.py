@@ -79,7 +79,7 @@ class Mamba2Mixer(nn.Module):
             dt_TH,
             b_TX.unflatten(-1, (self.num_groups, -1)),
             c_TX.unflatten(-1, (self.num_groups, -1)),
-            ScanWeights(-torch.exp(self.A_log), self.D, self.dt_bias, switches.dt_min, switches.dt_max),
+            ScanWeights(self.A_log, self.D, self.dt_bias, switches.dt_min, switches.dt_max),
             states_SHPN,
             rows,
         )

@@ -34,7 +34,7 @@ def selective_scan(
     """As `models.recurrent.selective_scan.selective_scan`; tokens of no request get zeros.
 
     Args:
-        learnt: decay, skip and bias of dt, [H] each.
+        learnt: logarithm of the rate, skip and bias of dt, [H] each.
     """
     num_tokens, heads, channels = x_THP.shape
     groups, numbers = b_TGN.shape[1:]
@@ -127,7 +127,7 @@ def _decode(
     dt_ptr,
     b_ptr,
     c_ptr,
-    decay_ptr,
+    log_rate_ptr,
     skip_ptr,
     bias_ptr,
     out_ptr,
@@ -165,7 +165,7 @@ def _decode(
         group = head // PER_GROUP
         dt = tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + tl.load(bias_ptr + head)
         dt = _limited(dt, dt_min, dt_max)
-        fade = tl.exp(dt * tl.load(decay_ptr + head))
+        fade = tl.exp(-dt * tl.exp(tl.load(log_rate_ptr + head)))
         x_P = tl.load(x_ptr + token * x_stride + head * CHANNELS + p_P, mask=has_P, other=0.0).to(tl.float32)
         b_N = tl.load(b_ptr + token * b_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
         c_N = tl.load(c_ptr + token * c_stride + group * NUMBERS + n_N, mask=has_N, other=0.0).to(tl.float32)
@@ -185,7 +185,7 @@ def _prompt(
     dt_ptr,
     b_ptr,
     c_ptr,
-    decay_ptr,
+    log_rate_ptr,
     skip_ptr,
     bias_ptr,
     out_ptr,
@@ -227,7 +227,8 @@ def _prompt(
         has_P, has_N = p_P < CHANNELS, n_N < NUMBERS
         has_NP = has_N[:, None] & has_P[None, :]
         group = head // PER_GROUP
-        decay, skip, bias = tl.load(decay_ptr + head), tl.load(skip_ptr + head), tl.load(bias_ptr + head)
+        decay = -tl.exp(tl.load(log_rate_ptr + head))
+        skip, bias = tl.load(skip_ptr + head), tl.load(bias_ptr + head)
         state_ptrs_NP = state_ptr + slot * state_stride_S + head * state_stride_H
         state_ptrs_NP += p_P[None, :] * state_stride_P + n_N[:, None]
         state_NP = tl.load(state_ptrs_NP, mask=has_NP & (context > 0), other=0.0)

@@ -1,6 +1,6 @@
 """The state-space scan of Mamba-2 (arXiv 2405.21060): each head's state fades at a token's rate and takes up its input.
 
-    state = exp(dt * decay) * state + dt * x (outer) B;    y = state . C + skip * x
+    state = exp(-dt * rate) * state + dt * x (outer) B;    y = state . C + skip * x
 
 Decodes take the recurrence; prompts are computed in sub-chunks of 64 tokens at multiples of 64 of their positions, so a
 prompt that is cut there has the same bits as a whole one.
@@ -26,13 +26,13 @@ class ScanWeights:
     """What a layer has learnt, float32.
 
     Attributes:
-        decay_H: below 0.
+        log_rate_H: the state fades by exp(-dt * exp(log_rate)).
         skip_H: factor of a token's own input in its output.
         dt_bias_H: added to dt before its softplus.
         dt_min, dt_max: limits of dt after its softplus.
     """
 
-    decay_H: Tensor
+    log_rate_H: Tensor
     skip_H: Tensor
     dt_bias_H: Tensor
     dt_min: float
@@ -61,7 +61,7 @@ def selective_scan(
             dt_TH,
             b_TGN,
             c_TGN,
-            (weights.decay_H, weights.skip_H, weights.dt_bias_H),
+            (weights.log_rate_H, weights.skip_H, weights.dt_bias_H),
             (weights.dt_min, weights.dt_max),
             states_SHPN,
             rows,
@@ -86,16 +86,17 @@ def selective_scan_in_torch(
     def of(part: slice) -> _Tokens:
         return _Tokens(x[part], dt[part], b_THN[part], c_THN[part])
 
+    decay_H = -weights.log_rate_H.exp()
     out_THP = x * weights.skip_H[:, None]
     num_decodes = min(len(rows.decode_slots_N), len(x))
     if num_decodes:
         decodes = slice(0, num_decodes)
-        out_THP[decodes] += _decode(of(decodes), weights.decay_H, states_SHPN, rows)
+        out_THP[decodes] += _decode(of(decodes), decay_H, states_SHPN, rows)
     if len(rows.prompt_slots_P):
         for slot, context, start, stop in _prompts(rows):
             state_HPN = states_SHPN[slot].clone() if context else torch.zeros_like(states_SHPN[slot])
             for piece in sub_chunks(start, stop, context):
-                y_IHP, state_HPN = _sub_chunk(of(piece), weights.decay_H, state_HPN)
+                y_IHP, state_HPN = _sub_chunk(of(piece), decay_H, state_HPN)
                 out_THP[piece] += y_IHP
             states_SHPN[slot] = state_HPN
     return out_THP.to(x_THP.dtype)

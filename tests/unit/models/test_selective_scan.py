@@ -54,8 +54,8 @@ def sequence(length: int, seed: int, dtype: torch.dtype = torch.float32) -> Sequ
 
 def weights(dt_min: float = 0.0, dt_max: float = math.inf) -> ScanWeights:
     generator = torch.Generator().manual_seed(9)
-    decay, skip, bias = (torch.rand(HEADS, generator=generator).to(DEVICE) for _ in range(3))
-    return ScanWeights(-decay, skip, bias - 2.0, dt_min, dt_max)
+    rate, skip, bias = (torch.rand(HEADS, generator=generator).to(DEVICE) for _ in range(3))
+    return ScanWeights(rate.log(), skip, bias - 2.0, dt_min, dt_max)
 
 
 def states() -> Tensor:
@@ -69,7 +69,7 @@ def scan(twin: str, tokens: Sequence, learnt: ScanWeights, state: Tensor, rows: 
     operands = (tokens.x_THP, tokens.dt_TH, tokens.b_TGN, tokens.c_TGN)
     if twin == "torch":
         return selective_scan_in_torch(*operands, learnt, state, rows)
-    per_head = (learnt.decay_H, learnt.skip_H, learnt.dt_bias_H)
+    per_head = (learnt.log_rate_H, learnt.skip_H, learnt.dt_bias_H)
     return kernels.selective_scan(*operands, per_head, (learnt.dt_min, learnt.dt_max), state, rows)
 
 
@@ -81,7 +81,7 @@ def expected(tokens: Sequence, learnt: ScanWeights) -> tuple[Tensor, Tensor]:
     state = x_THP.new_zeros(HEADS, CHANNELS, NUMBERS)
     out = []
     for x_HP, dt_H, b_HN, c_HN in zip(x_THP, dt_TH, b_THN, c_THN, strict=True):
-        state = state * (dt_H * learnt.decay_H).exp()[:, None, None]
+        state = state * (-dt_H * learnt.log_rate_H.double().exp()).exp()[:, None, None]
         state = state + (dt_H[:, None] * x_HP)[:, :, None] * b_HN[:, None]
         out.append((state * c_HN[:, None]).sum(-1) + learnt.skip_H[:, None] * x_HP)
     return torch.stack(out).float(), state.float()
@@ -143,10 +143,8 @@ def test_half_precision_is_rounded_once(twin: str, dtype: torch.dtype) -> None:
 @by_twin
 def test_small_steps_in_time_keep_their_digits(twin: str) -> None:
     tokens = sequence(40, 5)
-    learnt = replace(
-        weights(), dt_bias_H=torch.full((HEADS,), -14.0, device=DEVICE), decay_H=-torch.full((HEADS,), 1e-3)
-    )
-    learnt = replace(learnt, decay_H=learnt.decay_H.to(DEVICE), skip_H=torch.zeros(HEADS, device=DEVICE))
+    bias, rate, skip = (torch.full((HEADS,), value, device=DEVICE) for value in (-14.0, -7.0, 0.0))
+    learnt = replace(weights(), dt_bias_H=bias, log_rate_H=rate, skip_H=skip)
     out = scan(twin, tokens, learnt, states(), state_rows([0], [40], [0], device=DEVICE))
     torch.testing.assert_close(out, expected(tokens, learnt)[0], rtol=1e-4, atol=1e-9)
 

@@ -47,7 +47,8 @@ class PagedDriver:
         self.model, self.backend, self.device = model, backend, device
         shape = cache_shape(model.config, num_blocks=num_blocks)
         self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape, device)
-        self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
+        for part in self.cache.parts:
+            part.storage.fill_(torch.nan)  # a slot that is read before it is written shows
         generator = torch.Generator().manual_seed(1)
         self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()
         self.blocks: dict[str, list[int]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_moe, tiny_rope
+from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_moe, tiny_rope, tiny_sparse
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
@@ -176,6 +176,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_gpt.MODELS,
         **tiny_gemma.MODELS,
         **tiny_rope.MODELS,
+        **tiny_sparse.MODELS,
     }
 )
 

@@ -63,3 +63,5 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
     }
 )
+# In the tests of tensor parallelism.
+SPLIT = ("deepseek-v32", "glm-moe-dsa-shared-selection")

@@ -58,7 +58,7 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a layer selected for a step: slots [T, K] int32 of decodes and of prefills; None: attention is not sparse."""
+    """What a layer selected for a step: slots [T, K] int32 of decodes and of prefills; None: these attend to all."""
 
     decodes: Tensor | None
     prefills: Tensor | None
@@ -123,10 +123,14 @@ def sparse_prefills(
         np.minimum(seq_lens_T, top_k),
         np.repeat(np.arange(len(seq_lens_R), dtype=np.int32), query_lens_R),
     )
-    on_device = to_device([array.astype(np.int32) for array in arrays], common.block_table_tensor.device)
+    seen, counts_T, requests_T = to_device(
+        [array.astype(np.int32) for array in arrays], common.block_table_tensor.device
+    )
     max_keys = int(seq_lens_R.max())
     return SparseQueries(
-        *on_device,
+        seq_lens_T=seen,
+        counts_T=counts_T,
+        requests_T=requests_T,
         block_table=common.block_table_tensor[num_decodes:],
         max_keys=max_keys,
         width=min(top_k, max_keys),

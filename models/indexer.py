@@ -94,7 +94,8 @@ class Indexer(nn.Module):
         rotation = replace(rotation, interleaved=self.index.interleaved)
         keys_layer = kv_cache.index.layer(self.cache_layer)
         k_TC = rotation.apply(self.k_norm(self.wk(x_TD)).unsqueeze(1)).squeeze(1)
-        store_latent(keys_layer, *k_TC.split(k_TC.shape[-1] // 2, dim=-1), metadata.new_tokens)
+        first, second = k_TC.chunk(2, dim=-1)
+        store_latent(keys_layer, first, second, metadata.new_tokens)
         if metadata.sparse_decodes is None and metadata.sparse_prefills is None:
             return NOTHING_SELECTED
         q_THC = rotation.apply(self.wq_b(q_a_TX).unflatten(-1, (self.index.num_heads, -1)))

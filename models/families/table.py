@@ -237,7 +237,10 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "DeepseekV32ForCausalLM": Features(_GROUPED, "latent cache (MLA), sparse", experts=True, latent=True),
         "GlmMoeDsaForCausalLM": Features(
-            "as DeepSeek-V3.2, layers that share what one selected", "latent cache (MLA), sparse", experts=True, latent=True
+            "as DeepSeek-V3.2, layers that share what one selected",
+            "latent cache (MLA), sparse",
+            experts=True,
+            latent=True,
         ),
         "Llama4ForCausalLM": Features(_LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True),
         "Llama4ForConditionalGeneration": Features(

@@ -49,7 +49,5 @@ def mla_decode_attention(
         )
     else:
         kv_scale = kv_scale if is_fp8(kv_layer) else None
-        portable.launch(
-            q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected
-        )
+        portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected)
     merge_splits(seq_lens, plan, out, lse_HR)

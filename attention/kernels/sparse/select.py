@@ -38,9 +38,7 @@ def select_slots(
     return slots_TK
 
 
-def _write_slots(
-    scores_TS: Tensor, queries: SparseQueries, rows: range, block_size: int, slots_TK: Tensor
-) -> None:
+def _write_slots(scores_TS: Tensor, queries: SparseQueries, rows: range, block_size: int, slots_TK: Tensor) -> None:
     num_rows, num_keys = scores_TS.shape
     least_T = scores_TS.topk(queries.width, dim=-1, sorted=False).values.amin(-1)
     pieces = triton.cdiv(num_keys, _TILES * _TILE)
@@ -71,9 +69,7 @@ def _write_slots(
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_pieces"])
-def _count(
-    scores, least, seq_lens, kept, num_keys, num_pieces, TILE: tl.constexpr, TILES: tl.constexpr
-):
+def _count(scores, least, seq_lens, kept, num_keys, num_pieces, TILE: tl.constexpr, TILES: tl.constexpr):
     """How many scores of one piece are above the threshold, and how many equal it."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)

@@ -84,9 +84,7 @@ def test_the_twin_attends_to_the_selected_tokens_only() -> None:
     case = make_case([*SIZES, (40, 3)], top_k=7, device="cpu")
     slots_TK = torch_sparse.select(case.q_THD, case.weights_TH, case.index_layer, case.queries)
     out = torch.full((len(case.q_THC), 5, 12), torch.nan)
-    torch_sparse.attend_selected(
-        case.q_THC, case.kv_layer, slots_TK, case.queries, scale=0.3, k_scale=None, out=out
-    )
+    torch_sparse.attend_selected(case.q_THC, case.kv_layer, slots_TK, case.queries, scale=0.3, k_scale=None, out=out)
     torch.testing.assert_close(out, attended(case), atol=1e-5, rtol=1e-4)
 
 

@@ -22,7 +22,7 @@ _MANY_QUERIES = 64
 def paged_index_scores(
     q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries, rows: range, *, out_TS: Tensor
 ) -> None:
-    """Writes the scores of the queries in `rows`; -inf for tokens that a query does not see.
+    """Writes the scores of the queries in `rows`; none for tokens that a query does not see.
 
     A score has the same bits for any number of queries.
 
@@ -90,7 +90,7 @@ def _index_scores(
     """One query and TILES * TILE keys. Programs of the same keys are neighbours, so that they find these in L2."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (TILES * TILE)
-    seq_len = tl.load(seq_lens + row)
+    seq_len = tl.minimum(tl.load(seq_lens + row), num_keys)
     request = tl.load(requests + row).to(tl.int64)
     heads_H = tl.arange(0, BLOCK_H)
     channels_D = tl.arange(0, BLOCK_D)
@@ -107,7 +107,6 @@ def _index_scores(
     for tile in range(TILES):
         keys_S = first + tile * TILE + tl.arange(0, TILE)
         seen_S = keys_S < seq_len
-        scores_S = tl.full([TILE], -float("inf"), tl.float32)
         if first + tile * TILE < seq_len:
             blocks_S = tl.load(block_table + request * table_stride_R + keys_S // block_size, mask=seen_S, other=0)
             rows_S = keys + blocks_S.to(tl.int64) * keys_stride_B + (keys_S % block_size) * keys_stride_N
@@ -118,6 +117,5 @@ def _index_scores(
                 k_SD = from_fp8(k_SD, INTERPRETED)
             k_SD = k_SD.to(q_HD.dtype)
             dots_HS = tl.dot(q_HD, tl.trans(k_SD), input_precision="ieee")
-            sums_S = tl.sum(tl.maximum(dots_HS, 0.0) * weights_H[:, None], 0)
-            scores_S = tl.where(seen_S, sums_S, -float("inf"))
-        tl.store(out + row * num_keys + keys_S, scores_S, mask=keys_S < num_keys)
+            scores_S = tl.sum(tl.maximum(dots_HS, 0.0) * weights_H[:, None], 0)
+            tl.store(out + row * num_keys + keys_S, scores_S, mask=seen_S)

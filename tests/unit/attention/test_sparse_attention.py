@@ -16,7 +16,7 @@ from attention.sparse import SparseQueries, best_keys, sparse_decodes, sparse_pr
 from tests.device import DEVICE
 from tests.unit.attention.sparse_case import SparseCase, expected_slots, make_case
 
-SIZES = [(1, 0), (3, 0), (2, 40), (1, 69), (4, 2)]
+SIZES = [(1, 0), (2, 40), (1, 69), (3, 0)]
 SELECT = {"kernels": (select_slots, DEVICE), "torch": (torch_sparse.select, "cpu")}
 
 Select = Callable[[Tensor, Tensor, Tensor, SparseQueries], Tensor]
@@ -29,7 +29,7 @@ def slots_of(case: SparseCase, chosen: Select) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("chosen", "device"), SELECT.values(), ids=SELECT)
-@pytest.mark.parametrize("top_k", [1, 7, 100])
+@pytest.mark.parametrize("top_k", [7, 100])
 def test_the_best_tokens_that_each_query_sees(chosen: Select, device: str, top_k: int) -> None:
     case = make_case(SIZES, top_k=top_k, device=device)
     assert slots_of(case, chosen) == expected_slots(case)
@@ -45,15 +45,15 @@ def test_pieces_of_keys_and_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, several programs of one query, and scores that do not fit into memory at once."""
     monkeypatch.setattr(select, "_TILE", 32)
     monkeypatch.setattr(select, "_TILES", 2)
-    monkeypatch.setattr(select, "_MAX_SCORES", 1500)
+    monkeypatch.setattr(select, "_MAX_SCORES", 400)
     monkeypatch.setattr(scores, "_KEYS_FEW", 64)
-    case = make_case([(2, 30), (4, 290)], top_k=50, whole_numbers=True)
+    case = make_case([(1, 30), (2, 180)], top_k=50, whole_numbers=True)
     assert slots_of(case, select_slots) == expected_slots(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    case = make_case(SIZES, top_k=11, dtype=dtype)
+    case = make_case([(1, 40)], top_k=11, dtype=dtype)
     assert slots_of(case, select_slots) == expected_slots(case)
 
 
@@ -71,12 +71,20 @@ def test_the_kernel_attends_to_the_selected_tokens_only(top_k: int, split_tokens
         num_heads=5, latent_channels=12, max_num_reqs=32, max_model_len=128, num_sms=3, device=DEVICE,
         split_tokens=split_tokens,
     )  # fmt: skip
-    slots_TK = select_slots(case.q_THD, case.weights_TH, case.index_layer, case.queries)
+    slots_TK = torch.zeros(len(case.q_THC), case.queries.width, dtype=torch.int32)
+    for row, slots in zip(slots_TK, expected_slots(case), strict=True):
+        row[: len(slots)] = torch.tensor(slots)
     out = torch.full((len(case.q_THC), 5, 12), torch.nan, device=DEVICE)
     mla_decode_attention(
-        case.q_THC, case.kv_layer, seq_lens=case.queries.counts_T, block_table=slots_TK, plan=plan, scale=0.3,
-        selected=True, out=out,
-    )  # fmt: skip
+        case.q_THC,
+        case.kv_layer,
+        seq_lens=case.queries.counts_T,
+        block_table=slots_TK.to(DEVICE),
+        plan=plan,
+        scale=0.3,
+        selected=True,
+        out=out,
+    )
     torch.testing.assert_close(out.cpu(), attended(case), atol=1e-5, rtol=1e-4)
 
 

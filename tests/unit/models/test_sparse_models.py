@@ -19,7 +19,6 @@ from models.weights.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for, cache_shape
 from tests.unit.models.test_equals_transformers import tokens_of
 from tests.unit.models.tiny import save_tiny
-from tests.unit.models.tiny_sparse import MODELS
 
 DEEPSEEK_V32 = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -186,11 +185,9 @@ def test_kernels_and_plain_torch_give_the_same_logits(name: str, tmp_path: Path)
             torch.testing.assert_close(ours[request], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v32", "glm-moe-dsa"])
-def test_what_is_selected_matters(name: str, tmp_path: Path) -> None:
+def test_what_is_selected_matters(tmp_path: Path) -> None:
     """Otherwise equal logits would prove nothing."""
-    assert MODELS[name][1]["index_topk"] < 20
-    dense = save_tiny(name, tmp_path)
+    dense = save_tiny("deepseek-v32", tmp_path)
     tokens = torch.tensor([tokens_of(0, 20)])
     with torch.inference_mode():
         expected = dense(tokens).logits

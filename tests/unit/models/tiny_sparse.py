@@ -56,7 +56,6 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
         ),
         "deepseek-v32-selects-all": ("DeepseekV32", _SPARSE | {"index_topk": 64}),
-        "glm-moe-dsa": ("GlmMoeDsa", _GLM),
         "glm-moe-dsa-shared-selection": (
             "GlmMoeDsa",
             _GLM | {"num_hidden_layers": 5, "indexer_types": ["full", "shared", "full", "shared", "shared"]},

@@ -19,7 +19,7 @@ import torch
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, RankPair, flows, heads_of
+from kvtransfer.flows import Flow, RankPair, heads_of, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import RankedTransfer
@@ -67,13 +67,8 @@ class Case:
     receive_bytes_per_s: float | None = None
 
     @property
-    def flows(self) -> Mapping[RankPair, Flow]:
-        return flows(
-            num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads,
-            senders=self.source.ranks,
-            receivers=self.target.ranks,
-        )
+    def flows(self) -> Mapping[RankPair, tuple[Flow, ...]]:
+        return part_flows(self.spec, senders=self.source.ranks, receivers=self.target.ranks)
 
 
 @dataclass(frozen=True)
@@ -241,7 +236,7 @@ def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: O
             staging_slots=case.staging_slots,
             digests=case.digests,
             receive_bytes_per_s=case.receive_bytes_per_s,
-            heads=heads_of(rank, ranks=end.ranks, num_kv_heads=case.spec.num_kv_heads),
+            heads=(heads_of(rank, ranks=end.ranks, num_kv_heads=case.spec.num_kv_heads),),
         )
         return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 

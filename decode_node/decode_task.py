@@ -166,6 +166,7 @@ class DecodeTask:
             resume_at=self._resume_at,
             prefill_incarnation=self.prefill_incarnation,
             key=self._rules.lease_key(self.lease),
+            state_slot=self._reservation.state_slot,
         )
         return [OpenLease(grant)]
 

@@ -28,7 +28,7 @@ _SWAP_PROGRAMS = 32
 
 
 def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: BlockPairs) -> None:
-    """Copies blocks within each of the caches, in all layers; on a GPU in the current stream.
+    """Copies blocks within each of the caches, in all layers, with their index; on a GPU in the current stream.
 
     Raises:
         InternalError: a block outside of a cache, written twice, or both read and written.
@@ -41,13 +41,14 @@ def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: BlockPairs) -> None:
     if not len(pairs):
         return
     for cache in caches:
-        _move(cache, cache, pairs)
+        for part in cache.blockwise:
+            _move(part, part, pairs)
 
 
 def swap_blocks(
     source: PagedKVCache, target: PagedKVCache, src_to_dst: BlockPairs, *, stream: "torch.cuda.Stream | None" = None
 ) -> None:
-    """Copies blocks from one cache to another, in all layers. The source's blocks stay as they are.
+    """Copies blocks from one cache to another, in all layers, with their index. The source's blocks stay as they are.
 
     Between a GPU and a host cache in page-locked memory the host does not wait: the stream completes the copy, and the
     source's blocks must not change before. With pageable memory the host waits.
@@ -68,7 +69,8 @@ def swap_blocks(
     _check_pairs(pairs, source, target)
     if len(pairs):
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            _move(source, target, pairs)
+            for from_part, to_part in zip(source.blockwise, target.blockwise, strict=True):
+                _move(from_part, to_part, pairs)
 
 
 def convert_kv(

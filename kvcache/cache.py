@@ -61,6 +61,11 @@ class PagedKVCache:
         """In the order of `KVCacheSpec.parts`."""
         return self, *(part for part in (self.index, self.state) if part is not None)
 
+    @property
+    def blockwise(self) -> "tuple[PagedKVCache, ...]":
+        """The parts that share this cache's blocks: itself, then its index."""
+        return (self,) if self.index is None else (self, self.index)
+
     def layer(self, index: int) -> Tensor:
         """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""
         return self._layers[index]

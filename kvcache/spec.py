@@ -7,6 +7,7 @@ cuts or digests KV does the same with them; the layers of all parts are numbered
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from baton.errors import ConfigError
 from kvcache.layout import KVCacheLayout
@@ -61,6 +62,12 @@ class KVCacheSpec:
         return self, *(part for part in (self.index, self.state) if part is not None)
 
     @property
+    def part_layers(self) -> tuple[range, ...]:
+        """The numbers of each part's layers on the wire: all parts' layers in one row."""
+        stops = list(accumulate(part.num_layers for part in self.parts))
+        return tuple(map(range, [0, *stops], stops))
+
+    @property
     def kv_factor(self) -> int:
         """Size of axis K: 2 where keys and values are apart, 1 for MLA."""
         return 2 if self.kind is KVKind.GQA else 1
@@ -75,7 +82,24 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.bytes_per_token_layer
+        """All that one more token takes: its KV and its index."""
+        own = self.num_layers * self.bytes_per_token_layer
+        return own if self.index is None else own + self.index.bytes_per_token
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """What one state takes; 0: the model has none."""
+        return 0 if self.state is None else self.state.bytes_per_token
+
+    @property
+    def least_segment_bytes(self) -> int:
+        """The smallest payload limit with which this part can be sent: a token in one layer, or one head of a state."""
+        return self.bytes_per_token_layer // (self.num_kv_heads if self.kind is KVKind.STATE else 1)
+
+    def first_kept(self, token_start: int, token_stop: int) -> int:
+        """The first token of a request's range that has a cell of its own. A state has one, at the last token that is
+        in it."""
+        return max(token_start, token_stop - 1) if self.kind is KVKind.STATE else token_start
 
     def first_read(self, layer: int, token: int) -> int:
         """The first token whose KV in this layer is read to compute the KV of token `token` or a later one."""

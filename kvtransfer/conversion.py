@@ -1,5 +1,7 @@
 """Conversion of KV to the receiver's dtype: from which dtype, to which, with which scales. Pure values; no torch.
 
+Index and state are not converted.
+
 The sender converts, so that fewer bytes travel and the receiver gets what its own cache would hold.
 """
 

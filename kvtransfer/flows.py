@@ -1,13 +1,15 @@
 """Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share once. Pure.
 
 Ranks split the kv heads in order; where there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
-hold the same heads. KV that several ranks of the sender hold is split among them by layers.
+hold the same heads. Cells that several ranks of the sender hold are split among them by layers. Each part of a model's
+cache has heads of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
+from kvcache.spec import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class RankPair:
 
 @dataclass(frozen=True)
 class Flow:
-    """The part of every token's KV that one link carries: layers, and heads by the model's numbers."""
+    """What one link carries of every token, or of every state: layers, and heads by the model's numbers. The layers lie
+    in one part and are numbered over all parts."""
 
     layers: range
     heads: range
@@ -44,8 +47,29 @@ def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
     return range(first, first + each)
 
 
+def part_flows(spec: KVCacheSpec, *, senders: int, receivers: int) -> Mapping[RankPair, tuple[Flow, ...]]:
+    """All links between nodes of these numbers of ranks, with what each carries of each part. Some may carry nothing of
+    some parts.
+
+    Args:
+        spec: the whole model's.
+
+    Raises:
+        ConfigError: as `heads_of`.
+    """
+    found: dict[RankPair, tuple[Flow, ...]] = {}
+    for part, numbered in zip(spec.parts, spec.part_layers, strict=True):
+        carried = flows(
+            num_layers=part.num_layers, num_kv_heads=part.num_kv_heads, senders=senders, receivers=receivers
+        )
+        for link, flow in carried.items():
+            layers = numbered[flow.layers.start : flow.layers.stop]
+            found[link] = (*found.get(link, ()), Flow(layers, flow.heads))
+    return found
+
+
 def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[RankPair, Flow]:
-    """All links that carry KV between nodes of these numbers of ranks.
+    """All links that carry one part's cells between nodes of these numbers of ranks, its layers numbered from 0.
 
     Raises:
         ConfigError: as `heads_of`.
@@ -55,9 +79,9 @@ def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -
         wanted = heads_of(receiver, ranks=receivers, num_kv_heads=num_kv_heads)
         holders: dict[range, list[int]] = {}
         for sender in range(senders):
-            common = _common(wanted, heads_of(sender, ranks=senders, num_kv_heads=num_kv_heads))
-            if common:
-                holders.setdefault(common, []).append(sender)
+            shared = common(wanted, heads_of(sender, ranks=senders, num_kv_heads=num_kv_heads))
+            if shared:
+                holders.setdefault(shared, []).append(sender)
         for heads, ranks in holders.items():
             for part in range(len(ranks)):
                 # Rotated by the receiver's rank, so that the remainder of an uneven division falls on different ranks.
@@ -68,5 +92,6 @@ def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -
     return found
 
 
-def _common(one: range, other: range) -> range:
+def common(one: range, other: range) -> range:
+    """The numbers that are in both ranges, whose steps are 1."""
     return range(max(one.start, other.start), min(one.stop, other.stop))

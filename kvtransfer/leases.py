@@ -7,12 +7,13 @@ The table decides and its caller moves the bytes: `arrival` when a message arriv
 been read and is known to be the sender's, `finish_scatter` when the bytes are in the blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from baton.errors import InternalError, UnknownLease
-from kvcache.spec import KVCacheSpec
 from kvtransfer.coverage import Coverage
+from kvtransfer.parts import Part, part_with
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
 
 # How many numbers are remembered, so that none is used again and late messages are known as such.
@@ -52,6 +53,7 @@ class LeaseGrant:
         prefill_incarnation: of the node that may fill it; 0: any one node.
         key: LEASE_KEY_BYTES random bytes, which make the seals of its segments; empty: only segments without a seal can
             fill it, from peers of an older wire version.
+        state_slot: where the recurrent state after `token_stop` tokens belongs; -1: the model has none.
 
     Raises:
         InternalError: the number, the range or the key is impossible.
@@ -64,6 +66,7 @@ class LeaseGrant:
     resume_at: int | None = None
     prefill_incarnation: int = 0
     key: bytes = field(default=b"", repr=False)
+    state_slot: int = -1
 
     @property
     def reader(self) -> int:
@@ -77,6 +80,11 @@ class LeaseGrant:
             raise InternalError(f"a lease is for tokens [{self.token_start}, {self.token_stop})", field="token_stop")
         if len(self.key) not in (0, LEASE_KEY_BYTES):
             raise InternalError(f"a lease's key has {len(self.key)} bytes", field="key")
+
+    def first_wanted(self, part: Part, layer: int) -> int:
+        """The first token that is wanted in a layer, which has the part's own number."""
+        kept = part.spec.first_kept(self.token_start, self.token_stop)
+        return max(kept, part.spec.first_read(layer, self.reader))
 
 
 @dataclass(frozen=True)
@@ -139,13 +147,11 @@ class LeaseTable:
     """All leases of one rank's cache in one incarnation.
 
     Args:
-        spec: the cache's.
-        heads: the model's kv heads that the cache holds.
+        parts: the cache's.
     """
 
-    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range) -> None:
-        self._spec = spec
-        self._heads = heads
+    def __init__(self, parts: Sequence[Part], *, incarnation: int) -> None:
+        self._parts = parts
         self._incarnation = incarnation
         self._leases: dict[int, _Lease] = {}  # by what tags carry of their numbers
         self._used = UsedNumbers()
@@ -159,11 +165,13 @@ class LeaseTable:
         if lease_field(grant.number) in self._leases:
             raise InternalError(f"a lease like {grant.number} is open", field="number", value=grant.number)
         self._used.add(grant.number)
-        cells = len(self._heads) * sum(
-            grant.token_stop - max(grant.token_start, self._spec.first_read(layer, grant.reader))
-            for layer in range(self._spec.num_layers)
+        cells = sum(
+            len(part.heads) * (grant.token_stop - grant.first_wanted(part, layer))
+            for part in self._parts
+            for layer in range(part.spec.num_layers)
         )
-        lease = self._leases[lease_field(grant.number)] = _Lease(grant, Coverage(self._spec.num_layers), cells)
+        coverage = Coverage(self._parts[-1].layers.stop)
+        lease = self._leases[lease_field(grant.number)] = _Lease(grant, coverage, cells)
         return lease.totals() if cells == 0 else None
 
     def arrival(self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0) -> Refusal | None:
@@ -217,9 +225,10 @@ class LeaseTable:
             return Refusal.FOREIGN_SENDER
         if (tag.sender, tag.number) in lease.seen:
             return Refusal.DUPLICATE
-        if not self._within(lease.grant, segment):
+        part = part_with(self._parts, range(segment.layer_start, segment.layer_stop))
+        if part is None or not _within(lease.grant, part, segment):
             return Refusal.OUT_OF_RANGE
-        if segment.payload_bytes != self._payload_bytes(segment):
+        if segment.payload_bytes != _payload_bytes(part, segment):
             return Refusal.WRONG_SIZE
         if not lease.coverage.claim(segment.layers, segment.token_start, segment.token_stop, segment.heads):
             return Refusal.OVERLAP
@@ -266,15 +275,17 @@ class LeaseTable:
         del self._leases[lease_field(lease.grant.number)]
         return lease.totals()
 
-    def _within(self, grant: LeaseGrant, segment: Segment) -> bool:
-        return (
-            0 <= segment.layer_start < segment.layer_stop <= self._spec.num_layers
-            and segment.layer_step >= 1
-            and grant.token_start <= segment.token_start < segment.token_stop <= grant.token_stop
-            and self._heads.start <= segment.head_start < segment.head_stop <= self._heads.stop
-            and all(self._spec.first_read(layer, grant.reader) <= segment.token_start for layer in segment.layers)
-        )
 
-    def _payload_bytes(self, segment: Segment) -> int:
-        tokens = segment.token_stop - segment.token_start
-        return payload_bytes(self._spec, layers=len(segment.layers), tokens=tokens, heads=len(segment.heads))
+def _within(grant: LeaseGrant, part: Part, segment: Segment) -> bool:
+    first_layer = part.layers.start
+    return (
+        segment.layer_step >= 1
+        and segment.token_start < segment.token_stop <= grant.token_stop
+        and part.heads.start <= segment.head_start < segment.head_stop <= part.heads.stop
+        and all(grant.first_wanted(part, layer - first_layer) <= segment.token_start for layer in segment.layers)
+    )
+
+
+def _payload_bytes(part: Part, segment: Segment) -> int:
+    tokens = segment.token_stop - segment.token_start
+    return payload_bytes(part.spec, layers=len(segment.layers), tokens=tokens, heads=len(segment.heads))

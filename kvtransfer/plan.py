@@ -5,13 +5,20 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError, PeerRefused
 from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, RankPair, flows
+from kvtransfer.flows import Flow, RankPair, part_flows
 
 # Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.
 WIRE_OLDEST = 3
-WIRE_NEWEST = 4
+WIRE_NEWEST = 5
 # Since this version segments are sealed with their lease's key.
 _WIRE_SEALED = 4
+# Since this version a model's cache may have parts beside KV, whose layers are numbered after those of KV.
+_WIRE_PARTS = 5
+
+
+def wire_oldest(spec: KVCacheSpec) -> int:
+    """The oldest wire version in which a model with that cache travels whole."""
+    return WIRE_OLDEST if spec.parts == (spec,) else _WIRE_PARTS
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class NodeDescription:
 
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap. `shape`,
     `package_version` and `tensor_parallel_size` may differ. The dtype of `spec` may differ where the receiver accepts
-    conversion and neither node is batch-invariant.
+    conversion and neither node is batch-invariant; index and state are never converted.
 
     Attributes:
         spec: the whole model's, not that of one rank's part.
@@ -118,11 +125,9 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         for name in _IDENTITY_FIELDS
         if getattr(ours, name) != getattr(theirs, name)
     ]
-    mismatches += [
-        Mismatch(name, str(getattr(ours.spec, name)), str(getattr(theirs.spec, name)), cure)
-        for name, cure in _SPEC_CURES.items()
-        if getattr(ours.spec, name) != getattr(theirs.spec, name)
-    ]
+    mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
+    for name in ("index", "state"):
+        mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name))
     converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
     if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
         mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
@@ -139,14 +144,29 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     return WirePlan(wire_version, receiver.spec, sender.spec.dtype if converts else None)
 
 
-def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, Flow]:
-    """The links between two nodes that agreed, and what each carries."""
-    return flows(
-        num_layers=sender.spec.num_layers,
-        num_kv_heads=sender.spec.num_kv_heads,
-        senders=sender.tensor_parallel_size,
-        receivers=receiver.tensor_parallel_size,
-    )
+def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, tuple[Flow, ...]]:
+    """The links between two nodes that agreed, and what each carries of each part."""
+    return part_flows(sender.spec, senders=sender.tensor_parallel_size, receivers=receiver.tensor_parallel_size)
+
+
+def _spec_mismatches(
+    ours: KVCacheSpec, theirs: KVCacheSpec, cures: Mapping[str, str], *, prefix: str = ""
+) -> list[Mismatch]:
+    return [
+        Mismatch(prefix + name, str(getattr(ours, name)), str(getattr(theirs, name)), cure)
+        for name, cure in cures.items()
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+
+
+def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | None) -> list[Mismatch]:
+    """Of a part beside KV, which travels as it is."""
+    if ours is None and theirs is None:
+        return []
+    if ours is None or theirs is None:
+        here, there = ("none" if spec is None else f"{spec.num_layers} layers" for spec in (ours, theirs))
+        return [Mismatch(name, here, there, f"{_SAME_CHECKPOINT}, with the same version of the package")]
+    return _spec_mismatches(ours, theirs, {**_SPEC_CURES, "dtype": _SAME_DTYPE}, prefix=f"{name}.")
 
 
 def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:

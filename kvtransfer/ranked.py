@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from baton.errors import BatonError, DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
-from kvtransfer.flows import Flow, RankPair
+from kvtransfer.flows import Flow, RankPair, common
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
@@ -36,7 +36,7 @@ class _End:
     """This node's end of one link of a pair."""
 
     link: RankPair
-    flow: Flow
+    flows: tuple[Flow, ...]
     rank: RankTransfer
     number: int
 
@@ -119,7 +119,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- pairs
 
     async def listen(
-        self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool, on_failed: OnFailed | None = None
+        self, pair: int, links: Mapping[RankPair, tuple[Flow, ...]], *, sends: bool, on_failed: OnFailed | None = None
     ) -> dict[RankPair, bytes]:
         """Opens this node's ends of a pair's links; returns the address of each.
 
@@ -131,7 +131,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """
         if on_failed is not None:
             self._on_pair_failed[pair] = on_failed
-        self._pairs[pair] = ends = tuple(self._ends(pair, flows, sends=sends))
+        self._pairs[pair] = ends = tuple(self._ends(pair, links, sends=sends))
         addresses = await asyncio.gather(*(end.rank.listen(end.number) for end in ends))
         return {end.link: address for end, address in zip(ends, addresses, strict=True)}
 
@@ -306,23 +306,19 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
 
-    def _ends(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> Iterator[_End]:
-        for link, flow in flows.items():
+    def _ends(self, pair: int, links: Mapping[RankPair, tuple[Flow, ...]], *, sends: bool) -> Iterator[_End]:
+        for link, flows in links.items():
             ours, theirs = link.sender_rank, link.receiver_rank
             if not sends:
                 ours, theirs = theirs, ours
-            yield _End(link, flow, self._ranks[ours], pair + theirs)
+            yield _End(link, flows, self._ranks[ours], pair + theirs)
 
 
 def _part_of(job: SendJob, end: _End) -> SendJob | None:
     """The part of a job that one link carries; None if there is none."""
-    layers = end.flow.layers
-    if job.layers is not None:
-        layers = range(max(layers.start, job.layers.start), min(layers.stop, job.layers.stop))
-    if not layers:
+    if job.layers is not None and not any(common(flow.layers, job.layers) for flow in end.flows):
         return None
-    number = job.sender_number + end.link.sender_rank
-    return replace(job, peer=end.number, sender_number=number, layers=layers, heads=end.flow.heads)
+    return replace(job, peer=end.number, sender_number=job.sender_number + end.link.sender_rank, flows=end.flows)
 
 
 async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:

@@ -14,6 +14,7 @@ from kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
+from kvtransfer.parts import part_with
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import SegmentRefused
@@ -82,7 +83,7 @@ class Receiver:
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
-        self._heads = settings.held_heads(cache.spec)
+        self._parts = settings.parts(cache.spec)
         self._transport = transport
         self._ledger = ledger
         self._pools = pools
@@ -93,7 +94,7 @@ class Receiver:
         self._catch_up = catch_up
         self._clock = clock
         self._incarnation = settings.incarnation
-        self._leases = LeaseTable(cache.spec, incarnation=settings.incarnation, heads=self._heads)
+        self._leases = LeaseTable(self._parts, incarnation=settings.incarnation)
         self._blocks: dict[int, Blocks] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
@@ -121,7 +122,7 @@ class Receiver:
 
     def open(self, grant: LeaseGrant) -> None:
         filled = self._leases.open(grant)
-        self._blocks[grant.number] = self._mover.place(grant.block_ids, incoming=True)
+        self._blocks[grant.number] = self._mover.place(grant.block_ids, incoming=True, state_slot=grant.state_slot)
         if filled is not None:
             self._on_filled(filled)
 
@@ -247,8 +248,7 @@ class Receiver:
             item.segment = self._to_scatter(item, item.reading)
             if item.segment is None:
                 return self._end(item)
-            blocks = self._blocks[item.segment.lease]
-            item.scatter = self._mover.scatter(item.slot, blocks, item.segment.within(self._heads))
+            item.scatter = self._scatter(item.slot, item.segment)
             moved = True
         if not item.scatter.done:
             return moved
@@ -262,6 +262,11 @@ class Receiver:
         measures = item.tag.number == WARM_UP and not maps
         with_digest = self._digests and not measures
         return self._mover.read(item.slot, item.num_bytes, with_digest=with_digest, with_extremes=maps)
+
+    def _scatter(self, slot: Slot, segment: Segment) -> Pending:
+        part = part_with(self._parts, range(segment.layer_start, segment.layer_stop))
+        assert part is not None, "the lease table has checked it"
+        return self._mover.scatter(slot, self._blocks[segment.lease], segment, part.place(segment))
 
     def _was_received(self, item: _Reception) -> bool:
         if item.request.failure() is None:

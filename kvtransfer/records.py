@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
+from kvtransfer.flows import Flow
 from kvtransfer.leases import Refusal
 from kvtransfer.link import LinkSpeed
 
@@ -22,9 +23,11 @@ class SendJob:
         block_ids: the whole request's blocks in this node's cache; they must not change until the job has ended. On a
             GPU the step that computed the tokens must be over, not only queued: gathers are not ordered after its
             stream.
-        layers: layers to send; None: all.
-        heads: kv heads to send, in the model's numbering; None: all that the cache has.
+        layers: layers to send, numbered over all parts; None: all, those of the state only if there is a slot.
+        flows: what the link carries; empty: all that the cache has.
         key: of the lease, for a peer that wants seals.
+        state_slot: where the recurrent state after `token_stop` tokens is; it must not change either. -1: the state is
+            not sent with this job, because it is sent with the lease's last one.
     """
 
     peer: int
@@ -37,8 +40,9 @@ class SendJob:
     resume_at: int
     block_ids: tuple[int, ...]
     layers: range | None = None
-    heads: range | None = None
+    flows: tuple[Flow, ...] = ()
     key: bytes = field(default=b"", repr=False)
+    state_slot: int = -1
 
 
 @dataclass(frozen=True)

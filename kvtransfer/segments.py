@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -81,7 +81,8 @@ def lease_field(lease: int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """Some layers and heads of some consecutive tokens of one request.
+    """Some layers and heads of some consecutive tokens of one request, in one of its parts (`kvtransfer.parts`). A
+    state is at one token, the last that is in it.
 
     Attributes:
         incarnation: of the node that granted the lease.
@@ -117,12 +118,6 @@ class Segment:
     def cells(self) -> int:
         """Number of (layer, token, head) cells."""
         return len(self.layers) * (self.token_stop - self.token_start) * len(self.heads)
-
-    def within(self, held: range) -> "Segment":
-        """The same segment for a cache that holds these heads, numbered from the cache's first one."""
-        if held.start == 0:
-            return self
-        return replace(self, head_start=self.head_start - held.start, head_stop=self.head_stop - held.start)
 
     @property
     def summand(self) -> int:
@@ -242,8 +237,8 @@ def cut(
     Raises:
         ConfigError: not even one token of one layer fits.
     """
-    check_segment_bytes(spec, segment_bytes)
     per_layer = payload_bytes(spec, layers=1, tokens=1, heads=heads)
+    _check_fits(per_layer, segment_bytes)
     for box in read_boxes(spec, layers=layers, token_start=token_start, token_stop=token_stop, resume_at=resume_at):
         yield from _cut_box(box, per_layer, segment_bytes)
 
@@ -292,13 +287,17 @@ def _cut_box(box: Piece, per_layer: int, segment_bytes: int) -> Iterator[Piece]:
 
 
 def check_segment_bytes(spec: KVCacheSpec, segment_bytes: int) -> None:
-    """Raises ConfigError unless at least one token of one layer fits into a segment."""
-    if segment_bytes < spec.bytes_per_token_layer:
+    """Raises ConfigError unless at least one token of one layer fits into a segment, and one head of a state."""
+    _check_fits(max(part.least_segment_bytes for part in spec.parts), segment_bytes)
+
+
+def _check_fits(least: int, segment_bytes: int) -> None:
+    if segment_bytes < least:
         raise ConfigError(
-            f"segment_bytes is {segment_bytes}, and one token of one layer has {spec.bytes_per_token_layer} bytes",
+            f"segment_bytes is {segment_bytes}, and one token of one layer has {least} bytes",
             field="segment_bytes",
             value=segment_bytes,
-            allowed=(f"at least {spec.bytes_per_token_layer}",),
+            allowed=(f"at least {least}",),
             cure="raise --segment-mib on both nodes",
         )
 

@@ -7,16 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from baton.errors import BatonError, Cancelled, ConfigError, DataLoss, UnknownLease
+from baton.errors import BatonError, Cancelled, DataLoss, UnknownLease
 from kvcache.cache import PagedKVCache
+from kvtransfer.cutting import segments_of
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Mover, Pending
+from kvtransfer.parts import part_with
 from kvtransfer.records import SendJob, WarmUp
-from kvtransfer.segments import LEASE_KEY_BYTES, SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
+from kvtransfer.segments import LEASE_KEY_BYTES, TRAILER_BYTES, Segment, Tag
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Request, Transport
@@ -79,8 +82,7 @@ class Sender:
         pools: Pools,
         settings: TransferSettings,
     ) -> None:
-        self._spec = cache.spec
-        self._heads = settings.held_heads(cache.spec)
+        self._parts = settings.parts(cache.spec)
         self._mover = mover
         self._transport = transport
         self._ledger = ledger
@@ -106,15 +108,17 @@ class Sender:
             future.set_exception(_no_key(job))
             return
         try:
-            blocks = self._mover.place(job.block_ids, incoming=False)
+            blocks = self._mover.place(job.block_ids, incoming=False, state_slot=job.state_slot)
         except BatonError as error:
             future.set_exception(error)
             return
 
         def fill(slot: Slot, segment: Segment) -> Pending:
-            heads = segment.within(self._heads).heads
+            part = part_with(self._parts, range(segment.layer_start, segment.layer_stop))
+            assert part is not None, "pieces lie in one part"
+            converter = None if part.number else peer.converter
             return self._mover.gather(
-                slot, blocks, segment, heads=heads, with_digest=self._digests, converter=peer.converter
+                slot, blocks, segment, part.place(segment), with_digest=self._digests, converter=converter
             )
 
         def done(finished: _Job) -> None:
@@ -251,43 +255,11 @@ class Sender:
         self._quiet_waiters = waiting
 
     def _cut(self, job: SendJob, peer: Peer) -> Iterator[Segment]:
-        spec = self._spec if peer.converter is None else peer.converter.spec
-        layers = range(spec.num_layers) if job.layers is None else job.layers
-        heads = self._heads if job.heads is None else job.heads
-        num_tokens = job.token_stop - job.token_start
-        job_bytes = payload_bytes(spec, layers=len(layers), tokens=num_tokens, heads=len(heads))
-        chosen = peer.payload_bytes_for(job_bytes, handling_s=self._mover.handling_s)
-        pieces = cut(
-            spec,
-            segment_bytes=max(chosen, spec.bytes_per_token_layer),
-            layers=layers,
-            heads=len(heads),
-            token_start=job.token_start,
-            token_stop=job.token_stop,
-            resume_at=job.resume_at,
-        )
-        for number, (chosen_layers, start, stop) in enumerate(pieces, start=job.first_segment):
-            if number >= SEGMENTS_MAX:
-                raise ConfigError(
-                    f"lease {job.lease} needs more than {SEGMENTS_MAX} segments",
-                    field="segment_bytes",
-                    value=peer.payload_limit,
-                    cure="raise --segment-mib",
-                )
-            yield Segment(
-                incarnation=job.incarnation,
-                lease=job.lease,
-                number=number,
-                layer_start=chosen_layers.start,
-                layer_stop=chosen_layers[-1] + 1,
-                layer_step=chosen_layers.step,
-                token_start=start,
-                token_stop=stop,
-                head_start=heads.start,
-                head_stop=heads.stop,
-                payload_bytes=payload_bytes(spec, layers=len(chosen_layers), tokens=stop - start, heads=len(heads)),
-                key=job.key if peer.sealed else b"",
-            )
+        kv, *others = self._parts
+        if peer.converter is not None:
+            kv = replace(kv, spec=peer.converter.spec)
+        payload_for = partial(peer.payload_bytes_for, handling_s=self._mover.handling_s)
+        return segments_of(job, (kv, *others), payload_for=payload_for, is_sealed=peer.sealed)
 
 
 def _no_key(job: SendJob) -> BatonError:

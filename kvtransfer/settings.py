@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from kvcache.spec import KVCacheSpec
+from kvtransfer.parts import Part, parts_of
 from kvtransfer.segments import TRAILER_BYTES
 
 
@@ -17,7 +18,7 @@ class TransferSettings:
         digests: segments are sent with a digest, and refused without the right one.
         receive_bytes_per_s: highest average rate of received segments; senders wait. None: no limit.
         peers_are_known: whoever gives this transfer an address has shown a certificate; the address is used untried.
-        heads: the model's kv heads that the rank's cache holds; None: all of them.
+        heads: for each part, the model's heads that the rank's cache holds; empty: all of them.
 
     Raises:
         ConfigError: there are no staging slots.
@@ -30,7 +31,7 @@ class TransferSettings:
     digests: bool
     receive_bytes_per_s: float | None = None
     peers_are_known: bool = False
-    heads: range | None = None
+    heads: tuple[range, ...] = ()
 
     def __post_init__(self) -> None:
         if self.staging_slots < 1:
@@ -46,6 +47,6 @@ class TransferSettings:
         """The largest message, which is the size of a staging slot."""
         return self.segment_bytes + TRAILER_BYTES
 
-    def held_heads(self, spec: KVCacheSpec) -> range:
-        """The heads of a rank whose cache has that spec, in the model's numbering."""
-        return range(spec.num_kv_heads) if self.heads is None else self.heads
+    def parts(self, spec: KVCacheSpec) -> tuple[Part, ...]:
+        """The parts of a rank whose cache has that spec."""
+        return parts_of(spec, self.heads)

@@ -201,6 +201,12 @@ class KVTransfer(RankTransfer):
             )
         if any(not 0 <= block < shape.num_blocks for block in lease.block_ids):
             raise InternalError(f"lease {lease.number} has blocks that do not exist", field="block_ids")
+        if (self._cache.state is not None) != (lease.state_slot >= 0) or lease.state_slot >= shape.state_slots:
+            raise InternalError(
+                f"lease {lease.number} has slot {lease.state_slot} of {shape.state_slots} for states",
+                field="state_slot",
+                value=lease.state_slot,
+            )
 
     def _call(self, function: Callable[["Future[T]"], None]) -> "asyncio.Future[T]":
         """Runs a function on the thread; it, or what it begins, completes the future."""

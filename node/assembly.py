@@ -26,8 +26,9 @@ from engine.events import StepEvents
 from engine.request import EngineLimits
 from engine.step_meter import StepMeter
 from kvcache.spec import KVCacheShape
+from kvtransfer.flows import heads_of
 from kvtransfer.leases import LeaseTotals
-from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
+from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.records import SegmentRefused
@@ -256,7 +257,10 @@ def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) ->
         digests=settings.digests,
         receive_bytes_per_s=settings.receive_bytes_per_s,
         peers_are_known=settings.tls_ca is not None,
-        heads=built.kv_heads,
+        heads=tuple(
+            heads_of(built.parallel.rank, ranks=built.parallel.size, num_kv_heads=part.num_kv_heads)
+            for part in built.model_spec.parts
+        ),
     )
 
 
@@ -331,7 +335,7 @@ def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> 
         weights_digest=identity.weights_digest,
         spec=built.model_spec,
         shape=shape,
-        wire_oldest=WIRE_OLDEST,
+        wire_oldest=wire_oldest(built.model_spec),
         wire_newest=WIRE_NEWEST,
         package_version=__version__,
         batch_invariant=settings.batch_invariant,

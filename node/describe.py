@@ -13,7 +13,7 @@ from kvtransfer.records import LinkMeasure, WarmUp
 from protos.baton.v1 import common_pb2 as pb
 from protos.baton.v1 import decode_pb2
 
-_KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}
+_KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA, KVKind.STATE: pb.KV_KIND_STATE}
 _KINDS_BACK = {number: kind for kind, number in _KINDS.items()}
 
 
@@ -46,15 +46,13 @@ def to_info(
             name=model_name,
             revision_name=revision_name,
         ),
-        cache_spec=pb.CacheSpec(
-            kind=_KINDS[spec.kind],
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            windows=spec.windows,
+        cache_spec=_from_spec(spec),
+        cache_shape=pb.CacheShape(
+            layout=shape.layout.name,
+            block_size=shape.block_size,
+            num_blocks=shape.num_blocks,
+            state_slots=shape.state_slots,
         ),
-        cache_shape=pb.CacheShape(layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks),
         wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
         max_context_tokens=max_context_tokens,
         model_context_tokens=model_context_tokens,
@@ -74,28 +72,56 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         PeerRefused: the peer's cache has a layout or kind that this version does not know.
     """
     spec, shape = info.cache_spec, info.cache_shape
-    if spec.kind not in _KINDS_BACK or shape.layout not in KVCacheLayout.__members__:
+    if not _is_known(spec) or shape.layout not in KVCacheLayout.__members__:
         what = f"KV of kind {spec.kind} in layout {shape.layout!r}"
         raise PeerRefused(f"{info.name} has {what}, which is not known here", cure="use the same version on both nodes")
     return NodeDescription(
         architecture=info.model.architecture,
         config_digest=info.model.config_digest,
         weights_digest=info.model.weights_digest,
-        spec=KVCacheSpec(
-            kind=_KINDS_BACK[spec.kind],
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            windows=tuple(spec.windows),
-        ),
-        shape=KVCacheShape(KVCacheLayout[shape.layout], shape.block_size, shape.num_blocks),
+        spec=_to_spec(spec),
+        shape=KVCacheShape(KVCacheLayout[shape.layout], shape.block_size, shape.num_blocks, shape.state_slots),
         wire_oldest=info.wire.oldest,
         wire_newest=info.wire.newest,
         package_version=info.package_version,
         batch_invariant=info.batch_invariant,
         tensor_parallel_size=info.tensor_parallel_size or 1,
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
+    )
+
+
+def _from_spec(spec: KVCacheSpec) -> pb.CacheSpec:
+    return pb.CacheSpec(
+        kind=_KINDS[spec.kind],
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+        windows=spec.windows,
+        index=None if spec.index is None else _from_spec(spec.index),
+        state=None if spec.state is None else _from_spec(spec.state),
+    )
+
+
+def _is_known(spec: pb.CacheSpec) -> bool:
+    """Whether every part is of a kind that this part may have."""
+    return (
+        spec.kind in (pb.KV_KIND_GQA, pb.KV_KIND_MLA)
+        and (not spec.HasField("index") or spec.index.kind == pb.KV_KIND_MLA)
+        and (not spec.HasField("state") or spec.state.kind == pb.KV_KIND_STATE)
+    )
+
+
+def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
+    return KVCacheSpec(
+        kind=_KINDS_BACK[spec.kind],
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+        windows=tuple(spec.windows),
+        index=_to_spec(spec.index) if spec.HasField("index") else None,
+        state=_to_spec(spec.state) if spec.HasField("state") else None,
     )
 
 

@@ -27,6 +27,8 @@ _SIZES = {
     "tensor_parallel_size": (0, MOST_RANKS),
     "incarnation": (1, (1 << 64) - 1),
 }
+# Of each part of a cache beside KV.
+_PART_SIZES = {"num_layers": (1, 1 << 14), "num_kv_heads": (1, 1 << 14), "head_dim": (1, 1 << 24)}
 _TEXTS = (
     "name",
     "address",
@@ -66,6 +68,9 @@ def check_info(info: common_pb2.NodeInfo, *, role: common_pb2.Role.ValueType) ->
     windows, layers = len(info.cache_spec.windows), info.cache_spec.num_layers
     if windows not in (0, layers):
         raise _refusal("cache_spec.windows", f"{windows} windows", f"none, or one for each of {layers} layers")
+    for name in ("index", "state"):
+        if info.cache_spec.HasField(name):
+            _check_part(f"cache_spec.{name}", getattr(info.cache_spec, name))
 
 
 def check_accepted(accepted: decode_pb2.PairAccepted, *, ranks: int) -> None:
@@ -106,6 +111,17 @@ def check_measure(measure: LinkMeasure) -> LinkMeasure:
             raise _refusal(name, value, "0 or more")
     _check_text("transport", measure.transport)
     return measure
+
+
+def _check_part(path: str, part: common_pb2.CacheSpec) -> None:
+    """Checks a part of a cache beside KV, which has neither windows nor parts of its own."""
+    for name, (least, most) in _PART_SIZES.items():
+        value = getattr(part, name)
+        if not least <= value <= most:
+            raise _refusal(f"{path}.{name}", value, f"{least} to {most}")
+    _check_text(f"{path}.dtype", part.dtype)
+    if part.windows or part.HasField("index") or part.HasField("state"):
+        raise _refusal(path, "windows or parts of its own", "neither")
 
 
 def _check_text(path: str, text: str) -> None:

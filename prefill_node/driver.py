@@ -55,7 +55,7 @@ class PrefillDriver:
         self._spec = node.description.spec
         self._max_chunk_tokens = node.limits.max_batch_tokens
         self._layer_groups = settings.layer_groups
-        self._machine = PrefillMachine(PrefillRules(node.name, node.description.spec.num_layers))
+        self._machine = PrefillMachine(PrefillRules(node.name, self._spec))
         self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
         self._on_freed = on_freed
         self._numbers = node.numbers

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton import errors
 from baton.errors import BatonError
 from engine.events import StepEvents
+from kvcache.spec import KVCacheSpec
 from prefill_node.commands import Command, EndCall
 from prefill_node.events import (
     Aborted,
@@ -31,10 +32,10 @@ from prefill_node.prefill_task import EngineEvent, Phase, PrefillTask, TaskEvent
 
 @dataclass(frozen=True)
 class PrefillRules:
-    """The node's facts that the machine needs: its name, for errors, and the model's number of layers."""
+    """The node's facts that the machine needs: its name, for errors, and what the model keeps of a request."""
 
     name: str
-    num_layers: int
+    spec: KVCacheSpec
 
 
 class PrefillMachine:
@@ -90,7 +91,7 @@ class PrefillMachine:
         if (refusal := self.refusal()) is not None:
             return [EndCall(called.call, refusal)]
         try:
-            task = PrefillTask(called, num_layers=self._rules.num_layers, now_s=now_s)
+            task = PrefillTask(called, spec=self._rules.spec, now_s=now_s)
         except BatonError as error:
             return [EndCall(called.call, error)]
         self._tasks[str(called.call)] = task

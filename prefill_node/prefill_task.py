@@ -13,12 +13,13 @@ from baton.error_detail import to_detail
 from baton.errors import BatonError, InvalidRequest
 from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
+from kvcache.spec import KVCacheSpec
 from kvtransfer.records import SendJob
-from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment
+from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Piece, Segment
 from node.prompt_logprobs import add_prompt_logprobs
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
-from prefill_node.unsent import Part, Unsent
+from prefill_node.unsent import Unsent
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import prefill_pb2 as pb
 
@@ -42,7 +43,7 @@ class PrefillTask:
         InvalidRequest: a sampling parameter is out of its range.
     """
 
-    def __init__(self, called: Called, *, num_layers: int, now_s: float) -> None:
+    def __init__(self, called: Called, *, spec: KVCacheSpec, now_s: float) -> None:
         request = called.request
         self.call = called.call
         self.peer = called.peer
@@ -61,19 +62,20 @@ class PrefillTask:
             stop_tokens=self.ticket.token_stop if self._split else None,
             due_s=now_s + request.first_token_s if request.HasField("first_token_s") else None,
             refuse_late=request.refuse_late,
-            layers_per_group=called.layers_per_group if called.layers_per_group < num_layers else 0,
+            layers_per_group=called.layers_per_group if called.layers_per_group < spec.num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.
             decode_context_tokens=called.peer.max_context_tokens,
             priority=request.priority,
         )
-        self._layer_groups = -(-num_layers // called.layers_per_group)
+        self._layer_groups = -(-spec.num_layers // called.layers_per_group)
         self._called_s = self._started_s = now_s
         self._times: list[pb.SentPart] | None = [] if request.traceparent else None  # not reported yet
         self._send_started_s = now_s
         self._block_ids: tuple[int, ...] = ()
-        self._unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
-        self._parts: deque[Part] = deque()  # taken from `_unsent`, and sent one after the other
-        self._sending: Part | None = None  # the last one that was given to the transport
+        self._state_slot = -1  # of the state after the ticket's last token, once it is computed
+        self._unsent = Unsent(spec, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
+        self._pieces: deque[Piece] = deque()  # taken from `_unsent`, and sent one after the other
+        self._sending: Piece | None = None  # the last one that was given to the transport
         self._send_under_way = False
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
@@ -117,6 +119,8 @@ class PrefillTask:
             case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
                 return self._computed(token_stop, block_ids, now_s, layer_stop=layer_stop)
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
+                if token_stop == self.ticket.token_stop:
+                    self._state_slot = event.state_slot
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
                 responded = self._respond(pb.PrefillEvent(progress=progress), now_s)
                 commands = [*self._computed(token_stop, block_ids, now_s), responded]
@@ -151,16 +155,16 @@ class PrefillTask:
         """The next job, unless one is under way. What is computed meanwhile is sent together."""
         if self._send_under_way:
             return []
-        if not self._parts:
-            self._parts.extend(self._unsent.take())
-        if not self._parts:
+        if not self._pieces:
+            self._pieces.extend(self._unsent.take())
+        if not self._pieces:
             return []
         self._send_under_way = True
         self._send_started_s = now_s
-        self._sending = self._parts.popleft()
+        self._sending = self._pieces.popleft()
         return [SendKV(self.call, self._job(self._sending))]
 
-    def _job(self, part: Part) -> SendJob:
+    def _job(self, piece: Piece) -> SendJob:
         return SendJob(
             peer=self.peer.number,
             sender_number=self.peer.sender_number,
@@ -168,12 +172,13 @@ class PrefillTask:
             incarnation=self.ticket.lease.incarnation,
             # Every link of a peer counts its own segments, from a number that no link has used for this lease.
             first_segment=max((segment.number + 1 for segment in self._segments), default=0),
-            token_start=part.token_start,
-            token_stop=part.token_stop,
+            token_start=piece.token_start,
+            token_stop=piece.token_stop,
             resume_at=self.ticket.resume_at,
             block_ids=self._block_ids,
-            layers=part.layers,
+            layers=piece.layers,
             key=self.ticket.lease.key,
+            state_slot=self._state_slot,
         )
 
     def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:
@@ -183,12 +188,12 @@ class PrefillTask:
             self._times.append(self._sent_part(self._sending, segments, now_s))
         return self._send_next(now_s) or self._hand_over_if_sent(now_s)
 
-    def _sent_part(self, part: Part, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
+    def _sent_part(self, piece: Piece, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
         return pb.SentPart(
             started_s=self._send_started_s - self._called_s,
             ended_s=now_s - self._called_s,
-            token_start=part.token_start,
-            token_stop=part.token_stop,
+            token_start=piece.token_start,
+            token_stop=piece.token_stop,
             segments=len(segments),
             bytes=sum(segment.payload_bytes for segment in segments),
         )

@@ -1,27 +1,26 @@
-"""Which part of a call's KV is computed and not yet sent, as ranges of tokens for each layer. Pure."""
+"""Which part of a call's cache is computed and not yet sent, as ranges of tokens for each layer. Pure."""
 
 from itertools import groupby
-from typing import NamedTuple
 
-
-class Part(NamedTuple):
-    """Some tokens in some layers."""
-
-    layers: range
-    token_start: int
-    token_stop: int
+from kvcache.spec import KVCacheSpec
+from kvtransfer.segments import Piece
 
 
 class Unsent:
-    """The tokens [token_start, token_stop) are wanted, in every layer."""
+    """The tokens [token_start, token_stop) are wanted, in all parts: of a state, its one cell.
 
-    def __init__(self, num_layers: int, *, token_start: int, token_stop: int) -> None:
+    Args:
+        spec: its parts' layers are numbered in one row.
+    """
+
+    def __init__(self, spec: KVCacheSpec, *, token_start: int, token_stop: int) -> None:
         self._token_stop = token_stop
-        self._taken = [token_start] * num_layers
-        self._computed = [token_start] * num_layers
+        self._taken = [part.first_kept(token_start, token_stop) for part in spec.parts for _ in range(part.num_layers)]
+        self._computed = self._taken[:]
 
     def computed(self, token_stop: int, *, layer_stop: int | None = None) -> None:
-        """The cache holds all tokens before `token_stop`, in the layers before `layer_stop` or in all of them.
+        """The cache holds all tokens before `token_stop`, in the layers before `layer_stop` or in all of them; of a
+        state, it holds that after `token_stop` tokens only.
 
         A prompt that is computed again after a preemption takes nothing back.
         """
@@ -29,9 +28,9 @@ class Unsent:
         for layer in range(len(self._computed) if layer_stop is None else layer_stop):
             self._computed[layer] = max(self._computed[layer], token_stop)
 
-    def take(self) -> list[Part]:
-        """All that is computed and was not taken before. Neighbouring layers with equal ranges share a part."""
+    def take(self) -> list[Piece]:
+        """All that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
         ranges = list(zip(self._taken, self._computed, strict=True))
         self._taken = self._computed[:]
         alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]
-        return [Part(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]]
+        return [Piece(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]]

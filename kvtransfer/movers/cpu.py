@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 
 from kvcache.cache import PagedKVCache
+from kvcache.spec import KVKind
 from kvcache.wire.conversion import Converter, gather_converted
 from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvtransfer.movers.mover import Blocks, Done, DoneReading, check_blocks
+from kvtransfer.parts import Place
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
 
 @dataclass(frozen=True)
 class PlacedBlocks:
-    """Blocks of a cache on the CPU, int64."""
+    """Blocks of a request in each part of a cache on the CPU, int64; a state's block is its slot."""
 
-    block_ids: Tensor
+    block_ids: tuple[Tensor, ...]
 
     def free(self) -> None:
         pass
@@ -36,6 +38,7 @@ class CpuMover:
 
     def __init__(self, cache: PagedKVCache, between: Callable[[], object]) -> None:
         self._cache = cache
+        self._parts = cache.parts
         self._between = between
         self._gathered = torch.zeros((), dtype=torch.int64)
 
@@ -43,17 +46,27 @@ class CpuMover:
         assert not through_host
         return StagingPool(slot_bytes=slot_bytes, slots=slots, device=torch.device("cpu"))
 
-    def place(self, block_ids: Sequence[int], *, incoming: bool) -> PlacedBlocks:  # noqa: ARG002
-        check_blocks(block_ids, self._cache.shape.num_blocks)
-        return PlacedBlocks(torch.tensor(block_ids, dtype=torch.int64))
+    def place(
+        self,
+        block_ids: Sequence[int],
+        *,
+        incoming: bool,  # noqa: ARG002
+        state_slot: int = -1,
+    ) -> PlacedBlocks:
+        check_blocks(self._cache, block_ids, state_slot)
+        paged = torch.tensor(block_ids, dtype=torch.int64)
+        slots = torch.tensor([slot for slot in (state_slot,) if slot >= 0], dtype=torch.int64)
+        return PlacedBlocks(
+            tuple(slots if part.spec.kind is KVKind.STATE else paged for part in self._parts),
+        )
 
     def gather(
         self,
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
+        place: Place,
         *,
-        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Done:
@@ -64,12 +77,12 @@ class CpuMover:
         else:
             gather = partial(gather_converted, converter=converter)
         gather(
-            self._cache,
-            block_ids=blocks.block_ids,
-            token_start=segment.token_start,
-            token_stop=segment.token_stop,
-            layers=segment.layers,
-            heads=heads,
+            self._parts[place.part],
+            block_ids=blocks.block_ids[place.part],
+            token_start=place.token_start,
+            token_stop=place.token_stop,
+            layers=place.layers,
+            heads=place.heads,
             out=payload,
             between=self._between,
         )
@@ -94,15 +107,15 @@ class CpuMover:
             lowest, highest = (int(extreme) for extreme in torch.aminmax(payload))
         return DoneReading(trailer, self._digest(payload) if with_digest else 0, (lowest, highest))
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Done:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Done:
         assert isinstance(blocks, PlacedBlocks)
         scatter_from_wire(
-            self._cache,
-            block_ids=blocks.block_ids,
-            token_start=segment.token_start,
-            token_stop=segment.token_stop,
-            layers=segment.layers,
-            heads=segment.heads,
+            self._parts[place.part],
+            block_ids=blocks.block_ids[place.part],
+            token_start=place.token_start,
+            token_stop=place.token_stop,
+            layers=place.layers,
+            heads=place.heads,
             payload=slot.message(segment.payload_bytes),
         )
         return Done()

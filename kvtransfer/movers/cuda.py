@@ -15,10 +15,12 @@ from torch import Tensor
 
 from baton.errors import InternalError
 from kvcache.cache import PagedKVCache
+from kvcache.spec import KVKind
 from kvcache.wire.conversion import Converter, gather_converted
 from kvcache.wire.prepared import DeviceWire
-from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, open_copy
+from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
 from kvtransfer.movers.mover import Blocks, check_blocks
+from kvtransfer.parts import Place
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -97,7 +99,9 @@ class CudaMover:
         self._incoming = torch.cuda.Stream(self._device)
         # NOTE: torch operations of this thread must not use the default stream, which is the engine's.
         torch.cuda.set_stream(self._incoming)
-        self._wire = DeviceWire(cache)
+        self._parts = cache.parts
+        self._wires = [DeviceWire(part) for part in self._parts]
+        self._wire = self._wires[0]
         self._copy = open_copy()
         self._tables = {
             incoming: BlockTables(stream, self._copy, max_blocks=cache.shape.num_blocks)
@@ -118,32 +122,32 @@ class CudaMover:
         self._incoming.synchronize()
         return pool
 
-    def place(self, block_ids: Sequence[int], *, incoming: bool) -> BlockTable:
-        check_blocks(block_ids, self._cache.shape.num_blocks)
-        return self._tables[incoming].place(block_ids)
+    def place(self, block_ids: Sequence[int], *, incoming: bool, state_slot: int = -1) -> PlacedTables:
+        check_blocks(self._cache, block_ids, state_slot)
+        tables = self._tables[incoming]
+        return PlacedTables(tables.place(block_ids), tables.place((state_slot,)) if state_slot >= 0 else None)
 
     def gather(
         self,
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
+        place: Place,
         *,
-        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> _Queued:
-        assert isinstance(blocks, BlockTable)
-        self._check_tokens(blocks, segment)
+        table = self._table(blocks, place)
         buffers = self._buffers[slot]
         digest_place = self._put_trailer(slot, buffers, segment)
         digest_out = digest_place if with_digest else None
         if converter is None:
-            self._wire.gather(
-                block_ids=blocks.block_ids,
-                token_start=segment.token_start,
-                token_stop=segment.token_stop,
-                layers=segment.layers,
-                heads=heads,
+            self._wires[place.part].gather(
+                block_ids=table.block_ids,
+                token_start=place.token_start,
+                token_stop=place.token_stop,
+                layers=place.layers,
+                heads=place.heads,
                 out=buffers.work,
                 digest_out=digest_out,
                 digest_add=segment.summand if with_digest else 0,
@@ -154,11 +158,11 @@ class CudaMover:
                 gather_converted(
                     self._cache,
                     converter,
-                    block_ids=blocks.block_ids[: blocks.count],
-                    token_start=segment.token_start,
-                    token_stop=segment.token_stop,
-                    layers=segment.layers,
-                    heads=heads,
+                    block_ids=table.block_ids[: table.count],
+                    token_start=place.token_start,
+                    token_stop=place.token_stop,
+                    layers=place.layers,
+                    heads=place.heads,
                     out=buffers.work[: segment.payload_bytes],
                 )
             self._digest(buffers, segment, digest_out)
@@ -192,16 +196,15 @@ class CudaMover:
                 buffers.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
         return self._end(buffers, stream)
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> _Queued:
-        assert isinstance(blocks, BlockTable)
-        self._check_tokens(blocks, segment)
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> _Queued:  # noqa: ARG002
+        table = self._table(blocks, place)
         buffers = self._buffers[slot]
-        self._wire.scatter(
-            block_ids=blocks.block_ids,
-            token_start=segment.token_start,
-            token_stop=segment.token_stop,
-            layers=segment.layers,
-            heads=segment.heads,
+        self._wires[place.part].scatter(
+            block_ids=table.block_ids,
+            token_start=place.token_start,
+            token_stop=place.token_stop,
+            layers=place.layers,
+            heads=place.heads,
             payload=buffers.work,
             stream=self._incoming,
         )
@@ -211,13 +214,18 @@ class CudaMover:
         for stream in (self._outgoing, self._incoming):
             stream.synchronize()
 
-    def _check_tokens(self, blocks: BlockTable, segment: Segment) -> None:
-        held = blocks.count * self._cache.shape.block_size
-        if segment.token_stop > held:
+    def _table(self, blocks: Blocks, place: Place) -> BlockTable:
+        """The blocks of the place's part, which hold its tokens."""
+        assert isinstance(blocks, PlacedTables)
+        part = self._parts[place.part]
+        table = blocks.slot if part.spec.kind is KVKind.STATE else blocks.paged
+        held = 0 if table is None else table.count * part.shape.block_size
+        if table is None or place.token_stop > held:
             raise InternalError(
-                f"tokens [{segment.token_start}, {segment.token_stop}) of a request whose blocks hold {held}",
+                f"tokens [{place.token_start}, {place.token_stop}) of a request whose blocks hold {held}",
                 field="token_stop",
             )
+        return table
 
     def _put_trailer(self, slot: Slot, buffers: _SlotBuffers, segment: Segment, *, digest: int = 0) -> Tensor:
         """Puts the trailer after the payload's place; returns the digest's place in it, at any alignment."""
@@ -257,18 +265,19 @@ class CudaMover:
         size = spec.bytes_per_token_layer
         (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members
         segment = Segment(0, 0, 0, 0, 1, 0, 1, 0, spec.num_kv_heads, size)
+        place = Place(0, segment.layers, 0, 1, segment.heads)
         # No cache has this block, so nothing is read or written.
-        nowhere = {incoming: self._tables[incoming].place((-1,)) for incoming in (False, True)}
+        nowhere = {incoming: PlacedTables(self._tables[incoming].place((-1,)), None) for incoming in (False, True)}
         took_s = []
         for with_digest in (False, *[True] * _TIMED_SEGMENTS):
             torch.cuda.synchronize()
             started_s = time.perf_counter()
-            self.gather(slot, nowhere[False], segment, heads=segment.heads, with_digest=with_digest)
+            self.gather(slot, nowhere[False], segment, place, with_digest=with_digest)
             gathered_s = time.perf_counter()
             self.read(slot, size + TRAILER_BYTES, with_digest=True, with_extremes=False)
-            self.scatter(slot, nowhere[True], segment)
+            self.scatter(slot, nowhere[True], segment, place)
             took_s.append(max(gathered_s - started_s, time.perf_counter() - gathered_s))
-        for table in nowhere.values():
-            table.free()
+        for tables in nowhere.values():
+            tables.free()
         del self._buffers[slot]
         return min(took_s)

@@ -5,6 +5,7 @@ Tables are allocated before traffic; requests take them and give them back.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,6 +54,19 @@ class BlockTable:
 
     def free(self) -> None:
         self._tables.give_back(self)
+
+
+@dataclass(frozen=True)
+class PlacedTables:
+    """A request's blocks, which KV and index share, and its state's slot as a table of one."""
+
+    paged: BlockTable
+    slot: BlockTable | None
+
+    def free(self) -> None:
+        self.paged.free()
+        if self.slot is not None:
+            self.slot.free()
 
 
 class BlockTables:

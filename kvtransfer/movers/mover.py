@@ -10,6 +10,7 @@ from typing import Protocol
 from baton.errors import InternalError
 from kvcache.cache import PagedKVCache
 from kvcache.wire.conversion import Converter
+from kvtransfer.parts import Place
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -47,7 +48,7 @@ class Reading(Pending, Protocol):
 
 
 class Mover(Protocol):
-    """Moves KV in and out of one cache. Made, used and closed by the transfer thread.
+    """Moves KV in and out of one cache, and of the other parts beside it. Made, used and closed by the transfer thread.
 
     Operations on one slot must not overlap; those on different slots may. `gather` may read the cache at any time until
     it is done: the tokens' KV must be there when it begins, and their blocks must not change until it is done.
@@ -65,11 +66,14 @@ class Mover(Protocol):
         """Staging for operations of this mover. `through_host`: for a cache on a GPU, slots in pinned host memory."""
         ...
 
-    def place(self, block_ids: Sequence[int], *, incoming: bool) -> Blocks:
+    def place(self, block_ids: Sequence[int], *, incoming: bool, state_slot: int = -1) -> Blocks:
         """Prepares a request's blocks for its gathers or, if incoming, for its scatters. Free them after the last one.
 
+        Args:
+            state_slot: of the request's state; -1: the state is not moved.
+
         Raises:
-            InternalError: the cache has no such blocks.
+            InternalError: the cache has no such blocks, or no such slot.
         """
         ...
 
@@ -78,17 +82,18 @@ class Mover(Protocol):
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
+        place: Place,
         *,
-        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Pending:
         """Puts a segment's message into a slot: its payload, then its trailer.
 
         Args:
-            heads: the segment's heads, numbered as in the cache.
+            place: where the segment lies.
             with_digest: write a digest into the trailer.
-            converter: applied to the payload; None: KV keeps its dtype. Must stay until the operation is done.
+            converter: applied to the payload; None: KV keeps its dtype, as other parts always do. Must stay until
+                the operation is done.
 
         Raises:
             InternalError: the blocks hold no such tokens, or the cache no such layers or heads. Nothing has begun.
@@ -104,8 +109,8 @@ class Mover(Protocol):
         """Reads a message's trailer and, if requested, its payload's digest and extremes."""
         ...
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Pending:
-        """Puts a segment's payload from a slot into its blocks. The segment's heads are numbered as in the cache."""
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Pending:
+        """Puts a segment's payload from a slot into its blocks."""
         ...
 
     def close(self) -> None:
@@ -134,7 +139,11 @@ class DoneReading:
 MakeMover = Callable[[PagedKVCache, Callable[[], object]], Mover]
 
 
-def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raises InternalError unless a cache of `num_blocks` has all these blocks."""
+def check_blocks(cache: PagedKVCache, block_ids: Sequence[int], state_slot: int) -> None:
+    """Raises InternalError unless the cache has all these blocks, and the slot, if it is not -1."""
+    num_blocks = cache.shape.num_blocks
     if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
         raise InternalError(f"block ids from {min(block_ids)} to {max(block_ids)} of {num_blocks}", field="block_ids")
+    slots = 0 if cache.state is None else cache.state.shape.num_blocks
+    if not -1 <= state_slot < slots:
+        raise InternalError(f"slot {state_slot} of {slots} for states", field="state_slot", value=state_slot)

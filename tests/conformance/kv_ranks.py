@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.cache import PagedKVCache
 from kvcache.spec import KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, RankPair, flows
+from kvtransfer.flows import Flow, RankPair, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import RankedTransfer
@@ -98,7 +98,7 @@ class Node:
             segment_bytes=self.nodes.segment_bytes,
             staging_slots=3,
             digests=self.nodes.digests,
-            heads=range(heads[0], heads[-1] + 1),
+            heads=(range(heads[0], heads[-1] + 1),),
         )
         transfer = KVTransfer(self.caches[rank], settings, on_filled=tell, on_refused=on_refused)
         self.ranks.append(transfer)
@@ -138,11 +138,8 @@ class Node:
             assert not any(left.values()), f"rank {number}: {left}"
 
 
-def links_of(nodes: Nodes) -> Mapping[RankPair, Flow]:
-    spec = nodes.spec
-    return flows(
-        num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, senders=nodes.ranks_p, receivers=nodes.ranks_d
-    )
+def links_of(nodes: Nodes) -> Mapping[RankPair, tuple[Flow, ...]]:
+    return part_flows(nodes.spec, senders=nodes.ranks_p, receivers=nodes.ranks_d)
 
 
 def bytes_of(spec: KVCacheSpec, case: Case) -> tuple[Bytes, Bytes]:

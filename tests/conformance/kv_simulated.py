@@ -14,6 +14,7 @@ from baton.errors import BatonError, DataLoss
 from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.cpu import PlacedBlocks
+from kvtransfer.parts import Place
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.staging import Slot
 from kvtransfer.transports.transport import Arrival
@@ -147,15 +148,16 @@ class Surroundings:
         passing.stage = READING
         return Copy(passing, READING)
 
-    def place(self, block_ids: Sequence[int], *, incoming: bool) -> PlacedBlocks:
+    def place(self, block_ids: Sequence[int], *, incoming: bool, state_slot: int) -> PlacedBlocks:
         assert incoming
-        return PlacedBlocks(torch.tensor(block_ids))
+        assert state_slot == -1
+        return PlacedBlocks((torch.tensor(block_ids),))
 
-    def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment) -> Copy:
+    def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment, place: Place) -> Copy:
         passing = self._at(slot)
         assert passing.stage == READ, "a message is scattered after it is read"
         assert passing.message.side not in self.ended, "I3: scattered after its lease was closed"
-        written = blocks.block_ids[segment.token_start : segment.token_stop].tolist()
+        written = blocks.block_ids[place.part][segment.token_start : segment.token_stop].tolist()
         assert written == passing.message.blocks, "I3: another lease's blocks, or another token's"
         passing.stage = SCATTERING
         return Copy(passing, SCATTERING)

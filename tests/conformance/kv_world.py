@@ -49,11 +49,11 @@ KEPT: dict[type, set[str]] = {
 }
 LEFT_OUT: dict[type, set[str]] = {
     Receiver: {
-        "_mover", "_transport", "_ledger", "_pools", "_slot_bytes", "_digests", "_heads", "_on_filled",
+        "_mover", "_transport", "_ledger", "_pools", "_slot_bytes", "_digests", "_parts", "_on_filled",
         "_on_refused", "_catch_up", "_clock", "_incarnation", "_limit", "warm_ups", "round_trips",
     },
     _Reception: {"peer", "pool", "num_bytes"},
-    LeaseTable: {"_spec", "_heads", "_incarnation", "_used"},
+    LeaseTable: {"_parts", "_incarnation", "_used"},
     _Lease: {"bytes", "segments", "first_s", "last_s"},
     Coverage: set(),
     StagingPool: {"slot_bytes", "slots", "members"},

@@ -13,6 +13,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.wire.conversion import Converter
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.mover import Blocks, Done, DoneReading
+from kvtransfer.parts import Place
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -121,8 +122,9 @@ class LateMover:
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         return self._cpu.open_pool(slot_bytes=slot_bytes, slots=slots, through_host=through_host)
 
-    def place(self, block_ids: Sequence[int], *, incoming: bool) -> WatchedBlocks:
-        placed = WatchedBlocks(self._script, self._cpu.place(block_ids, incoming=incoming))
+    def place(self, block_ids: Sequence[int], *, incoming: bool, state_slot: int = -1) -> WatchedBlocks:
+        blocks = self._cpu.place(block_ids, incoming=incoming, state_slot=state_slot)
+        placed = WatchedBlocks(self._script, blocks)
         self._script.placed.add(placed)
         return placed
 
@@ -131,14 +133,14 @@ class LateMover:
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
+        place: Place,
         *,
-        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Operation:
         # Wrong ranges are an error at once. Into other memory, so that the slot is not written yet.
         elsewhere = Slot(-1, torch.empty(segment.payload_bytes + TRAILER_BYTES, dtype=torch.uint8))
-        gather = partial(self._cpu.gather, segment=segment, heads=heads, converter=converter)
+        gather = partial(self._cpu.gather, segment=segment, place=place, converter=converter)
         assert isinstance(blocks, WatchedBlocks)
         gather(elsewhere, blocks.use(), with_digest=False)
         return self._script.begin("gather", segment, lambda: gather(slot, blocks.use(), with_digest=with_digest))
@@ -154,9 +156,9 @@ class LateMover:
             lambda: self._cpu.read(slot, num_bytes, with_digest=with_digest, with_extremes=with_extremes),
         )
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Operation:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Operation:
         assert isinstance(blocks, WatchedBlocks)
-        return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment))
+        return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment, place))
 
     def close(self) -> None:
         """Runs what has begun, as on a GPU."""

@@ -20,6 +20,7 @@ from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVCacheSpec
 from kvcache.wire.digest import digest_on_device
 from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from kvtransfer.parts import Part, Place
 from kvtransfer.segments import Piece, Segment, cut
 from tests.conformance.covering import pairs_of
 from tests.conformance.kv_child import Child, child
@@ -103,13 +104,13 @@ async def in_this_process(trial: Trial) -> None:
 
 def forget_the_rank(patch: pytest.MonkeyPatch) -> None:
     """Every sender's heads go to the cache's first heads."""
-    within = Segment.within
+    place = Part.place
 
-    def mutated(segment: Segment, heads: range) -> Segment:
-        right = within(segment, heads)
-        return replace(right, head_start=0, head_stop=len(right.heads))
+    def mutated(part: Part, segment: Segment) -> Place:
+        right = place(part, segment)
+        return right._replace(heads=range(len(right.heads)))
 
-    patch.setattr(Segment, "within", mutated)
+    patch.setattr(Part, "place", mutated)
 
 
 def shorten_windows(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ async def test_a_segment_that_is_sent_twice_is_found(monkeypatch: pytest.MonkeyP
         pieces = list(cut(*arguments, **named))
         yield from (*pieces[:1], *pieces)
 
-    monkeypatch.setattr("kvtransfer.sender.cut", mutated)
+    monkeypatch.setattr("kvtransfer.cutting.cut", mutated)
     with pytest.raises(AssertionError, match=r"OVERLAP|LATE"):
         await in_this_process(Trial(NODES, (REQUEST,)))
 

@@ -12,6 +12,7 @@ from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending
+from kvtransfer.parts import Place
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
 from tests.conformance.kv import DEADLINE_S
@@ -54,6 +55,11 @@ def segment_of(spec: KVCacheSpec) -> Segment:
     return Segment(11, 12, 13, 0, 3, TOKENS.start, TOKENS.stop, 0, spec.num_kv_heads, size, layer_step=2)
 
 
+def place_of(segment: Segment) -> Place:
+    """Where a segment lies in a cache that has all heads."""
+    return Place(0, segment.layers, segment.token_start, segment.token_stop, segment.heads)
+
+
 def slot_of(mover: CpuMover | CudaMover, num_bytes: int, *, through_host: bool = False) -> Slot:
     (slot,) = mover.open_pool(slot_bytes=num_bytes, slots=1, through_host=through_host).members
     return slot
@@ -71,7 +77,7 @@ def test_messages_are_those_of_the_cpu_and_are_taken_like_them(
     expected, slot = slot_of(cpu, num_bytes), slot_of(gpu, num_bytes, through_host=through_host)
     for mover, into in ((cpu, expected), (gpu, slot)):
         blocks = mover.place(BLOCKS, incoming=False)
-        wait_for(mover.gather(into, blocks, segment, heads=segment.heads, with_digest=with_digest))
+        wait_for(mover.gather(into, blocks, segment, place_of(segment), with_digest=with_digest))
         blocks.free()
     assert torch.equal(slot.memory.cpu(), expected.memory)
     readings = [
@@ -84,7 +90,7 @@ def test_messages_are_those_of_the_cpu_and_are_taken_like_them(
         mover._cache.memory.fill_(OLD)
         torch.cuda.synchronize()
         blocks = mover.place(OTHERS, incoming=True)
-        wait_for(mover.scatter(into, blocks, segment))
+        wait_for(mover.scatter(into, blocks, segment, place_of(segment)))
         blocks.free()
     assert torch.equal(gpu._cache.memory.cpu(), cpu._cache.memory)
     gpu.close()
@@ -109,7 +115,8 @@ def test_many_requests_keep_their_block_ids_while_the_other_stream_works() -> No
     torch.cuda._sleep(1_000_000_000)  # on the incoming stream, this thread's
     tables = [mover.place(range(first, first + 6), incoming=False) for first in range(20)]
     torch.cuda.synchronize()
-    assert [table.block_ids[:6].tolist() for table in tables] == [list(range(first, first + 6)) for first in range(20)]
+    ids = [table.paged.block_ids[:6].tolist() for table in tables]
+    assert ids == [list(range(first, first + 6)) for first in range(20)]
 
 
 @pytest.mark.parametrize("through_host", [False, True])
@@ -121,9 +128,9 @@ def test_a_segment_neither_waits_nor_allocates(through_host: bool) -> None:
 
     def all_of_it() -> None:
         sent, received = gpu.place(BLOCKS, incoming=False), gpu.place(OTHERS, incoming=True)
-        wait_for(gpu.gather(slot, sent, segment, heads=segment.heads, with_digest=True))
+        wait_for(gpu.gather(slot, sent, segment, place_of(segment), with_digest=True))
         wait_for(gpu.read(slot, num_bytes, with_digest=True, with_extremes=False))
-        wait_for(gpu.scatter(slot, received, segment))
+        wait_for(gpu.scatter(slot, received, segment, place_of(segment)))
         sent.free()
         received.free()
 
@@ -144,7 +151,7 @@ def test_more_requests_than_there_was_room_for_have_their_own_blocks() -> None:
     requests = [tuple(range(start, start + 4)) for start in range(0, 60, 3)]
     placed = [gpu.place(blocks, incoming=True) for blocks in requests]
     torch.cuda.synchronize()
-    assert [tuple(table.block_ids[:4].tolist()) for table in placed] == requests
+    assert [tuple(table.paged.block_ids[:4].tolist()) for table in placed] == requests
     gpu.close()
 
 
@@ -156,5 +163,5 @@ def test_blocks_and_tokens_that_do_not_exist_are_errors() -> None:
         with pytest.raises(InternalError, match="block ids"):
             gpu.place((0, block), incoming=False)
     with pytest.raises(InternalError, match="tokens"):
-        gpu.gather(slot, gpu.place(BLOCKS[:-1], incoming=False), segment, heads=segment.heads, with_digest=True)
+        gpu.gather(slot, gpu.place(BLOCKS[:-1], incoming=False), segment, place_of(segment), with_digest=True)
     gpu.close()

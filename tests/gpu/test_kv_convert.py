@@ -17,6 +17,7 @@ from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending
+from kvtransfer.parts import parts_of
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from tests.conformance.kv import DEADLINE_S, scattered_blocks
 from tests.gpu.waiting import no_waiting
@@ -98,8 +99,8 @@ def test_a_payload_equals_the_other_caches_bytes(
     pool = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=through_host)
     slot = pool.take()
     assert slot is not None
-    placed = mover.place(blocks.tolist(), incoming=False)
-    wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
+    placed, place = mover.place(blocks.tolist(), incoming=False), parts_of(spec)[0].place(segment)
+    wait_for(mover.gather(slot, placed, segment, place, with_digest=True, converter=converter))
     payload, trailer = slot.memory.cpu().split([size, TRAILER_BYTES])
     assert torch.equal(payload, expected.cpu())
     assert trailer.numpy().tobytes() == segment.encode(segment.digest_over(digest(payload)))
@@ -115,11 +116,11 @@ def test_conversion_neither_waits_nor_allocates() -> None:
     slot = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).take()
     assert slot is not None
     placed = mover.place(scattered_blocks(cache, TOKENS, 1), incoming=False)
-    heads = range(8)
-    wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
+    place = parts_of(LLAMA)[0].place(segment)
+    wait_for(mover.gather(slot, placed, segment, place, with_digest=True, converter=converter))
     held = torch.cuda.memory_reserved()
     with no_waiting():
         for _ in range(5):
-            wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
+            wait_for(mover.gather(slot, placed, segment, place, with_digest=True, converter=converter))
     assert torch.cuda.memory_reserved() == held
     mover.close()

@@ -20,8 +20,7 @@ from tests.simulation.decode_side import DecodeSide
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.node import Node
-from tests.simulation.reference import NUM_LAYERS
-from tests.simulation.transfer import Link, Sender
+from tests.simulation.transfer import SPEC, Link, Sender
 from tests.simulation.world import World
 
 _PAIR_TIMEOUT_S = 1.0
@@ -85,7 +84,7 @@ class PrefillProcess(Node):
             world.scenario.weather,
             segment_bytes=world.scenario.segment_bytes,
         )
-        self.machine = PrefillMachine(PrefillRules(name=life.address, num_layers=NUM_LAYERS))
+        self.machine = PrefillMachine(PrefillRules(name=life.address, spec=SPEC))
         self._numbers = itertools.count(1)
         self._pair_numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}

@@ -10,9 +10,11 @@ from random import Random
 
 from baton.errors import BatonError, Cancelled, DataLoss, UnknownLease
 from kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.cutting import segments_of
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.parts import parts_of
 from kvtransfer.records import SendJob
-from kvtransfer.segments import Segment, Tag, cut, payload_bytes
+from kvtransfer.segments import Segment, Tag
 from tests.simulation.clock import Clock
 from tests.simulation.device import Device
 from tests.simulation.invariants import violated
@@ -21,6 +23,7 @@ from tests.simulation.reference import NUM_LAYERS, UNWRITTEN
 from tests.simulation.weather import Weather
 
 SPEC = KVCacheSpec(KVKind.MLA, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, dtype="float32")
+PARTS = parts_of(SPEC)
 
 
 @dataclass(frozen=True)
@@ -87,30 +90,7 @@ class Sender:
         if job.peer not in self.links:
             self._life.after(0.0, partial(on_over, (), DataLoss("the peer is not connected")))
             return
-        pieces = cut(
-            SPEC,
-            segment_bytes=self._segment_bytes,
-            layers=range(NUM_LAYERS) if job.layers is None else job.layers,
-            heads=1,
-            token_start=job.token_start,
-            token_stop=job.token_stop,
-            resume_at=job.resume_at,
-        )
-        segments = (
-            Segment(
-                incarnation=job.incarnation,
-                lease=job.lease,
-                number=number,
-                layer_start=layers.start,
-                layer_stop=layers.stop,
-                token_start=start,
-                token_stop=stop,
-                head_start=0,
-                head_stop=1,
-                payload_bytes=payload_bytes(SPEC, layers=len(layers), tokens=stop - start, heads=1),
-            )
-            for number, (layers, start, stop) in enumerate(pieces, start=job.first_segment)
-        )
+        segments = segments_of(job, PARTS, payload_for=lambda _: self._segment_bytes, is_sealed=False)
         begun = _Job(request_id, job, segments, self._device.cache.held(job.block_ids), on_over)
         self._jobs.append(begun)
         for _ in range(2):
@@ -261,7 +241,7 @@ class Receiver:
         self.life = life
         self.peers: dict[int, int] = {}  # incarnations by the pair's number
         self.successor = successor
-        self.leases = LeaseTable(SPEC, incarnation=life.incarnation, heads=range(SPEC.num_kv_heads))
+        self.leases = LeaseTable(PARTS, incarnation=life.incarnation)
         self._clock = clock
         self._random = random
         self._device = device

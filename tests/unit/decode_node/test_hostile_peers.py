@@ -20,6 +20,7 @@ from decode_node.rules import DecodeRules
 from engine.request import Reservation
 from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTable, Refusal
+from kvtransfer.parts import parts_of
 from kvtransfer.segments import PING, WARM_UP, Segment, Tag, lease_field
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
@@ -62,7 +63,7 @@ class HostilePeers(RuleBasedStateMachine):
             split_unit=1,
         )
         self.machine = DecodeMachine(rules, lease_numbers(Random(0).getrandbits))
-        self.table = LeaseTable(SPEC, incarnation=INCARNATION, heads=range(1))
+        self.table = LeaseTable(parts_of(SPEC, (range(1),)), incarnation=INCARNATION)
         self.victims: dict[int, Victim] = {}
         self.cells: dict[int, int] = {}  # block -> the key whose KV it has
         self.blocks: dict[str, tuple[int, ...]] = {}  # of the requests that hold some

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.errors import InternalError, UnknownLease
 from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant, LeaseTable, Refusal
+from kvtransfer.parts import parts_of
 from kvtransfer.segments import Segment, Tag, payload_bytes
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -31,7 +32,7 @@ def segment(
 
 
 def table_with(*grants: LeaseGrant) -> LeaseTable:
-    table = LeaseTable(SPEC, incarnation=OURS, heads=HEADS)
+    table = LeaseTable(parts_of(SPEC, (HEADS,)), incarnation=OURS)
     for grant in grants:
         table.open(grant)
     return table
@@ -58,7 +59,7 @@ def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> No
 
 
 def test_a_lease_is_filled_by_the_tokens_that_will_be_read_and_takes_no_others() -> None:
-    table = LeaseTable(replace(SPEC, windows=(3, 0)), incarnation=OURS, heads=HEADS)
+    table = LeaseTable(parts_of(replace(SPEC, windows=(3, 0)), (HEADS,)), incarnation=OURS)
     table.open(LeaseGrant(4, (0, 1), 0, 8, resume_at=7))  # of layer 0 tokens from 5 on
     parts = [segment(4, 0, layers=(1, 2), tokens=(0, 5)), segment(4, 1, tokens=(5, 8))]
     for part in parts:
@@ -73,7 +74,7 @@ def test_a_lease_is_filled_by_the_tokens_that_will_be_read_and_takes_no_others()
 
 
 def test_of_a_model_that_several_ranks_hold_only_this_ones_heads_are_taken() -> None:
-    table = LeaseTable(SPEC, incarnation=OURS, heads=range(4, 6))
+    table = LeaseTable(parts_of(SPEC, (range(4, 6),)), incarnation=OURS)
     table.open(LEASE)
     for number, heads in enumerate([(3, 5), (5, 7), (0, 2)]):
         assert table.arrival(Tag(1, 4, number), 0.0) is None
@@ -225,7 +226,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(SPEC, incarnation=OURS, heads=HEADS)
+        self.table = LeaseTable(parts_of(SPEC, (HEADS,)), incarnation=OURS)
         self.next_number = 0
         self.next_segment = 100  # apart from the numbers of `arrive_anything`
         self.owner: dict[int, int] = {}  # block -> lease

@@ -186,7 +186,7 @@ def test_numbers_of_ranks_may_differ_and_decide_the_links() -> None:
     assert agree(prefill, decode) == agree(NODE, NODE)
     links = links_between(prefill, decode)
     assert set(links) == {RankPair(0, 0), RankPair(0, 1)}
-    assert [flow.heads for flow in links.values()] == [range(1), range(1, 2)]
+    assert [flow.heads for (flow,) in links.values()] == [range(1), range(1, 2)]
 
 
 def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:

@@ -12,6 +12,7 @@ from engine.events import (
     StepEvents,
     TokenSampled,
 )
+from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment
 from prefill_node.commands import Command
@@ -28,8 +29,11 @@ OTHER_PEER = PeerFacts(number=128, sender_number=9, transport="tcp", kv_converte
 BLOCKS = (3, 1, 2)
 
 
-def machine() -> PrefillMachine:
-    return PrefillMachine(PrefillRules("prefill-0", LAYERS))
+SPEC = KVCacheSpec(KVKind.GQA, LAYERS, num_kv_heads=2, head_dim=4, dtype="float32")
+
+
+def machine(spec: KVCacheSpec = SPEC) -> PrefillMachine:
+    return PrefillMachine(PrefillRules("prefill-0", spec))
 
 
 def ticket(

@@ -95,7 +95,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
             await self.node.transfer.disconnect(number)
 
     async def _shake_hands(
-        self, number: int, links: Mapping[RankPair, Flow], requests: Requests, context: Context
+        self, number: int, links: Mapping[RankPair, tuple[Flow, ...]], requests: Requests, context: Context
     ) -> None:
         transfer = self.node.transfer
         addresses = await transfer.listen(number, links, sends=False)

@@ -1,0 +1,64 @@
+"""The caches of one rank as segments name them: the layers of all parts numbered in one row. Pure; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.segments import Segment
+
+
+class Place(NamedTuple):
+    """Where a segment lies: layers and heads by the numbers of its part's cache, tokens by those of its blocks."""
+
+    part: int
+    layers: range
+    token_start: int
+    token_stop: int
+    heads: range
+
+
+@dataclass(frozen=True)
+class Part:
+    """One cache of a rank.
+
+    Attributes:
+        number: its place in `KVCacheSpec.parts`; 0: that of KV.
+        spec: of the rank's cache, or of its payloads where a sender converts them.
+        layers: its layers, numbered over all parts.
+        heads: the model's heads that the cache holds.
+    """
+
+    number: int
+    spec: KVCacheSpec
+    layers: range
+    heads: range
+
+    def place(self, segment: Segment) -> Place:
+        """Where one of this part's segments lies. A state's slot holds one cell, whichever token it stands at."""
+        layers, heads = segment.layers, segment.heads
+        if self.layers.start:
+            layers = range(layers.start - self.layers.start, layers.stop - self.layers.start, layers.step)
+        if self.heads.start:
+            heads = range(heads.start - self.heads.start, heads.stop - self.heads.start)
+        if self.spec.kind is KVKind.STATE:
+            return Place(self.number, layers, 0, 1, heads)
+        return Place(self.number, layers, segment.token_start, segment.token_stop, heads)
+
+
+def parts_of(spec: KVCacheSpec, heads: Sequence[range] = ()) -> tuple[Part, ...]:
+    """The parts of a rank whose cache has that spec.
+
+    Args:
+        heads: the model's heads that each part holds; empty: as many as its spec has, from the first.
+    """
+    held = heads or [range(part.num_kv_heads) for part in spec.parts]
+    return tuple(map(Part, range(len(spec.parts)), spec.parts, spec.part_layers, held))
+
+
+def part_with(parts: Sequence[Part], layers: range) -> Part | None:
+    """The part that has all these layers; None: there is none."""
+    for part in parts:
+        if layers.start in part.layers:
+            return part if layers.start < layers.stop <= part.layers.stop else None
+    return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attention.backend import AttentionBackend, MLAMetadata, SparseMLABackend
+from attention.kernels.rotary.turn import turn_heads
 from attention.rotation import Rotation
 from attention.sparse import NOTHING_SELECTED, Selected
 from baton.errors import ConfigError
@@ -93,12 +94,12 @@ class Indexer(nn.Module):
         assert kv_cache.index is not None, "the cache's spec has no part for the index"
         rotation = replace(rotation, interleaved=self.index.interleaved)
         keys_layer = kv_cache.index.layer(self.cache_layer)
-        k_TC = rotation.apply(self.k_norm(self.wk(x_TD)).unsqueeze(1)).squeeze(1)
+        k_TC = _turned(self.k_norm(self.wk(x_TD)).unsqueeze(1), rotation).squeeze(1)
         first, second = k_TC.chunk(2, dim=-1)
         store_latent(keys_layer, first, second, metadata.new_tokens)
         if metadata.sparse_decodes is None and metadata.sparse_prefills is None:
             return NOTHING_SELECTED
-        q_THC = rotation.apply(self.wq_b(q_a_TX).unflatten(-1, (self.index.num_heads, -1)))
+        q_THC = _turned(self.wq_b(q_a_TX).unflatten(-1, (self.index.num_heads, -1)), rotation)
         weights_TH = self.weights_proj(x_TD) * (self.index.num_heads * self.index.head_dim) ** -0.5
         chosen: list[Tensor | None] = []
         starts = (0, metadata.num_decode_tokens, metadata.num_actual_tokens)
@@ -110,3 +111,11 @@ class Indexer(nn.Module):
                 None if queries is None else self.backend.select(q_THC[rows], weights_TH[rows], keys_layer, queries)
             )
         return Selected(*chosen)
+
+
+def _turned(x_THC: Tensor, rotation: Rotation) -> Tensor:
+    """The heads, turned; on a GPU in place."""
+    if not x_THC.is_cuda:
+        return rotation.apply(x_THC)
+    turn_heads(x_THC, rotation)
+    return x_THC

@@ -49,16 +49,18 @@ _GLM = _SPARSE | {"n_group": 1, "topk_group": 1, "v_head_dim": 16}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "deepseek-v32": ("DeepseekV32", _SPARSE),
-        "deepseek-v32-yarn-dense-last": (
+        "deepseek-v32-yarn-dense-between": (
             "DeepseekV32",
             _SPARSE
             | {"rope_parameters": _YARN, "index_topk": 9, "norm_topk_prob": False}
-            | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_routed_experts": 12, "num_experts_per_tok": 5},
         ),
         "deepseek-v32-selects-all": ("DeepseekV32", _SPARSE | {"index_topk": 64}),
         "glm-moe-dsa-shared-selection": (
             "GlmMoeDsa",
-            _GLM | {"num_hidden_layers": 5, "indexer_types": ["full", "shared", "full", "shared", "shared"]},
+            _GLM
+            | {"num_hidden_layers": 5, "indexer_types": ["full", "shared", "full", "shared", "shared"]}
+            | {"first_k_dense_replace": 3},
         ),
     }
 )

@@ -90,6 +90,7 @@ class MLAAttention(nn.Module):
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
         self.backend = backend
+        self.sparse_backend = backend if isinstance(backend, SparseMLABackend) else None
         self.multiply_heads: MultiplyHeads = library_heads_product
         self._w_uk_HPL: Tensor | None = None
         self._w_uv_HLV: Tensor | None = None
@@ -262,8 +263,8 @@ class MLAAttention(nn.Module):
     def _attend_selected(
         self, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, q_THC: Tensor, attended_THL: Tensor
     ) -> None:
-        assert isinstance(self.backend, SparseMLABackend), "the backend was selected without the feature sparse"
-        self.backend.attend_selected(q_THC, kv_layer, slots_TK, queries, layer=self.asked, out=attended_THL)
+        assert self.sparse_backend is not None, "the backend was selected without the feature sparse"
+        self.sparse_backend.attend_selected(q_THC, kv_layer, slots_TK, queries, layer=self.asked, out=attended_THL)
 
     def _prefill_selected(
         self, q_THD: Tensor, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, out_THV: Tensor

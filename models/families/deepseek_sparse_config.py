@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from models.config.fields import Count, CountOrZero, Heads, Positive, Size, Texts
+from models.config.fields import Count, CountOrZero, Heads, LayersOrZero, Positive, Size, Texts
 from models.config.file import ConfigFile
 from models.config.model_config import IndexConfig, MLAConfig, ModelConfig, Scoring, TopKMethod
 from models.families.deepseek_config import DeepseekV3Fields
@@ -23,6 +23,7 @@ def _spelled_out(value: object) -> object:
 class _SparseFields(DeepseekV3Fields):
     q_lora_rank: Size
     rope_interleave: Literal[True] = True
+    first_k_dense_replace: LayersOrZero = 3
     mlp_layer_types: Texts = ()
     index_topk: Count = 2048
     index_head_dim: Size = 128

@@ -168,9 +168,8 @@ def test_backends_that_do_not_select_give_that_as_their_reason(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek-v32-yarn-dense-between", "glm-moe-dsa-shared-selection"])
-def test_kernels_and_plain_torch_give_the_same_logits(name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
+def test_kernels_and_plain_torch_give_the_same_logits(tmp_path: Path) -> None:
+    save_tiny("glm-moe-dsa-shared-selection", tmp_path)
     config = read_config(tmp_path)
     needs = attention_needs(config, dtype="float32", device="cpu", shape=cache_shape(config), max_num_reqs=8)
     kernels = next(each for each in BACKENDS if each.capabilities.name == "TRITON_MLA")

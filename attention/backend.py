@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
+from attention.sparse import SparseQueries
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
 from kvcache.tokens import TokenRanges
@@ -33,6 +34,7 @@ class AttentionFeature(StrEnum):
     BLOCK_SPARSE = "block_sparse"
     UNEQUAL_HEADS = "unequal_heads"  # layers differ in kv heads or head size
     ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
+    SPARSE = "sparse"  # latent attention to the tokens that an indexer selects
     QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
     CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed
 
@@ -72,12 +74,17 @@ class BackendCapabilities:
 
 @dataclass(frozen=True)
 class MLADims:
-    """Head sizes of a model with latent attention."""
+    """Head sizes of a model with latent attention.
+
+    Attributes:
+        top_k: tokens that each query attends to, with sparse attention; 0: all that it sees.
+    """
 
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     kv_lora_rank: int
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,11 +196,14 @@ class MLAMetadata(AttentionMetadata):
     num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
     prefill: the prefills' own tokens as queries and as keys; None without prefills.
     context_chunks: the prefills' context, in order.
+    sparse_decodes, sparse_prefills: their queries, where these attend to selected tokens; None: to all that they see.
     """
 
     num_decode_tokens: int
     prefill: RaggedLens | None
     context_chunks: tuple[ContextChunk, ...]
+    sparse_decodes: SparseQueries | None = field(default=None, kw_only=True)
+    sparse_prefills: SparseQueries | None = field(default=None, kw_only=True)
 
 
 @runtime_checkable
@@ -231,4 +241,34 @@ class MLABackend(AttentionBackend, Protocol):
             out: memory for the output, which is then returned: the queries' dtype, channels adjacent; None: the backend
                 allocates it.
         """
+        ...
+
+
+@runtime_checkable
+class SparseMLABackend(MLABackend, Protocol):
+    """A latent backend for models that select the tokens to which each query attends."""
+
+    def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
+        """The slots [T, queries.width] int32 of the tokens with the best scores, in the order of their positions; of
+        equal ones the first. The score of a token is the sum over heads of weight * relu(q . k).
+
+        Slots past `queries.counts_T` hold anything.
+
+        Args:
+            weights_TH: float32.
+            index_layer: [1, B, N, 1, D], in which the batch's own keys are already written.
+        """
+        ...
+
+    def attend_selected(
+        self,
+        q_THC: Tensor,
+        kv_layer: Tensor,
+        slots_TK: Tensor,
+        queries: SparseQueries,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        """Attends with latent queries to the latents in these slots, as `forward` does to all; writes into `out`."""
         ...

@@ -15,6 +15,7 @@ NAMES = (
     ("AttentionImpl", "attention.backend.AttentionBackend"),
     ("accept_output_buffer", "attention.layer.Attention.forward"),
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
+    ("use_sparse", "attention.backend.AttentionFeature.SPARSE"),
     ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
     ("kv_sharing_target_layer_name", "attention.layer.Attention"),
     ("get_kv_cache_shape", "kvcache.cache.PagedKVCache"),

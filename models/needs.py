@@ -47,7 +47,11 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
         num_layers = config.num_layers if recurrent is None else sum(recurrent.kv_layers)
-        return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, state=state)
+        index = None
+        if attention.index is not None:
+            num_indexers = sum(attention.index.layers)
+            index = KVCacheSpec(KVKind.MLA, num_indexers, 1, attention.index.head_dim, kv_dtype or dtype)
+        return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, index=index, state=state)
     # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
     # layer has the place of the largest (`attention.layer` says why).
     num_layers = attention.num_kv_layers
@@ -93,7 +97,7 @@ def attention_needs(
         head_size=spec.head_dim,
         block_size=shape.block_size,
         layout=shape.layout,
-        features=_features(attention) if isinstance(attention, GQAConfig) else frozenset(),
+        features=_features(attention),
         kv_dtype=kv_dtype,
         num_heads=attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -105,7 +109,10 @@ def attention_needs(
     )
 
 
-def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
+def _features(attention: GQAConfig | MLAConfig) -> frozenset[AttentionFeature]:
+    if isinstance(attention, MLAConfig):
+        return frozenset() if attention.index is None else frozenset({AttentionFeature.SPARSE})
+    gqa = attention
     needed = {
         AttentionFeature.SLIDING_WINDOW: any(gqa.sliding_windows),
         AttentionFeature.CHUNKED_LOCAL: any(gqa.attention_chunk_sizes),
@@ -137,4 +144,5 @@ def _mla_dims(mla: MLAConfig) -> MLADims:
         qk_rope_head_dim=mla.qk_rope_head_dim,
         v_head_dim=mla.v_head_dim,
         kv_lora_rank=mla.kv_lora_rank,
+        top_k=0 if mla.index is None else mla.index.top_k,
     )

@@ -85,8 +85,34 @@ class GQAConfig:
 
 
 @dataclass(frozen=True)
+class IndexConfig:
+    """Sparse attention (DeepSeek-V3.2): each query attends to the tokens that an indexer selects for it.
+
+    Attributes:
+        num_heads, head_dim: of the indexer's queries; all share one key.
+        top_k: how many tokens a query attends to; all, where it sees no more.
+        interleaved: how the indexer's queries and keys turn.
+        layers: whether each layer has an indexer. Those without attend to what the last layer with one selected.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    layers: tuple[bool, ...]
+
+    def cache_layer(self, layer_index: int) -> int:
+        """The number of this layer among those with an indexer: where its keys are in the cache."""
+        return sum(self.layers[:layer_index])
+
+
+@dataclass(frozen=True)
 class MLAConfig:
-    """Latent attention; without `q_lora_rank` queries come from one full projection."""
+    """Latent attention; without `q_lora_rank` queries come from one full projection.
+
+    Attributes:
+        index: None where every query attends to all tokens that it sees.
+    """
 
     num_heads: int
     q_lora_rank: int | None
@@ -94,6 +120,7 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    index: IndexConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.deepseek_sparse_config import read_deepseek_v32, read_glm_moe_dsa
 from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
     read_apertus,
@@ -158,6 +159,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
         "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
+        # Sparse attention.
+        "DeepseekV32ForCausalLM": Family(read_deepseek_v32, _DEEPSEEK),
+        "GlmMoeDsaForCausalLM": Family(read_glm_moe_dsa, _DEEPSEEK),
         "Llama4ForCausalLM": Family(read_llama4, _LLAMA4),
         "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, text_config=True),
         "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
@@ -253,6 +257,13 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "KimiK25ForConditionalGeneration": Features(
             "mixture of experts without groups", "latent cache (MLA)", experts=True, latent=True
+        ),
+        "DeepseekV32ForCausalLM": Features(_GROUPED, "latent cache (MLA), sparse", experts=True, latent=True),
+        "GlmMoeDsaForCausalLM": Features(
+            "as DeepSeek-V3.2, layers that share what one selected",
+            "latent cache (MLA), sparse",
+            experts=True,
+            latent=True,
         ),
         "Llama4ForCausalLM": Features(_LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True),
         "Llama4ForConditionalGeneration": Features(

@@ -16,6 +16,7 @@ from tests.unit.models import (
     tiny_hybrid,
     tiny_moe,
     tiny_rope,
+    tiny_sparse,
     tiny_ssm,
 )
 
@@ -193,6 +194,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_rope.MODELS,
         **tiny_delta.MODELS,
         **tiny_ssm.MODELS,
+        **tiny_sparse.MODELS,
     }
 )
 

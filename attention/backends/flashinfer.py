@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
+from attention.backends.flashinfer_workspace import reasons_against_plans
 from attention.backends.flashinfer_wrappers import Prefills, Wrappers
 from attention.cascade import worth_sharing
 from attention.layer_checks import check_planned, check_shared
@@ -136,6 +137,7 @@ class FlashInfer:
         package="flashinfer",
         install="pip install flashinfer-python",
         uniform_layers=True,
+        reasons_against_plans=reasons_against_plans,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:

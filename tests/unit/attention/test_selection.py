@@ -123,8 +123,8 @@ def test_a_missing_package_is_a_reason_with_the_command_that_installs_it() -> No
 def test_backends_that_want_other_blocks_serve_when_forced(name: str) -> None:
     needs = on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD)
     assert chosen(needs, H200, forced=name) == name
-    with pytest.raises(ConfigError, match="block_size 16 is not among"):
-        selection_report(on_gpu(LLAMA, layout=KVCacheLayout.NHD), H200, forced=name)
+    with pytest.raises(ConfigError, match="block_size 8 is not among"):
+        selection_report(on_gpu(LLAMA, block_size=8, layout=KVCacheLayout.NHD), H200, forced=name)
 
 
 def test_an_old_gpu_is_refused_by_its_compute_capability() -> None:

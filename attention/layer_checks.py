@@ -1,5 +1,6 @@
 """Checks of an attention layer's parameters, of its backend and of its memory. A failed check raises."""
 
+import torch
 from torch import Tensor
 
 from attention.backend import AttentionFeature, BackendCapabilities
@@ -105,11 +106,11 @@ def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
         )
 
 
-def check_out(out: Tensor, q_THD: Tensor) -> None:
-    """Raises InternalError for memory that cannot take the result."""
+def check_out(out: Tensor, q_THD: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    """Raises InternalError for memory that cannot take the result. `dtype`: of the result; None: of the queries."""
     for name, value, wanted in (
         ("shape", tuple(out.shape), tuple(q_THD.shape)),
-        ("dtype", out.dtype, q_THD.dtype),
+        ("dtype", out.dtype, dtype or q_THD.dtype),
         ("device", out.device, q_THD.device),
         ("is_contiguous", out.is_contiguous(), True),
     ):

@@ -14,6 +14,8 @@ NAMES = (
     ("UBatchSlice", "attention.micro_batches.MicroBatch"),
     ("AttentionImpl", "attention.backend.AttentionBackend"),
     ("accept_output_buffer", "attention.layer.Attention.forward"),
+    ("output_scale", "attention.layer.Attention.forward"),
+    ("_prob_scale", "kvcache.scales.KVScales"),
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
     ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
     ("kv_sharing_target_layer_name", "attention.layer.Attention"),

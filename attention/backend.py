@@ -34,6 +34,7 @@ class AttentionFeature(StrEnum):
     BLOCK_SPARSE = "block_sparse"
     UNEQUAL_HEADS = "unequal_heads"  # layers differ in kv heads or head size
     ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
+    ENCODER_WINDOW = "encoder_window"  # a window on both sides of an encoder's tokens
     QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
     CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed
 

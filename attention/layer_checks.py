@@ -11,14 +11,16 @@ from kvcache.spec import KVKind
 
 def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:
     """The features that a backend must declare for a layer."""
+    windowed, causal = parameters.sliding_window is not None, parameters.attn_type is AttentionType.DECODER
     asked = {
-        AttentionFeature.SLIDING_WINDOW: parameters.sliding_window is not None,
+        AttentionFeature.SLIDING_WINDOW: windowed and causal,
+        AttentionFeature.ENCODER_WINDOW: windowed and not causal,
         AttentionFeature.CHUNKED_LOCAL: parameters.attention_chunk_size is not None,
         AttentionFeature.SOFT_CAP: parameters.logits_soft_cap is not None,
         AttentionFeature.ALIBI: parameters.alibi_slopes_H is not None,
         AttentionFeature.SINKS: parameters.sinks_H is not None,
         AttentionFeature.BLOCK_SPARSE: parameters.blocksparse is not None,
-        AttentionFeature.ENCODER: parameters.attn_type is not AttentionType.DECODER,
+        AttentionFeature.ENCODER: not causal,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -42,7 +44,9 @@ def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_
         allowed = f"a pattern for {num_heads} heads and {num_kv_heads} kv heads"
         raise refused("blocksparse", f"for {pattern.num_heads} heads and {pattern.num_kv_heads} kv heads", allowed)
     if parameters.attn_type is not AttentionType.DECODER:
-        for name in ("sliding_window", "attention_chunk_size", "blocksparse"):
+        # A decoder's query has no place among an encoder's keys, so no window either.
+        crosses = parameters.attn_type is AttentionType.ENCODER_DECODER
+        for name in (*(("sliding_window",) if crosses else ()), "attention_chunk_size", "blocksparse"):
             value = getattr(parameters, name)
             if value is not None:
                 raise refused(name, value, f"none, for attention of type {parameters.attn_type}")

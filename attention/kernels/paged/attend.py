@@ -34,8 +34,8 @@ def unified_attention(
 ) -> None:
     """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
-    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. A window hides only keys
-    before it: without `causal`, all later keys are seen.
+    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. Without `causal`, a window is
+    that of an encoder, on both sides.
 
     Args:
         kv_layer: [2, B, N, H, D], channels adjacent; may be fp8, whose scales are read on the device.
@@ -96,7 +96,7 @@ def ragged_attention(
     """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
     Features are as `attention.parameters` defines them, with a request's last query at its last key's position; a
-    log-sum-exp includes the sinks. A window hides only keys before it.
+    log-sum-exp includes the sinks. Without `causal`, a window is that of an encoder, on both sides.
 
     Args:
         k_SHD, v_SHV: channels adjacent. NaN in a request's rows may reach all tokens of that request, and of no other.

@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Constants; 0 is no window and no chunks."""
+    """Constants; 0 is no window and no chunks. Without `causal`, a window has two sides."""
 
     causal: bool
     window: int

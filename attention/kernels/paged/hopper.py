@@ -337,6 +337,9 @@ def _seen_by(first_position, last_position, seq_len, BLOCK_N: gl.constexpr, mask
     if CAUSAL:
         stop = gl.maximum(last_position + 1, 0)
         full_stop = gl.maximum(first_position + 1, 0)
+    elif WINDOW:
+        stop = gl.maximum(gl.minimum(last_position + WINDOW, seq_len), 0)
+        full_stop = gl.maximum(gl.minimum(first_position + WINDOW, seq_len), 0)
     return first, stop, gl.cdiv(full_first, BLOCK_N), full_stop // BLOCK_N
 
 
@@ -579,6 +582,8 @@ def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.cons
         seen_MN = (keys_N < queries.seq_len)[None, :]
         if mask.causal:
             seen_MN = seen_MN & (keys_N[None, :] <= positions_M[:, None])
+        elif WINDOW:
+            seen_MN = seen_MN & (keys_N[None, :] < positions_M[:, None] + WINDOW)
         if WINDOW:
             seen_MN = seen_MN & (keys_N[None, :] > positions_M[:, None] - WINDOW)
         if CHUNK:

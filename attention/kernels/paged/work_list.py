@@ -38,15 +38,19 @@ class WorkList:
     rows: [N, 8] int32, `WorkRow`s; undefined after the first `count`.
     count: [1] int32.
     query_start_loc: of the batch that is listed.
+    num_programs: how many programs share the list: as many as the GPU runs at once.
     """
 
     tokens: int
     rows: Tensor
     count: Tensor
     query_start_loc: Tensor
+    num_programs: int
 
 
-def list_work(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int, tokens: int) -> WorkList:
+def list_work(
+    query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int, tokens: int, num_programs: int
+) -> WorkList:
     """Lists the tiles of requests whose queries `query_start_loc` counts, starting at any token.
 
     Args:
@@ -75,7 +79,7 @@ def list_work(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int, tok
     _order_kernel[grid](
         unordered, rows, count, num_tiles, BLOCK_N=_BLOCK_TILES, BLOCK_S=_BLOCK_RANKED, NUMBERS=ROW_NUMBERS
     )
-    return WorkList(tokens, rows, count, query_start_loc)
+    return WorkList(tokens, rows, count, query_start_loc, num_programs)
 
 
 @triton.jit(

@@ -16,7 +16,7 @@ def listed(
     starts = torch.tensor([*accumulate(query_lens, initial=first)], dtype=torch.int32, device=DEVICE)
     seq_lens = [query_len + context for query_len, context in zip(query_lens, context_lens, strict=True)]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    return list_work(starts, lens, num_tokens=first + sum(query_lens) + padding, tokens=tokens)
+    return list_work(starts, lens, num_tokens=first + sum(query_lens) + padding, tokens=tokens, num_programs=4)
 
 
 def rows_of(work: WorkList) -> list[WorkRow]:
@@ -52,7 +52,7 @@ def test_equal_tiles_keep_the_order_of_their_requests() -> None:
 
 def test_queries_without_keys_are_listed_because_their_output_is_written() -> None:
     starts, lens = torch.tensor([0, 4, 20], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
-    rows = rows_of(list_work(starts.to(DEVICE), lens.to(DEVICE), num_tokens=20, tokens=16))
+    rows = rows_of(list_work(starts.to(DEVICE), lens.to(DEVICE), num_tokens=20, tokens=16, num_programs=4))
     assert rows == [WorkRow(0, 0, 4, 0, 4), WorkRow(1, 4, 16, 0, 0)]
 
 

@@ -120,7 +120,7 @@ def attend_items(
         [
             (_attend_items, (0, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers)),
             (_attend_items, (1, q, out, lse, scoring, buffers, work, sizes, mask, PAGED, numbers)),
-            (_load_items, (k_A, k_P, v_V, buffers, work, k_places, v_places, sizes, mask, PAGED, numbers)),
+            (_load_items, (k_A, k_P, v_V, q, buffers, work, k_places, v_places, sizes, mask, PAGED, numbers)),
         ],
         [4, 1],
         [240, 24],
@@ -156,6 +156,7 @@ def _load_items(
     k_A,
     k_P,
     v_V,
+    q,
     buffers,
     work,
     k_places,
@@ -171,8 +172,28 @@ def _load_items(
         item = _item_of(work, deal)
         if item < work.num_items:
             tile, keys = _tile_of(work, item, sizes, mask, PAGED, NUMBERS)
+            _prefetch_queries(q, tile, sizes)
             load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, sizes, PAGED)
             turn += _num_key_tiles(tile, sizes)
+
+
+@gluon.jit
+def _prefetch_queries(q, tile, sizes: gl.constexpr):
+    """Brings a tile's queries to the L2 cache, while the multiplying warpgroups are still at the tile before."""
+    PACK: gl.constexpr = sizes.pack
+    CHANNELS: gl.constexpr = sizes.key_size
+    LINE: gl.constexpr = 64  # channels in 128 bytes
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    last_token = tile.query_len - 1
+    for start in gl.static_range(0, 128, 32):
+        rows = start + lanes
+        tokens = gl.minimum(tile.first_token + rows // PACK, last_token)
+        heads = tile.head + gl.minimum(rows % PACK, tile.heads_left - 1)
+        places = q.ptr + (tile.query_start + tokens).to(gl.int64) * q.stride_t + heads * q.stride_h
+        for channel in gl.static_range(0, CHANNELS, LINE):
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places + channel], gl.int32, is_pure=False, pack=1
+            )
 
 
 @gluon.jit

@@ -101,7 +101,7 @@ class FlashAttention:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flash_attn",
-        install="pip install flash-attn --no-build-isolation",
+        install="pip install --no-build-isolation 'baton-serving[flash-attn]'",
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:

@@ -135,7 +135,7 @@ class FlashInfer:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flashinfer",
-        install="pip install flashinfer-python",
+        install="pip install 'baton-serving[attention]'",
         uniform_layers=True,
         reasons_against_plans=reasons_against_plans,
     )

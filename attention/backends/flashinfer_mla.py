@@ -110,7 +110,7 @@ class FlashInferMLA:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flashinfer",
-        install="pip install flashinfer-python",
+        install="pip install 'baton-serving[attention]'",
         reasons_against_plans=reasons_against_mla_plans,
     )
     pads_v: ClassVar[bool] = False

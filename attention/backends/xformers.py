@@ -121,7 +121,7 @@ class XFormers:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="xformers",
-        install="pip install xformers",
+        install="pip install 'baton-serving[attention]'",
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:

@@ -112,10 +112,12 @@ def test_layers_with_different_windows_exclude_backends_with_one_plan_for_all_la
 
 def test_a_missing_package_is_a_reason_with_the_command_that_installs_it() -> None:
     of = verdicts(on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD), BARE_H200)
-    assert of["FLASHINFER"] == "package flashinfer is not installed: pip install flashinfer-python"
-    assert of["FLASH_ATTN"] == "package flash_attn is not installed: pip install flash-attn --no-build-isolation"
-    assert of["XFORMERS"] == "package xformers is not installed: pip install xformers"
-    with pytest.raises(ConfigError, match="pip install flashinfer-python"):
+    command = "pip install 'baton-serving[attention]'"
+    assert of["FLASHINFER"] == f"package flashinfer is not installed: {command}"
+    assert of["XFORMERS"] == f"package xformers is not installed: {command}"
+    command = "pip install --no-build-isolation 'baton-serving[flash-attn]'"
+    assert of["FLASH_ATTN"] == f"package flash_attn is not installed: {command}"
+    with pytest.raises(ConfigError, match=r"pip install 'baton-serving\[attention\]'"):
         selection_report(on_gpu(LLAMA), BARE_H200, forced="FLASHINFER")
 
 

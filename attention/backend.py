@@ -5,7 +5,7 @@ layer and touches only tensors, never their values, so that it can be captured i
 say so. Legend: T tokens, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
+from attention.platform import Platform
 from attention.sparse import SparseQueries
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
@@ -34,6 +35,7 @@ class AttentionFeature(StrEnum):
     BLOCK_SPARSE = "block_sparse"
     UNEQUAL_HEADS = "unequal_heads"  # layers differ in kv heads or head size
     ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
+    ENCODER_WINDOW = "encoder_window"  # a window on both sides of an encoder's tokens
     SPARSE = "sparse"  # latent attention to the tokens that an indexer selects
     QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
     CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed
@@ -53,6 +55,7 @@ class BackendCapabilities:
         install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
         batch_invariant: on request, a request's result has the same bits alone and in any batch.
+        reasons_against_plans: reasons why the package could not plan some batch within a node's limits; None: it can.
     """
 
     name: str
@@ -70,6 +73,7 @@ class BackendCapabilities:
     install: str = ""
     uniform_layers: bool = False
     batch_invariant: bool = False
+    reasons_against_plans: Callable[["AttentionNeeds", Platform], tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class AttentionNeeds:
         head_size: the cache's channels; for MLA latent plus rotary.
         kv_dtype: of the cache; "" means `dtype`.
         num_heads, num_kv_heads: this rank's.
-        max_num_reqs, max_model_len: bounds of any batch, for buffers that are allocated once.
+        max_num_reqs, max_model_len, max_num_tokens: most requests, longest sequence and most new tokens of any batch,
+            for buffers that are allocated once.
         layers: each attention layer's parameters, by name; without tensors, which do not exist yet.
         mla: head sizes of latent attention; None otherwise.
         batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
@@ -115,6 +120,7 @@ class AttentionNeeds:
     num_kv_heads: int = 1
     max_num_reqs: int = 256
     max_model_len: int = 8192
+    max_num_tokens: int = 8192
     layers: Mapping[str, AttentionParameters] = field(default_factory=lambda: MappingProxyType({}))
     mla: MLADims | None = None
     batch_invariant: bool = False

@@ -179,6 +179,7 @@ def build_runner(
         shape=shape,
         kv_dtype=kv_dtype,
         max_num_reqs=sizes.max_batch_requests,
+        max_num_tokens=sizes.max_batch_tokens,
         batch_invariant=settings.batch_invariant,
     )
     backend = select_backend(needs, forced=settings.attention_backend)

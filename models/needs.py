@@ -78,13 +78,14 @@ def attention_needs(
     shape: KVCacheShape,
     kv_dtype: str = "",
     max_num_reqs: int,
+    max_num_tokens: int = 8192,
     batch_invariant: bool = False,
 ) -> AttentionNeeds:
     """What a backend must support to serve the model over a cache of `shape`.
 
     Args:
         kv_dtype: of the cache; "" means `dtype`.
-        max_num_reqs: most requests in one batch.
+        max_num_reqs, max_num_tokens: most requests and most new tokens in one batch.
         batch_invariant: a request's result must have the same bits alone and in any batch.
     """
     spec = kv_cache_spec(config, dtype, kv_dtype)
@@ -102,6 +103,7 @@ def attention_needs(
         num_heads=attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
         max_num_reqs=max_num_reqs,
+        max_num_tokens=max_num_tokens,
         batch_invariant=batch_invariant,
         max_model_len=min(config.max_context_tokens, shape.num_slots),
         layers=MappingProxyType(layers),

@@ -43,7 +43,13 @@ from models.ungated_experts import SquaredReluExperts
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
-from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
+from models.weights.kv_scales import (
+    add_scales,
+    check_scales,
+    refuse_scales_of_another_format,
+    scale_views,
+    without_scales,
+)
 from models.weights.names import renamed
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
@@ -142,6 +148,7 @@ def load_model(
         stored = in_our_names(stored, views)
         stored = without_zero_biases(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
+        refuse_scales_of_another_format(kv_scales, kv_dtype)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
         _check(stored, views, shares, config, directory)

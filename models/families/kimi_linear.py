@@ -17,6 +17,7 @@ from models.config.model_config import MLAConfig, ModelConfig
 from models.families.deepseek import DeepseekAttention
 from models.families.delta_config import DeltaSwitches
 from models.families.delta_parts import ConvWeights, DeltaMixer, by_head
+from models.indexer import Selection
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
@@ -89,7 +90,13 @@ class KimiLinearLayer(ParallelModule):
             )
         else:
             self.self_attn = DeepseekAttention(
-                size, mla, scale=config.attention_scale, layer_index=place, backend=backend, dtype=dtype
+                size,
+                mla,
+                scale=config.attention_scale,
+                layer_index=place,
+                backend=backend,
+                dtype=dtype,
+                selection=Selection(),
             )
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)

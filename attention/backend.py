@@ -5,7 +5,7 @@ layer and touches only tensors, never their values, so that it can be captured i
 say so. Legend: T tokens, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -17,6 +17,8 @@ from torch import Tensor
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
+from attention.platform import Platform
+from attention.sparse import SparseQueries
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
 from kvcache.tokens import TokenRanges
@@ -33,6 +35,8 @@ class AttentionFeature(StrEnum):
     BLOCK_SPARSE = "block_sparse"
     UNEQUAL_HEADS = "unequal_heads"  # layers differ in kv heads or head size
     ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
+    ENCODER_WINDOW = "encoder_window"  # a window on both sides of an encoder's tokens
+    SPARSE = "sparse"  # latent attention to the tokens that an indexer selects
     QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
     CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed
 
@@ -51,6 +55,7 @@ class BackendCapabilities:
         install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
         batch_invariant: on request, a request's result has the same bits alone and in any batch.
+        reasons_against_plans: reasons why the package could not plan some batch within a node's limits; None: it can.
     """
 
     name: str
@@ -68,16 +73,22 @@ class BackendCapabilities:
     install: str = ""
     uniform_layers: bool = False
     batch_invariant: bool = False
+    reasons_against_plans: Callable[["AttentionNeeds", Platform], tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)
 class MLADims:
-    """Head sizes of a model with latent attention."""
+    """Head sizes of a model with latent attention.
+
+    Attributes:
+        top_k: tokens that each query attends to, with sparse attention; 0: all that it sees.
+    """
 
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     kv_lora_rank: int
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,8 @@ class AttentionNeeds:
         head_size: the cache's channels; for MLA latent plus rotary.
         kv_dtype: of the cache; "" means `dtype`.
         num_heads, num_kv_heads: this rank's.
-        max_num_reqs, max_model_len: bounds of any batch, for buffers that are allocated once.
+        max_num_reqs, max_model_len, max_num_tokens: most requests, longest sequence and most new tokens of any batch,
+            for buffers that are allocated once.
         layers: each attention layer's parameters, by name; without tensors, which do not exist yet.
         mla: head sizes of latent attention; None otherwise.
         batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
@@ -108,6 +120,7 @@ class AttentionNeeds:
     num_kv_heads: int = 1
     max_num_reqs: int = 256
     max_model_len: int = 8192
+    max_num_tokens: int = 8192
     layers: Mapping[str, AttentionParameters] = field(default_factory=lambda: MappingProxyType({}))
     mla: MLADims | None = None
     batch_invariant: bool = False
@@ -189,11 +202,14 @@ class MLAMetadata(AttentionMetadata):
     num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
     prefill: the prefills' own tokens as queries and as keys; None without prefills.
     context_chunks: the prefills' context, in order.
+    sparse_decodes, sparse_prefills: their queries, where these attend to selected tokens; None: to all that they see.
     """
 
     num_decode_tokens: int
     prefill: RaggedLens | None
     context_chunks: tuple[ContextChunk, ...]
+    sparse_decodes: SparseQueries | None = field(default=None, kw_only=True)
+    sparse_prefills: SparseQueries | None = field(default=None, kw_only=True)
 
 
 @runtime_checkable
@@ -231,4 +247,34 @@ class MLABackend(AttentionBackend, Protocol):
             out: memory for the output, which is then returned: the queries' dtype, channels adjacent; None: the backend
                 allocates it.
         """
+        ...
+
+
+@runtime_checkable
+class SparseMLABackend(MLABackend, Protocol):
+    """A latent backend for models that select the tokens to which each query attends."""
+
+    def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
+        """The slots [T, queries.width] int32 of the tokens with the best scores, in the order of their positions; of
+        equal ones the first. The score of a token is the sum over heads of weight * relu(q . k).
+
+        Slots past `queries.counts_T` hold anything.
+
+        Args:
+            weights_TH: float32.
+            index_layer: [1, B, N, 1, D], in which the batch's own keys are already written.
+        """
+        ...
+
+    def attend_selected(
+        self,
+        q_THC: Tensor,
+        kv_layer: Tensor,
+        slots_TK: Tensor,
+        queries: SparseQueries,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        """Attends with latent queries to the latents in these slots, as `forward` does to all; writes into `out`."""
         ...

@@ -115,6 +115,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         *,
         out: Tensor | None = None,
+        output_scale: Tensor | None = None,
     ) -> Tensor:
         """[T, H, D]; rows past the batch's actual tokens hold anything.
 
@@ -123,10 +124,14 @@ class Attention(nn.Module):
                 shares another layer's KV. ENCODER_DECODER: the encoder's keys and values, whose tokens are not the
                 queries' and whose places are in that call's `new_tokens`; None once they are in the cache.
             out: contiguous memory for the result, of the queries' shape and dtype; None: new memory.
+            output_scale: float32 scalar: the result in e4m3, divided by this scale, which is that of the inputs of the
+                fp8 layer that follows. Every backend has it, as a step after its kernels. Library API.
 
         Raises:
             InternalError: keys or values are missing, or `out` cannot take the result.
         """
+        if output_scale is not None:
+            return self._quantized_output(q_THD, k_TKD, v_TKD, kv_cache, metadata, out=out, scale=output_scale)
         if out is not None:
             check_out(out, q_THD)
         kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
@@ -141,6 +146,23 @@ class Attention(nn.Module):
         elif self.attn_type is not AttentionType.ENCODER_DECODER or k_TKD is not v_TKD:
             raise InternalError(f"attention layer {self.layer_index} got no keys or no values", field="k_TKD")
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
+
+    def _quantized_output(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        *,
+        out: Tensor | None,
+        scale: Tensor,
+    ) -> Tensor:
+        if out is not None:
+            check_out(out, q_THD, dtype=torch.float8_e4m3fn)
+        attended_THD = self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
+        quantized_THD = quantize(attended_THD, scale, torch.float8_e4m3fn)
+        return quantized_THD if out is None else out.copy_(quantized_THD)
 
     def rotate_and_attend(
         self,

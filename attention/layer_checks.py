@@ -1,5 +1,6 @@
 """Checks of an attention layer's parameters, of its backend and of its memory. A failed check raises."""
 
+import torch
 from torch import Tensor
 
 from attention.backend import AttentionFeature, BackendCapabilities
@@ -10,14 +11,16 @@ from kvcache.spec import KVKind
 
 def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:
     """The features that a backend must declare for a layer."""
+    windowed, causal = parameters.sliding_window is not None, parameters.attn_type is AttentionType.DECODER
     asked = {
-        AttentionFeature.SLIDING_WINDOW: parameters.sliding_window is not None,
+        AttentionFeature.SLIDING_WINDOW: windowed and causal,
+        AttentionFeature.ENCODER_WINDOW: windowed and not causal,
         AttentionFeature.CHUNKED_LOCAL: parameters.attention_chunk_size is not None,
         AttentionFeature.SOFT_CAP: parameters.logits_soft_cap is not None,
         AttentionFeature.ALIBI: parameters.alibi_slopes_H is not None,
         AttentionFeature.SINKS: parameters.sinks_H is not None,
         AttentionFeature.BLOCK_SPARSE: parameters.blocksparse is not None,
-        AttentionFeature.ENCODER: parameters.attn_type is not AttentionType.DECODER,
+        AttentionFeature.ENCODER: not causal,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -41,7 +44,9 @@ def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_
         allowed = f"a pattern for {num_heads} heads and {num_kv_heads} kv heads"
         raise refused("blocksparse", f"for {pattern.num_heads} heads and {pattern.num_kv_heads} kv heads", allowed)
     if parameters.attn_type is not AttentionType.DECODER:
-        for name in ("sliding_window", "attention_chunk_size", "blocksparse"):
+        # A decoder's query has no place among an encoder's keys, so no window either.
+        crosses = parameters.attn_type is AttentionType.ENCODER_DECODER
+        for name in (*(("sliding_window",) if crosses else ()), "attention_chunk_size", "blocksparse"):
             value = getattr(parameters, name)
             if value is not None:
                 raise refused(name, value, f"none, for attention of type {parameters.attn_type}")
@@ -105,11 +110,11 @@ def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
         )
 
 
-def check_out(out: Tensor, q_THD: Tensor) -> None:
-    """Raises InternalError for memory that cannot take the result."""
+def check_out(out: Tensor, q_THD: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    """Raises InternalError for memory that cannot take the result. `dtype`: of the result; None: of the queries."""
     for name, value, wanted in (
         ("shape", tuple(out.shape), tuple(q_THD.shape)),
-        ("dtype", out.dtype, q_THD.dtype),
+        ("dtype", out.dtype, dtype or q_THD.dtype),
         ("device", out.device, q_THD.device),
         ("is_contiguous", out.is_contiguous(), True),
     ):

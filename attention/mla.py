@@ -3,24 +3,34 @@
 The cache holds one latent and one rotary key per token, for all heads. Decodes stay in the latent space: W_UK is
 absorbed into the query and W_UV applied to the result, so that a token's latent is read once for all heads. Prefills
 are bound by arithmetic instead, so keys and values are decompressed: those of the new tokens at once, those of the
-context chunk by chunk in a fixed workspace, merged by log-sum-exp.
+context chunk by chunk in a fixed workspace, merged by log-sum-exp. Queries that attend to
+selected tokens only have keys of their own, so they stay in the latent space in prefills too.
 
 Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, D = P + R, L latent rank,
 C = L + R, V value channels, X = P + V.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMetadata, RaggedLens
+from attention.backend import (
+    AttentionBackend,
+    ContextChunk,
+    MLABackend,
+    MLAMetadata,
+    RaggedLens,
+    SparseMLABackend,
+)
 from attention.kernels.rotary.latents import rotate_latents
 from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
+from attention.sparse import NOTHING_SELECTED, Selected, SparseQueries
 from baton.errors import ConfigError, InternalError
 from kvcache.access import gather_tokens, store_latent
 from kvcache.cache import PagedKVCache
@@ -28,6 +38,9 @@ from kvcache.scales import KVScales
 
 # x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides
 MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+
+# Queries of prefills in the latent space at once: 128 heads of 1,024 tokens and their results take 285 MB.
+_LATENT_QUERIES = 1024
 
 
 class MLAAttention(nn.Module):
@@ -77,6 +90,7 @@ class MLAAttention(nn.Module):
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
         self.backend = backend
+        self.sparse_backend = backend if isinstance(backend, SparseMLABackend) else None
         self.multiply_heads: MultiplyHeads = library_heads_product
         self._w_uk_HPL: Tensor | None = None
         self._w_uv_HLV: Tensor | None = None
@@ -100,6 +114,7 @@ class MLAAttention(nn.Module):
         kv_cache: PagedKVCache,
         metadata: MLAMetadata,
         *,
+        selected: Selected = NOTHING_SELECTED,
         out: Tensor | None = None,
     ) -> Tensor:
         """[T, H, V]; rows past the batch's actual tokens hold anything.
@@ -108,6 +123,7 @@ class MLAAttention(nn.Module):
             q_THD: each head's channels without position, then the rotary ones, rotated.
             kv_c_TL: normalised latents.
             k_pe_TR: rotary keys, rotated.
+            selected: where queries attend to selected tokens only.
             out: memory for the result, of the queries' dtype, channels adjacent; None: new memory.
 
         Raises:
@@ -116,7 +132,8 @@ class MLAAttention(nn.Module):
         kv_layer = kv_cache.layer(self.layer_index)
         self._calculate_scales(q_THD, kv_c_TL, k_pe_TR, metadata)
         store_latent(kv_layer, kv_c_TL, k_pe_TR, metadata.new_tokens, scale=self._latent_scale)
-        return self._attend_stored(q_THD, kv_c_TL, k_pe_TR, kv_layer, metadata, out_THV=self._checked(out, q_THD))
+        out_THV = self._checked(out, q_THD)
+        return self._attend_stored(q_THD, kv_c_TL, k_pe_TR, kv_layer, metadata, selected=selected, out_THV=out_THV)
 
     def rotate_and_attend(
         self,
@@ -127,6 +144,7 @@ class MLAAttention(nn.Module):
         metadata: MLAMetadata,
         *,
         norm: RowNorm,
+        selected: Selected = NOTHING_SELECTED,
     ) -> Tensor:
         """As `forward` of queries and latents as their projections leave them: these are normed, turned and written to
         the cache first, on a GPU by one kernel.
@@ -135,6 +153,7 @@ class MLAAttention(nn.Module):
             q_THD: each head's channels without position, then the rotary ones.
             latent_TC: each token's latent, then its rotary key. Both arguments are overwritten.
             norm: of the latents.
+            selected: as in `forward`.
         """
         kv_c_TL, k_pe_TR = latent_TC.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if not q_THD.is_cuda:
@@ -142,10 +161,10 @@ class MLAAttention(nn.Module):
             # The key's rotary part is turned as one more head: one rotation serves queries and key.
             pe_TXR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
             q_THD = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1)
-            return self.forward(q_THD, norm(kv_c_TL), pe_TXR[:, -1], kv_cache, metadata)
+            return self.forward(q_THD, norm(kv_c_TL), pe_TXR[:, -1], kv_cache, metadata, selected=selected)
         if self.scales is not None and self.scales.calculate:  # from latents that are normed, but not yet stored
             rotate_latents(q_THD, latent_TC, rotation, norm=norm)
-            return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata)
+            return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata, selected=selected)
         kv_layer = kv_cache.layer(self.layer_index)
         decode_q_THC = self._new_decode_queries(q_THD, metadata) if metadata.num_decode_tokens else None
         rotate_latents(
@@ -160,7 +179,14 @@ class MLAAttention(nn.Module):
         )
         out_THV = self._checked(None, q_THD)
         return self._attend_stored(
-            q_THD, kv_c_TL, k_pe_TR, kv_layer, metadata, decode_q_THC=decode_q_THC, out_THV=out_THV
+            q_THD,
+            kv_c_TL,
+            k_pe_TR,
+            kv_layer,
+            metadata,
+            selected=selected,
+            decode_q_THC=decode_q_THC,
+            out_THV=out_THV,
         )
 
     def _attend_stored(
@@ -171,6 +197,7 @@ class MLAAttention(nn.Module):
         kv_layer: Tensor,
         metadata: MLAMetadata,
         *,
+        selected: Selected,
         out_THV: Tensor,
         decode_q_THC: Tensor | None = None,
     ) -> Tensor:
@@ -185,8 +212,17 @@ class MLAAttention(nn.Module):
             if decode_q_THC is None:
                 decode_q_THC = self._new_decode_queries(q_THD, metadata)
                 decode_q_THC[..., self.kv_lora_rank :] = q_THD[decodes, :, self.qk_nope_head_dim :]
-            self._decode(q_THD[decodes, :, : self.qk_nope_head_dim], decode_q_THC, kv_layer, metadata, out_THV[decodes])
-        if metadata.prefill is not None:
+            attend = partial(self._attend_all, kv_layer, metadata)
+            if selected.decodes is not None:
+                assert metadata.sparse_decodes is not None
+                attend = partial(self._attend_selected, kv_layer, selected.decodes, metadata.sparse_decodes)
+            self._absorbed(q_THD[decodes, :, : self.qk_nope_head_dim], decode_q_THC, attend, out_THV[decodes])
+        if metadata.prefill is not None and selected.prefills is not None:
+            assert metadata.sparse_prefills is not None
+            self._prefill_selected(
+                q_THD[prefills], kv_layer, selected.prefills, metadata.sparse_prefills, out_THV[prefills]
+            )
+        elif metadata.prefill is not None:
             self._prefill(
                 q_THD[prefills],
                 kv_c_TL[prefills],
@@ -203,18 +239,44 @@ class MLAAttention(nn.Module):
         channels = self.kv_lora_rank + self.qk_rope_head_dim
         return q_THD.new_empty(metadata.num_decode_tokens, self.num_heads, channels)
 
-    def _decode(
-        self, q_nope_THP: Tensor, q_THC: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor
+    def _absorbed(
+        self, q_nope_THP: Tensor, q_THC: Tensor, attend: Callable[[Tensor, Tensor], None], out_THV: Tensor
     ) -> None:
         """Attends with every head's query to the latents themselves: q.(W_UK c) is (q W_UK).c, and the weighted sum of
-        W_UV c is W_UV times the weighted sum of c."""
+        W_UV c is W_UV times the weighted sum of c.
+
+        Args:
+            q_THC: the queries in the latent space, in which only the rotary part is there yet.
+            attend: takes these queries, and memory for the weighted sums of latents.
+        """
         assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
         assert self._w_uv_HLV is not None
         rank = self.kv_lora_rank
         self.multiply_heads(q_nope_THP.transpose(0, 1), self._w_uk_HPL, q_THC[..., :rank].transpose(0, 1))
         attended_THL = q_THC.new_empty(*q_THC.shape[:2], rank)
-        self.backend.forward(q_THC, None, None, kv_layer, metadata, layer=self.asked, out=attended_THL)
+        attend(q_THC, attended_THL)
         self.multiply_heads(attended_THL.transpose(0, 1), self._w_uv_HLV, out_THV.transpose(0, 1))
+
+    def _attend_all(self, kv_layer: Tensor, metadata: MLAMetadata, q_THC: Tensor, attended_THL: Tensor) -> None:
+        self.backend.forward(q_THC, None, None, kv_layer, metadata, layer=self.asked, out=attended_THL)
+
+    def _attend_selected(
+        self, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, q_THC: Tensor, attended_THL: Tensor
+    ) -> None:
+        assert self.sparse_backend is not None, "the backend was selected without the feature sparse"
+        self.sparse_backend.attend_selected(q_THC, kv_layer, slots_TK, queries, layer=self.asked, out=attended_THL)
+
+    def _prefill_selected(
+        self, q_THD: Tensor, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, out_THV: Tensor
+    ) -> None:
+        """Attends to the selected tokens of each query, the batch's own among them, in pieces of bounded memory."""
+        channels, nope = self.kv_lora_rank + self.qk_rope_head_dim, self.qk_nope_head_dim
+        for start, piece in queries.pieces(_LATENT_QUERIES):
+            rows = slice(start, start + len(piece.counts_T))
+            q_THC = q_THD.new_empty(len(piece.counts_T), self.num_heads, channels)
+            q_THC[..., self.kv_lora_rank :] = q_THD[rows, :, nope:]
+            attend = partial(self._attend_selected, kv_layer, slots_TK[rows], piece)
+            self._absorbed(q_THD[rows, :, :nope], q_THC, attend, out_THV[rows])
 
     def _prefill(
         self,

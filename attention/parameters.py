@@ -29,7 +29,8 @@ class AttentionType(StrEnum):
 @dataclass(frozen=True)
 class AttentionParameters:
     """Attributes:
-    sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
+    sliding_window: a token sees itself and the `sliding_window - 1` before it, in an encoder also as many after it;
+        None: all.
     attention_chunk_size: chunked local attention: a token sees itself and earlier tokens of its own chunk. The chunks
         of a sequence are [0, size), [size, 2 * size), ...
     logits_soft_cap: scores become cap * tanh(score / cap).

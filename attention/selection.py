@@ -177,6 +177,8 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
         reasons.append(f"package {capabilities.package} is not installed: {capabilities.install}")
     if needs.batch_invariant and not capabilities.batch_invariant:
         reasons.append("its results depend on the batch")
+    if capabilities.reasons_against_plans is not None and needs.kind is capabilities.kind:
+        reasons.extend(capabilities.reasons_against_plans(needs, platform))
     if capabilities.uniform_layers and needs.layers:
         try:
             infer_global_hyperparameters(get_per_layer_parameters(needs.layers))

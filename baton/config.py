@@ -141,6 +141,13 @@ class NodeSettings(CommonSettings):
         f"longest context needs, at least {CPU_CACHE_MIB} and at most a quarter of the memory of machine or container; "
         "on a GPU, what is left of gpu_memory_fraction",
     )
+    state_slots: int = Field(
+        0,
+        ge=0,
+        le=_SLOTS_MAX,
+        description="recurrent states in the cache, one for each request and for each kept prefix; 0: three for each "
+        "request of a step, in at most half of the cache's memory. Only for models with recurrent layers",
+    )
     gpu_memory_fraction: float = Field(
         0.9,
         gt=0,

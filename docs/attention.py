@@ -14,7 +14,10 @@ NAMES = (
     ("UBatchSlice", "attention.micro_batches.MicroBatch"),
     ("AttentionImpl", "attention.backend.AttentionBackend"),
     ("accept_output_buffer", "attention.layer.Attention.forward"),
+    ("output_scale", "attention.layer.Attention.forward"),
+    ("_prob_scale", "kvcache.scales.KVScales"),
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
+    ("use_sparse", "attention.backend.AttentionFeature.SPARSE"),
     ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
     ("kv_sharing_target_layer_name", "attention.layer.Attention"),
     ("get_kv_cache_shape", "kvcache.cache.PagedKVCache"),
@@ -74,7 +77,10 @@ _INTRODUCTION = """# Attention backends
 A node takes the first backend of this table that supports its model on its machine, and logs the reasons against every
 other one; on a Hopper GPU, TRITON_MLA is preferred to FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
 (`--attention-backend`) forces a backend; if it does not support the model, the node prints the reasons and does not
-start. A backend whose package is missing is refused with the command that installs it.
+start. A backend whose package is missing is refused with the command that installs it:
+`pip install 'baton-serving[attention]'` for FLASHINFER, FLASHINFER_MLA and XFORMERS, and
+`pip install --no-build-isolation 'baton-serving[flash-attn]'` for FLASH_ATTN, which is compiled against the torch that
+is installed. With `--constraint constraints-attention.txt` of the repository both take versions that resolve together.
 [Adding an attention backend](adding-a-backend.md) has a complete example.
 
 `attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One conformance suite

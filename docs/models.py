@@ -42,6 +42,10 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
 - All families but Phi-3-small, which transformers does not have, are tested against transformers in float32: the logits
   are equal for whole prompts, prompts in chunks, single tokens, and batches of all three (`tests/unit/models`). Falcon
   with ALiBi differs from about 257 tokens on: transformers rounds its distances to bfloat16, Baton does not.
+- DeepSeek-V3.2 and GLM-5 attend to the tokens that an indexer selects (`index_topk`), its keys in a cache next to that
+  of KV, of the same dtype. As transformers, Baton scores them in that dtype; the publisher's code turns them by a
+  Hadamard matrix and rounds them to fp8 first. Of equal scores the first tokens are taken. Their kernels have only been
+  run in Triton's interpreter; their speed is not measured.
 - `--tensor-parallel-size` splits every family: each rank has some query heads with their kv heads, some channels of
   each MLP and expert, and some rows of the vocabulary. The number of ranks has to divide the query heads and the
   channels; fp8 weights in blocks need at least one block of channels for each rank. It also has to divide the kv heads

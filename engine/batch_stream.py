@@ -36,7 +36,8 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        return pickle.dumps((batch.step, len(rows), places, changed, batch.scores), protocol=pickle.HIGHEST_PROTOCOL)
+        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.snapshots
+        return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class BatchReader:
@@ -46,12 +47,12 @@ class BatchReader:
         self._rows: list[BatchRow] = []
 
     def read(self, message: bytes) -> Batch:
-        step, num_rows, places, changed, scores = pickle.loads(message)
+        step, num_rows, places, changed, scores, restores, snapshots = pickle.loads(message)
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
             known[place] = _decode_row(row, known[place])
-        return Batch(step, tuple(known[:num_rows]), scores=scores)
+        return Batch(step, tuple(known[:num_rows]), scores=scores, restores=restores, snapshots=snapshots)
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:

@@ -12,8 +12,10 @@ from attention.selection import select_backend
 from baton.config import (
     CPU_BATCH_REQUESTS,
     CPU_BATCH_TOKENS,
+    CPU_CACHE_SHARE,
     GPU_BATCH_REQUESTS,
     GPU_PREFILL_REQUESTS,
+    MIB,
     SMALL_GPU_BATCH_REQUESTS,
     DecodeSettings,
     NodeSettings,
@@ -23,7 +25,7 @@ from baton.costs import StepCosts
 from baton.errors import ConfigError
 from baton.memory import memory_limit_bytes
 from engine.context_room import cpu_cache_bytes
-from engine.device.fits import check_fits
+from engine.device.fits import check_fits, memory_of
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
 from engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
@@ -40,6 +42,7 @@ from engine.device.step_costs import (
     step_sizes,
 )
 from engine.request import ModelFacts
+from engine.state_room import choose_state_slots
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
 from kvcache.layout import LayoutChoice
@@ -65,6 +68,8 @@ _MOST_BLOCKS = 1 << 20
 _SEAT_TOKENS = 512
 # The cache's part of the memory that a node may use, as far as is known before the weights are loaded.
 _CACHE_SHARE = 0.5
+# The part of a cache's memory that recurrent states may take.
+_STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,12 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it."""
+    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it, and `state_slots`."""
 
     max_batch_tokens: int
     max_batch_requests: int
     num_blocks: int | None
+    state_slots: int
 
 
 def build_runner(
@@ -162,10 +168,10 @@ def build_runner(
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
-    check_fits(settings, spec, num_blocks=sizes.num_blocks, device=device)
+    check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
-    shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks)
+    shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks, sizes.state_slots)
     needs = attention_needs(
         rank_config,
         dtype=dtype,
@@ -173,6 +179,7 @@ def build_runner(
         shape=shape,
         kv_dtype=kv_dtype,
         max_num_reqs=sizes.max_batch_requests,
+        max_num_tokens=sizes.max_batch_tokens,
         batch_invariant=settings.batch_invariant,
     )
     backend = select_backend(needs, forced=settings.attention_backend)
@@ -206,7 +213,7 @@ def build_runner(
     grammars = GrammarCompiler(tokenizer_json(settings.model), facts.vocab_size, facts.eos_token_ids)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
-        known = replace(facts, num_blocks=cache.shape.num_blocks)
+        known = replace(facts, num_blocks=cache.shape.num_blocks, state_slots=cache.shape.state_slots)
         return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars, adapters=adapters)
 
     memory: MemoryPlan | None = None
@@ -214,9 +221,12 @@ def build_runner(
         sizes, memory = _profiled_sizes(settings, sizes, make_runner, spec, shape, device)
     assert sizes.num_blocks is not None, "given or profiled"
     num_blocks = parallel.smallest(sizes.num_blocks, device)
+    state_slots = parallel.smallest(sizes.state_slots, device)
     limits = StepLimits(parallel.smallest(sizes.max_batch_tokens, device), sizes.max_batch_requests)
     with allocating(f"the KV cache, {num_blocks} blocks of {settings.block_size} tokens"):
-        cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), device)
+        cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks, state_slots=state_slots), device)
+    if state_slots:
+        _log.info("%s: %d slots for recurrent states of %.1f MiB", device, state_slots, spec.bytes_per_slot / MIB)
     graphs: GraphSettings | None = None
     if device.type == "cuda" and settings.cuda_graphs:
         graphs = GraphSettings(
@@ -287,12 +297,18 @@ def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device
     """The sizes that the settings give, and the defaults of the others."""
     on_gpu = device.type == "cuda"
     num_blocks, cache_bytes = settings.num_blocks, settings.kv_cache_bytes
+    # States are next to a cache of given or default blocks, and within one of given memory.
+    state_bytes = int(memory_of(device) * CPU_CACHE_SHARE) // settings.tensor_parallel_size
     if cache_bytes is None and not on_gpu:
         memory_bytes = memory_limit_bytes()
         cache_bytes = cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes)
-    if num_blocks is None and cache_bytes is not None:
-        num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=cache_bytes)
+    elif cache_bytes is not None and num_blocks is None:
+        state_bytes = int(cache_bytes * _STATE_SHARE)
     seats = settings.max_batch_requests
+    slots = choose_state_slots(settings.state_slots, spec, seats=seats or CPU_BATCH_REQUESTS, most_bytes=state_bytes)
+    if num_blocks is None and cache_bytes is not None:
+        kv_bytes = cache_bytes - slots * spec.bytes_per_slot if settings.kv_cache_bytes is not None else cache_bytes
+        num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=kv_bytes)
     if seats is None and on_gpu:
         known = None if num_blocks is None else num_blocks * settings.block_size
         total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -302,6 +318,7 @@ def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device
         settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
         seats or CPU_BATCH_REQUESTS,
         num_blocks,
+        slots,
     )
 
 
@@ -332,8 +349,15 @@ def _profiled_sizes(
             max_batch_requests=sizes.max_batch_requests,
             share=share,
         )
-    fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=memory.kv_cache)
-    return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS)), memory
+    slots = choose_state_slots(
+        settings.state_slots,
+        spec,
+        seats=sizes.max_batch_requests,
+        most_bytes=int(memory.kv_cache * _STATE_SHARE),
+    )
+    kv_bytes = memory.kv_cache - slots * spec.bytes_per_slot
+    fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=kv_bytes)
+    return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
 
 
 def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str) -> ModelFacts:
@@ -346,6 +370,7 @@ def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity
         eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
         identity=identity,
         window_tokens=max(spec.windows, default=0),
+        state_slots=shape.state_slots,
     )
 
 

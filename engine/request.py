@@ -197,6 +197,8 @@ class ModelFacts:
         identity: a text that differs between models whose KV differs; part of every prefix key.
         window_tokens: the widest sliding window of any layer; 0 where no layer has one.
         state_slots: places for recurrent states; 0: the model has none.
+        scan_tokens: recurrent layers compute prompts in pieces of so many tokens, at multiples of it; a chunk that ends
+            elsewhere changes last bits.
     """
 
     num_blocks: int
@@ -207,6 +209,7 @@ class ModelFacts:
     identity: str
     window_tokens: int = 0
     state_slots: int = 0
+    scan_tokens: int = 64
 
 
 @dataclass(frozen=True)

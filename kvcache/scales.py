@@ -16,6 +16,8 @@ V_RANGE = 100.0
 class KVScales(nn.Module):
     """Attributes:
     q_scale, k_scale, v_scale: float32 scalars on the device of the layer.
+    prob_scale: of softmax weights in fp8, as some checkpoints have it. It changes no result: every backend multiplies
+        weights in 16 or 32 bits, which need no scale.
     calculate: the next batch sets the scales and resets this to False. Two nodes calculate different scales, so KV
         that travels between nodes needs given scales.
     """
@@ -23,13 +25,21 @@ class KVScales(nn.Module):
     q_scale: Tensor
     k_scale: Tensor
     v_scale: Tensor
+    prob_scale: Tensor
 
     def __init__(
-        self, *, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0, calculate: bool = False
+        self,
+        *,
+        q_scale: float = 1.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        prob_scale: float = 1.0,
+        calculate: bool = False,
     ) -> None:
         super().__init__()
         self.calculate = calculate
-        for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "prob_scale": prob_scale}
+        for name, value in given.items():
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
 
     @property

@@ -46,12 +46,16 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
         state = KVCacheSpec(KVKind.STATE, recurrent.num_layers, recurrent.num_heads, recurrent.head_channels, "float32")
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
-        num_layers = config.num_layers - (0 if recurrent is None else recurrent.num_layers)
-        return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, state=state)
+        num_layers = config.num_layers if recurrent is None else sum(recurrent.kv_layers)
+        index = None
+        if attention.index is not None:
+            num_indexers = sum(attention.index.layers)
+            index = KVCacheSpec(KVKind.MLA, num_indexers, 1, attention.index.head_dim, kv_dtype or dtype)
+        return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, index=index, state=state)
     # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
     # layer has the place of the largest (`attention.layer` says why).
     num_layers = attention.num_kv_layers
-    has_kv = [True] * num_layers if recurrent is None else [not keeps for keeps in recurrent.layers]
+    has_kv = (True,) * num_layers if recurrent is None else recurrent.kv_layers
     windows = tuple(
         window or 0 for window, keeps in zip(attention.sliding_windows[:num_layers], has_kv, strict=True) if keeps
     )
@@ -74,13 +78,14 @@ def attention_needs(
     shape: KVCacheShape,
     kv_dtype: str = "",
     max_num_reqs: int,
+    max_num_tokens: int = 8192,
     batch_invariant: bool = False,
 ) -> AttentionNeeds:
     """What a backend must support to serve the model over a cache of `shape`.
 
     Args:
         kv_dtype: of the cache; "" means `dtype`.
-        max_num_reqs: most requests in one batch.
+        max_num_reqs, max_num_tokens: most requests and most new tokens in one batch.
         batch_invariant: a request's result must have the same bits alone and in any batch.
     """
     spec = kv_cache_spec(config, dtype, kv_dtype)
@@ -93,11 +98,12 @@ def attention_needs(
         head_size=spec.head_dim,
         block_size=shape.block_size,
         layout=shape.layout,
-        features=_features(attention) if isinstance(attention, GQAConfig) else frozenset(),
+        features=_features(attention),
         kv_dtype=kv_dtype,
         num_heads=attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
         max_num_reqs=max_num_reqs,
+        max_num_tokens=max_num_tokens,
         batch_invariant=batch_invariant,
         max_model_len=min(config.max_context_tokens, shape.num_slots),
         layers=MappingProxyType(layers),
@@ -105,7 +111,10 @@ def attention_needs(
     )
 
 
-def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
+def _features(attention: GQAConfig | MLAConfig) -> frozenset[AttentionFeature]:
+    if isinstance(attention, MLAConfig):
+        return frozenset() if attention.index is None else frozenset({AttentionFeature.SPARSE})
+    gqa = attention
     needed = {
         AttentionFeature.SLIDING_WINDOW: any(gqa.sliding_windows),
         AttentionFeature.CHUNKED_LOCAL: any(gqa.attention_chunk_sizes),
@@ -137,4 +146,5 @@ def _mla_dims(mla: MLAConfig) -> MLADims:
         qk_rope_head_dim=mla.qk_rope_head_dim,
         v_head_dim=mla.v_head_dim,
         kv_lora_rank=mla.kv_lora_rank,
+        top_k=0 if mla.index is None else mla.index.top_k,
     )

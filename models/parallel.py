@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm, RecurrentConfig
 
 _MOST_RANKS = 64  # largest number of ranks that an error proposes
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
@@ -146,6 +146,7 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
         intermediate_size=len(channels(config.intermediate_size, parallel, block=block)),
         intermediate_sizes=tuple(len(channels(size, parallel, block=block)) for size in config.intermediate_sizes),
         moe=None if moe is None else _local_moe(moe, parallel, block),
+        recurrent=_local_recurrent(config.recurrent, parallel),
         vocab_size=padded_rows(config.vocab_size, parallel),
     )
 
@@ -210,6 +211,17 @@ def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> M
     )
 
 
+def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel) -> RecurrentConfig | None:
+    if recurrent is None:
+        return None
+    local = replace(recurrent, num_heads=len(kv_heads(recurrent.num_heads, parallel)))
+    groups = recurrent.num_groups
+    if groups == 0:
+        return local
+    ranks_per_group = max(1, parallel.size // groups)
+    return replace(local, num_groups=len(kv_heads(groups, parallel)), ranks_per_group=ranks_per_group)
+
+
 def _problem(config: ModelConfig, size: int) -> str | None:
     """Why the model cannot be split over `size` ranks; None if it can."""
     if size == 1:
@@ -222,6 +234,10 @@ def _problem(config: ModelConfig, size: int) -> str | None:
         for num_kv_heads in sorted({attention.num_kv_heads, *(heads for heads, _ in attention.layer_heads)}):
             if num_kv_heads % size and size % num_kv_heads:
                 return f"it has {num_kv_heads} kv heads"
+    if config.recurrent is not None and config.recurrent.num_heads % size:
+        return f"its recurrent layers have {config.recurrent.num_heads} heads"
+    if config.recurrent is not None and (groups := config.recurrent.num_groups) and groups % size and size % groups:
+        return f"its recurrent layers have {groups} groups of heads"
     if heads is not None:
         for name, (count, is_input) in _head_channels(attention, size).items():
             if count % (multiple := math.lcm(*heads) if is_input else heads[0]):

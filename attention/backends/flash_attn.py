@@ -95,12 +95,13 @@ class FlashAttention:
                 AttentionFeature.SOFT_CAP,
                 AttentionFeature.ALIBI,
                 AttentionFeature.ENCODER,
+                AttentionFeature.ENCODER_WINDOW,
             }
         ),
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flash_attn",
-        install="pip install flash-attn --no-build-isolation",
+        install="pip install --no-build-isolation 'baton-serving[flash-attn]'",
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
@@ -173,10 +174,10 @@ class FlashAttention:
 
 def _asked(layer: AttentionParameters) -> dict[str, object]:
     """A layer's parameters as flash-attn takes them. Its windows do not count the token itself; 0 is no soft cap."""
-    window = layer.sliding_window
+    window, causal = layer.sliding_window, layer.attn_type is AttentionType.DECODER
     return {
         "softmax_scale": layer.scale,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "window_size": (-1, -1) if window is None else (window - 1, 0 if causal else window - 1),
         "softcap": layer.logits_soft_cap or 0.0,
         "alibi_slopes": layer.alibi_slopes_H,
     }

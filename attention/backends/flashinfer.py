@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
+from attention.backends.flashinfer_workspace import reasons_against_plans
 from attention.backends.flashinfer_wrappers import Prefills, Wrappers
 from attention.cascade import worth_sharing
 from attention.layer_checks import check_planned, check_shared
@@ -134,8 +135,9 @@ class FlashInfer:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flashinfer",
-        install="pip install flashinfer-python",
+        install="pip install 'baton-serving[attention]'",
         uniform_layers=True,
+        reasons_against_plans=reasons_against_plans,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
-from attention.backends.flashinfer_plan import WORKSPACE_BYTES, Planned
+from attention.backends.flashinfer_plan import Planned
+from attention.backends.flashinfer_workspace import WORKSPACE_BYTES, mla_workspace_bytes, reasons_against_mla_plans
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
@@ -39,9 +40,10 @@ class FlashInferMLAMetadata(MLAMetadata):
 
 
 class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
-    def __init__(self, needs: AttentionNeeds, *, workspace_tokens: int) -> None:
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, workspace_tokens: int) -> None:
         flashinfer_mla = importlib.import_module("flashinfer.mla")
-        partial_results = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=needs.device)
+        num_bytes = max(WORKSPACE_BYTES, mla_workspace_bytes(platform.num_sms))
+        partial_results = torch.zeros(num_bytes, dtype=torch.uint8, device=needs.device)
         self._block_size = needs.block_size
         self._num_heads = needs.num_heads
         self._dtype = TORCH_DTYPES[needs.dtype]
@@ -108,14 +110,14 @@ class FlashInferMLA:
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="flashinfer",
-        install="pip install flashinfer-python",
+        install="pip install 'baton-serving[attention]'",
+        reasons_against_plans=reasons_against_mla_plans,
     )
     pads_v: ClassVar[bool] = False
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del platform
         self.workspace = new_workspace(needs, context_workspace_tokens)
-        self.builder = FlashInferMLABuilder(needs, workspace_tokens=context_workspace_tokens)
+        self.builder = FlashInferMLABuilder(needs, platform, workspace_tokens=context_workspace_tokens)
 
     def forward(
         self,

@@ -14,9 +14,6 @@ from attention.kernels.block_list import list_blocks
 from attention.metadata import CommonAttentionMetadata
 from baton.errors import InternalError
 
-# flashinfer's recommendation for the partial results of one call.
-WORKSPACE_BYTES = 128 << 20
-
 
 class Planned:
     """A flashinfer wrapper with its latest plan.

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds
-from attention.backends.flashinfer_plan import WORKSPACE_BYTES, BlockLister, BlockLists, Planned
+from attention.backends.flashinfer_plan import BlockLister, BlockLists, Planned
+from attention.backends.flashinfer_workspace import (
+    INT_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    float_workspace_bytes,
+    int_workspace_bytes,
+)
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import FP8_DTYPES
-
-# Rows of queries in one tile of flashinfer's largest kernel, and tiles in flight per multiprocessor.
-_MAX_TILE_ROWS = 128
-_DECODE_TILE_ROWS = 64
-_TILES_PER_SM = 2
 
 
 class Wrappers:
@@ -43,20 +44,30 @@ class Wrappers:
         self._device = torch.device(needs.device)
         self.layout = "HND" if needs.layout.axes.index("H") < needs.layout.axes.index("N") else "NHD"
         self.lister = BlockLister(needs)
-        self._workspace = torch.zeros(_workspace_bytes(needs, platform), dtype=torch.uint8, device=self._device)
+        self._workspace = self._new_bytes(max(WORKSPACE_BYTES, float_workspace_bytes(needs, platform.num_sms)))
+        self._int_bytes = int_workspace_bytes(needs, platform.num_sms)
         self._decode = Planned(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, self.layout, use_tensor_cores=True)
         )
         self._captured: dict[int, Planned] = {}
         # flashinfer's Hopper kernels multiply a cache's numbers as stored, so an fp8 cache needs fp8 queries too.
         version = "fa2" if needs.cache_dtype in FP8_DTYPES else "auto"
-        self.paged = Planned(
+        self.paged = self._planned_prefills(
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, self.layout, backend=version)
         )
-        self.ragged = Planned(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD"))
+        self.ragged = self._planned_prefills(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD"))
         # A window counts from a request's own end, and the wrapper has no kernels for an fp8 cache.
         self.shares_prefixes = self.planned.window_left < 0 and version == "auto"
         self._cascade: Planned | None = None
+
+    def _new_bytes(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self._device)
+
+    def _planned_prefills(self, wrapper: Any) -> Planned:
+        """A wrapper whose lists hold the plan of any batch of prefills; its own memory holds that of any decodes."""
+        if self._int_bytes > INT_WORKSPACE_BYTES:
+            wrapper.reset_workspace_buffer(self._workspace, self._new_bytes(self._int_bytes))
+        return Planned(wrapper)
 
     def captured(self, num_reqs: int) -> bool:
         return num_reqs in self._captured
@@ -84,7 +95,10 @@ class Wrappers:
         if not num_blocks or not common.causal or not self.shares_prefixes:
             return None
         if self._cascade is None:
-            self._cascade = Planned(self._flashinfer.MultiLevelCascadeAttentionWrapper(2, self._workspace, self.layout))
+            wrapper = self._flashinfer.MultiLevelCascadeAttentionWrapper(2, self._workspace, self.layout)
+            if self._int_bytes > INT_WORKSPACE_BYTES:
+                wrapper.reset_workspace_buffer(self._workspace, [self._new_bytes(self._int_bytes) for _ in range(2)])
+            self._cascade = Planned(wrapper)
         rest = self.lister.list(common, skipped_blocks=num_blocks)
         self._cascade.plan(
             [_int32(0, common.num_actual_tokens), common.query_start_loc_cpu],
@@ -172,13 +186,3 @@ class Prefills:
 
 def _int32(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def _workspace_bytes(needs: AttentionNeeds, platform: Platform) -> int:
-    """Bytes for partial outputs, float32 with one log-sum-exp each: of all prefill tiles in flight at once, or of the
-    largest batch of decodes with one tile each."""
-    group = needs.num_heads // needs.num_kv_heads
-    rows_of_prefills = group * _TILES_PER_SM * platform.num_sms * _MAX_TILE_ROWS
-    tile_rows = 16 if group <= 16 else _DECODE_TILE_ROWS
-    rows_of_decodes = needs.num_heads * tile_rows * needs.max_num_reqs
-    return max(WORKSPACE_BYTES, max(rows_of_prefills, rows_of_decodes) * (needs.head_size + 1) * 4 + (1 << 20))

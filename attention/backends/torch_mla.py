@@ -10,15 +10,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.invariance import check_decodes_first
 from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
+from attention.backends.torch_sparse import attend_selected, select
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
 from kvcache.cache import TORCH_DTYPES
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
@@ -35,12 +37,13 @@ class TorchMLAMetadata(MLAMetadata):
 
 class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
     def __init__(
-        self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype, batch_invariant: bool
+        self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype, batch_invariant: bool, top_k: int
     ) -> None:
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
         self._mask_dtype = mask_dtype
         self._apart = batch_invariant
+        self._top_k = top_k
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
@@ -64,6 +67,10 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
                 mask_dtype=self._mask_dtype,
                 apart=self._apart,
             ),
+            sparse_decodes=sparse_decodes(
+                common, num_decodes, block_size=self._block_size, top_k=self._top_k, always=self._apart, on_host=True
+            ),
+            sparse_prefills=sparse_prefills(common, num_decodes, top_k=self._top_k, always=self._apart),
         )
 
 
@@ -81,7 +88,7 @@ class TorchMLA:
         head_sizes=None,
         block_sizes=None,
         layouts=frozenset(MLA_LAYOUTS),
-        features=frozenset(),
+        features=frozenset({AttentionFeature.SPARSE}),
         cudagraph=False,
         batch_invariant=True,
     )
@@ -95,6 +102,7 @@ class TorchMLA:
             workspace_tokens=context_workspace_tokens,
             mask_dtype=TORCH_DTYPES[needs.dtype],
             batch_invariant=needs.batch_invariant,
+            top_k=0 if needs.mla is None else needs.mla.top_k,
         )
 
     def forward(
@@ -112,6 +120,22 @@ class TorchMLA:
         del k_THD, v_THV
         k_scale = None if layer.scales is None else layer.scales.k_scale
         attend_decodes(q_THD, kv_layer, metadata.decodes, scale=layer.scale, k_scale=k_scale, out=out)
+
+    def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
+        return select(q_THD, weights_TH, index_layer, queries)
+
+    def attend_selected(
+        self,
+        q_THC: Tensor,
+        kv_layer: Tensor,
+        slots_TK: Tensor,
+        queries: SparseQueries,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        k_scale = None if layer.scales is None else layer.scales.k_scale
+        attend_selected(q_THC, kv_layer, slots_TK, queries, scale=layer.scale, k_scale=k_scale, out=out)
 
     def attend(
         self,

@@ -142,7 +142,7 @@ def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, firs
         if sight.attention_chunk_size is not None:
             stop = min(stop, start + sight.attention_chunk_size - position % sight.attention_chunk_size)
         key_start = max(0, int(sight.first_keys(np.array([position]))[0]))
-        key_stop = position + stop - start if sight.causal else num_keys
+        key_stop = sight.stop_key(position + stop - start - 1, num_keys)
         yield Piece(start, stop, position, key_start - first_key, key_stop - first_key)
         start = stop
 

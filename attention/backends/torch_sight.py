@@ -20,7 +20,7 @@ class Sight:
     """Which keys a layer's queries see. Layers with equal values share a plan.
 
     Attributes:
-        causal: no key after the query's own position.
+        causal: no key after the query's own position. Else a window has as many keys after the query as before it.
         own_keys: the keys are those of the call; no cache is read.
     """
 
@@ -51,11 +51,19 @@ class Sight:
             first_T = np.maximum(first_T, positions_T // self.attention_chunk_size * self.attention_chunk_size)
         return first_T
 
+    def stop_key(self, position: int, num_keys: int) -> int:
+        """The key after the last one that the query at `position` sees."""
+        if self.causal:
+            return position + 1
+        return num_keys if self.sliding_window is None else min(num_keys, position + self.sliding_window)
+
     def unseen(self, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]) -> Tensor:
         """[T, S] bool, True where the query does not see the key."""
         unseen_TS = key_positions_S < self.first_keys(positions_T)[:, None]
         if self.causal:
             unseen_TS |= key_positions_S > positions_T[:, None]
+        elif self.sliding_window is not None:
+            unseen_TS |= key_positions_S >= positions_T[:, None] + self.sliding_window
         return torch.from_numpy(unseen_TS)
 
 

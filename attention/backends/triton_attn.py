@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.triton_metadata import (
+    PERSISTENT_PREFILLS,
     DecodePlans,
     Decodes,
     Prefills,
@@ -21,6 +22,7 @@ from attention.backends.triton_metadata import (
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
 from attention.kernels.decode.attend import decode_attention
 from attention.kernels.paged.attend import ragged_attention, unified_attention
+from attention.kernels.paged.work_list import WorkList
 from attention.layer_checks import check_heads
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
@@ -49,10 +51,17 @@ class TritonAttention:
         batch_invariant=True,
     )
 
-    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+    def __init__(
+        self,
+        needs: AttentionNeeds,
+        platform: Platform,
+        *,
+        context_workspace_tokens: int,
+        persistent_prefills: bool = PERSISTENT_PREFILLS,
+    ) -> None:
         del context_workspace_tokens  # for MLA
         self._num_heads, self._head_size = needs.num_heads, needs.head_size
-        self.builder = TritonAttentionBuilder(needs, platform)
+        self.builder = TritonAttentionBuilder(needs, platform, persistent_prefills=persistent_prefills)
 
     def forward(
         self,
@@ -207,6 +216,7 @@ def _attend_cache(
             max_query_len=prefill_query_len,
             causal=True,
             layer=layer,
+            work=prefills.work,
             out=out,
         )
         return
@@ -229,6 +239,7 @@ def _attend_cache(
         v_scale=scales.v,
         out=out,
         lse_HT=lse_HT,
+        work=prefills.work if causal else None,
     )
 
 
@@ -241,12 +252,14 @@ def _attend_own(
     max_query_len: int,
     causal: bool,
     layer: AttentionParameters,
+    work: WorkList | None = None,
     out: Tensor,
 ) -> None:
     """Attends for requests whose keys are exactly their new tokens.
 
     Args:
         start_loc: where each request's tokens start.
+        work: the tiles of these requests.
     """
     ragged_attention(
         q_THD,
@@ -263,4 +276,5 @@ def _attend_own(
         alibi_slopes_H=layer.alibi_slopes_H,
         sinks_H=layer.sinks_H,
         out=out,
+        work=work,
     )

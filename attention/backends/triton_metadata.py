@@ -20,6 +20,7 @@ from attention.kernels.decode.plan import (
     new_partials,
     num_decode_workers,
 )
+from attention.kernels.paged.work_list import WorkList, list_work
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
@@ -31,6 +32,12 @@ from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
 from kvcache.tokens import WriteIndex
+
+# Whether batches of prefills run the persistent kernel of `attention.kernels.paged.persistent`. It is not measured yet:
+# see the rows of ragged prefills in `bench.attention.ragged`.
+PERSISTENT_PREFILLS = False
+# Rows that a tile of the Hopper kernels has.
+_TILE_ROWS = 128
 
 
 class DecodePlans:
@@ -75,12 +82,14 @@ class Decodes(NamedTuple):
 
 
 class Prefills(NamedTuple):
-    """All other requests of a batch: [P + 1], [P] and [P, blocks]. `causal` as in `CommonAttentionMetadata`."""
+    """All other requests of a batch: [P + 1], [P] and [P, blocks]. `causal` as in `CommonAttentionMetadata`. `work`:
+    their tiles; None where no persistent kernel runs."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     causal: bool
+    work: WorkList | None = None
 
 
 def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, Prefills]:
@@ -117,7 +126,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     plans_on_device: ClassVar[bool] = True
     captures_prompts: ClassVar[bool] = True
 
-    def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, persistent_prefills: bool) -> None:
         tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
         num_workers = num_decode_workers(needs.num_kv_heads, platform.num_sms, tiling)
         partials = new_partials(
@@ -142,6 +151,9 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             )
 
         self._needs, self._num_sms = needs, platform.num_sms
+        group = needs.num_heads // needs.num_kv_heads
+        lists_work = persistent_prefills and platform.hopper_kernels and not needs.batch_invariant
+        self._tile_tokens = max(1, _TILE_ROWS // group) if lists_work else None
         self._plans = DecodePlans(new_plan, needs.layers.values())
         self._rest_plans = DecodePlans(new_plan, ())
 
@@ -157,6 +169,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         if common_prefix_len and not invariant:
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
         decodes, prefills = split_requests(common, num_decodes)
+        prefills = self._with_work(prefills, common.num_actual_tokens)
         self._plans.fill(decodes.seq_lens)
         if prefix is not None:
             self._rest_plans.fill(prefix.rest.seq_lens[:num_decodes])
@@ -182,13 +195,28 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             num_actual_tokens=batch.slot_mapping.shape[0],
             query_start_loc=batch.query_start_loc,
             decodes=decodes,
-            prefills=Prefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True),
+            prefills=self._with_work(
+                Prefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True),
+                batch.slot_mapping.shape[0],
+            ),
             fresh_prefills=False,
             prefill_query_len=ANY_QUERY_LEN if self._needs.batch_invariant else batch.max_query_len,
             plans=self._plans,
             prefix=None,
             rest_plans=self._rest_plans,
         )
+
+    def _with_work(self, prefills: Prefills, num_tokens: int) -> Prefills:
+        if self._tile_tokens is None or not prefills.causal or not len(prefills.seq_lens):
+            return prefills
+        work = list_work(
+            prefills.query_start_loc,
+            prefills.seq_lens,
+            num_tokens=num_tokens,
+            tokens=self._tile_tokens,
+            num_programs=self._num_sms,
+        )
+        return prefills._replace(work=work)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1

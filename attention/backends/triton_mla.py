@@ -9,20 +9,25 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.invariance import ANY_QUERY_LEN, check_decodes_first, split_tokens_of
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.kernels.mla.decode import mla_decode_attention
-from attention.kernels.mla.plan import make_mla_decode_plan
+from attention.kernels.mla.plan import TILE, make_mla_decode_plan
+from attention.kernels.sparse.select import select_slots
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
 from baton.errors import InternalError
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from kvcache.tokens import WriteIndex
+
+# Queries of one launch over selected tokens: enough for any GPU, and few enough for a kernel that reads all lengths.
+_SELECTING_QUERIES = 512
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,13 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
     plans_on_device: ClassVar[bool] = True
 
-    def __init__(self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False, top_k: int = 0
+    ) -> None:
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
         self._batch_invariant = batch_invariant
+        self._top_k = top_k
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
@@ -64,6 +72,15 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
             ),
             seq_lens=common.seq_lens[:num_decodes],
             block_table=common.block_table_tensor[:num_decodes],
+            sparse_decodes=sparse_decodes(
+                common,
+                num_decodes,
+                block_size=self._block_size,
+                top_k=self._top_k,
+                always=self._batch_invariant,
+                on_host=False,
+            ),
+            sparse_prefills=sparse_prefills(common, num_decodes, top_k=self._top_k, always=self._batch_invariant),
         )
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
@@ -84,7 +101,7 @@ class TritonMLA:
         head_sizes=None,
         block_sizes=None,
         layouts=frozenset(MLA_LAYOUTS),
-        features=frozenset(),
+        features=frozenset({AttentionFeature.SPARSE}),
         cudagraph=True,
         min_compute_capability=(8, 0),
         batch_invariant=True,
@@ -98,6 +115,7 @@ class TritonMLA:
             block_size=needs.block_size,
             workspace_tokens=context_workspace_tokens,
             batch_invariant=needs.batch_invariant,
+            top_k=0 if needs.mla is None else needs.mla.top_k,
         )
         self._prefill_query_len = ANY_QUERY_LEN if needs.batch_invariant else None
         self._plan = make_mla_decode_plan(
@@ -140,6 +158,37 @@ class TritonMLA:
             kv_scale=None if layer.scales is None else layer.scales.k_scale,
             out=out,
         )
+
+    def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
+        return select_slots(q_THD, weights_TH, index_layer, queries)
+
+    def attend_selected(
+        self,
+        q_THC: Tensor,
+        kv_layer: Tensor,
+        slots_TK: Tensor,
+        queries: SparseQueries,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        step = _SELECTING_QUERIES
+        if self._plan.split_tiles:  # every split of every query has its place
+            splits = -(-queries.width // (self._plan.split_tiles * TILE))
+            step = max(1, min(step, len(self._plan.partial_lse) // splits))
+        for start in range(0, len(q_THC), step):
+            rows = slice(start, min(start + step, len(q_THC)))
+            mla_decode_attention(
+                q_THC[rows],
+                kv_layer,
+                seq_lens=queries.counts_T[rows],
+                block_table=slots_TK[rows],
+                plan=self._plan,
+                scale=layer.scale,
+                kv_scale=None if layer.scales is None else layer.scales.k_scale,
+                selected=True,
+                out=out[rows],
+            )
 
     def attend(
         self,

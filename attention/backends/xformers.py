@@ -1,8 +1,9 @@
 """XFORMERS: prefills by the unified kernel over the paged cache, decodes by xformers' paged attention.
 
-xformers' own decode kernel splits a request's keys over the GPU and takes head sizes that are powers of two; with
-blocks of multiples of 256 tokens it uses flash-attn, a fifth faster. The unified kernel runs all other decodes. Legend:
-R requests, T tokens, G query heads per kv head, H kv heads, D channels.
+xformers' own decode kernel splits a request's keys over the GPU and takes head sizes that are powers of two and blocks
+of multiples of 64 tokens; with blocks of multiples of 256 it uses flash-attn, a fifth faster. The unified kernel runs
+all other decodes, and those of layers with a window or a soft cap, which xformers' paged attention does not have.
+Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from attention.backend import AttentionNeeds, BackendCapabilities
+from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.kernels.paged.attend import unified_attention
 from attention.metadata import (
     AttentionMetadata,
@@ -27,6 +28,7 @@ from kvcache.spec import KVKind
 from kvcache.tokens import WriteIndex
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
+_SPLIT_K_BLOCK_MULTIPLE = 64
 _FLASH_BLOCK_MULTIPLE = 256
 # Head sizes that FLASH_ATTN has been verified with.
 _FLASH_HEAD_SIZES = frozenset({64, 128, 192})
@@ -34,11 +36,16 @@ _FLASH_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
-class XFormersPrefills:
-    """Attributes:
-    query_start_loc: [R + 1] int32, from 0.
-    seq_lens, block_table: of these requests.
+class UnifiedRequests:
+    """Requests that the unified kernel runs.
+
+    Attributes:
+        first_token: of these requests in the batch.
+        query_start_loc: [R + 1] int32, from 0.
+        seq_lens, block_table: of these requests.
     """
+
+    first_token: int
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -48,12 +55,16 @@ class XFormersPrefills:
 
 @dataclass(frozen=True)
 class XFormersMetadata(AttentionMetadata):
-    """`attn_bias`: xformers' name for which slots of the cache each decode reads; None without decodes. `prefills`:
-    all other requests."""
+    """Attributes:
+    attn_bias: xformers' name for which slots of the cache each decode reads; None if it runs no decode.
+    prefills: all other requests; None without any.
+    everything: all requests, for layers whose decodes xformers cannot run.
+    """
 
     num_decodes: int
     attn_bias: Any
-    prefills: XFormersPrefills | None
+    prefills: UnifiedRequests | None
+    everything: UnifiedRequests
 
 
 class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
@@ -68,22 +79,13 @@ class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
         del common_prefix_len, fast_build
         check_causal(common)
         num_decodes = split_decodes_and_prefills(common)[0] if self._decodes_with_xformers else 0
-        prefills = None
-        if num_decodes < common.num_reqs:
-            prefills = XFormersPrefills(
-                query_start_loc=common.query_start_loc[num_decodes:] - num_decodes
-                if num_decodes
-                else common.query_start_loc,
-                seq_lens=common.seq_lens[num_decodes:],
-                block_table=common.block_table_tensor[num_decodes:],
-                max_query_len=common.max_query_len,
-            )
         return XFormersMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=num_decodes,
             attn_bias=self._bias(common, num_decodes) if num_decodes else None,
-            prefills=prefills,
+            prefills=_requests_from(common, num_decodes) if num_decodes < common.num_reqs else None,
+            everything=_requests_from(common, 0),
         )
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
@@ -112,14 +114,14 @@ class XFormers:
         dtypes=frozenset({"bfloat16", "float16"}),
         kv_dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=frozenset(range(32, 257, 8)),
-        block_sizes=frozenset(range(64, 513, 64)),
+        block_sizes=frozenset(range(16, 513, 16)),
         # xformers takes the cache as one row of slots.
         layouts=frozenset({KVCacheLayout.NHD}),
-        features=frozenset(),
+        features=frozenset({AttentionFeature.SLIDING_WINDOW, AttentionFeature.SOFT_CAP}),
         cudagraph=True,
         min_compute_capability=(8, 0),
         package="xformers",
-        install="pip install xformers",
+        install="pip install 'baton-serving[attention]'",
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
@@ -127,7 +129,8 @@ class XFormers:
         fmha = importlib.import_module("xformers.ops.fmha")
         self._attend = fmha.memory_efficient_attention_forward
         self._op = _decode_op(fmha, needs)
-        self.builder = XFormersBuilder(needs.block_size, decodes_with_xformers=self._op is not None)
+        plain = not needs.layers or any(_is_plain(layer) for layer in needs.layers.values())
+        self.builder = XFormersBuilder(needs.block_size, decodes_with_xformers=self._op is not None and plain)
 
     def forward(
         self,
@@ -142,19 +145,23 @@ class XFormers:
     ) -> None:
         assert isinstance(metadata, XFormersMetadata)
         del k_THD, v_THV  # the cache holds them already
-        if metadata.attn_bias is not None:
+        unified: UnifiedRequests | None = metadata.everything
+        if metadata.attn_bias is not None and _is_plain(layer):
             decodes = slice(0, metadata.num_decodes)
             self._decode(q_THD[decodes], kv_layer, metadata.attn_bias, scale=layer.scale, out=out[decodes])
-        if metadata.prefills is not None:
-            rows = slice(metadata.num_decodes, metadata.num_actual_tokens)
+            unified = metadata.prefills
+        if unified is not None:
+            rows = slice(unified.first_token, metadata.num_actual_tokens)
             unified_attention(
                 q_THD[rows],
                 kv_layer,
-                query_start_loc=metadata.prefills.query_start_loc,
-                seq_lens=metadata.prefills.seq_lens,
-                block_table=metadata.prefills.block_table,
-                max_query_len=metadata.prefills.max_query_len,
+                query_start_loc=unified.query_start_loc,
+                seq_lens=unified.seq_lens,
+                block_table=unified.block_table,
+                max_query_len=unified.max_query_len,
                 scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                logits_soft_cap=layer.logits_soft_cap,
                 out=out[rows],
             )
 
@@ -169,6 +176,21 @@ class XFormers:
         out.copy_(attended.view(out.shape))
 
 
+def _requests_from(common: CommonAttentionMetadata, first: int) -> UnifiedRequests:
+    """All requests from `first` on, before which every request has one token."""
+    return UnifiedRequests(
+        first_token=first,
+        query_start_loc=common.query_start_loc[first:] - first if first else common.query_start_loc,
+        seq_lens=common.seq_lens[first:],
+        block_table=common.block_table_tensor[first:],
+        max_query_len=common.max_query_len,
+    )
+
+
+def _is_plain(layer: AttentionParameters) -> bool:
+    return layer.sliding_window is None and layer.logits_soft_cap is None
+
+
 def _decode_op(fmha: Any, needs: AttentionNeeds) -> Any:
     """xformers' operator for these decodes; None if it has none."""
     paged = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -180,4 +202,5 @@ def _decode_op(fmha: Any, needs: AttentionNeeds) -> Any:
     )
     if flash_attn_serves:
         return fmha.flash.FwOp
-    return fmha.triton_splitk.FwOp if needs.head_size in _SPLIT_K_HEAD_SIZES else None
+    splits = needs.head_size in _SPLIT_K_HEAD_SIZES and needs.block_size % _SPLIT_K_BLOCK_MULTIPLE == 0
+    return fmha.triton_splitk.FwOp if splits else None

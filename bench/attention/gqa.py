@@ -89,6 +89,7 @@ def needs_of(lengths: Lengths, block_size: int) -> AttentionNeeds:
         num_kv_heads=NUM_KV_HEADS,
         max_num_reqs=lengths.num_reqs,
         max_model_len=lengths.seq_len,
+        max_num_tokens=lengths.num_tokens,
         layers={"layer": LAYER},
     )
 

@@ -87,6 +87,7 @@ def needs_of(num_heads: int, lengths: Lengths) -> AttentionNeeds:
         num_heads=num_heads,
         max_num_reqs=lengths.num_reqs,
         max_model_len=lengths.seq_len,
+        max_num_tokens=lengths.num_tokens,
         layers={"layer": LAYER},
         mla=DIMS,
     )

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from attention.platform import Platform, probe_platform
-from bench.attention import gqa, mla, moves, sparse
+from bench.attention import gqa, mla, moves, ragged, selected, sparse
 from bench.attention.measure import Ceilings, ceilings
 from bench.table import Row
 
@@ -16,8 +16,10 @@ Progress = Callable[[str], None]
 PARTS: Mapping[str, Callable[[Platform, Ceilings, Progress], Iterator[Row]]] = MappingProxyType(
     {
         "gqa": gqa.run,
+        "ragged": ragged.run,
         "mla": mla.run,
         "sparse": lambda platform, _, progress: sparse.run(platform, progress),
+        "selected": lambda platform, _, progress: selected.run(platform, progress),
         "moves": lambda _, machine, progress: moves.run(machine, progress),
     }
 )

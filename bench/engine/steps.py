@@ -44,6 +44,7 @@ def decode_ms(
     context: int,
     steps: int = 24,
     params: Sequence[SamplingParams] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> float:
     """Milliseconds of a decode step: the median over `steps` steps around the context, or over more if they are short.
 
@@ -52,11 +53,12 @@ def decode_ms(
 
     Args:
         params: how each request is sampled; None: greedily.
+        adapters: the slot of each request's adapter; None: no request has one.
     """
 
     def measure(steps: int) -> float:
-        first = max(1, context - steps // 2)
-        timed = _decode_steps(runner, requests=requests, context=first, steps=_WARM_STEPS + steps, params=params)
+        first, steps = max(1, context - steps // 2), _WARM_STEPS + steps
+        timed = _decode_steps(runner, requests=requests, context=first, steps=steps, params=params, adapters=adapters)
         ends_s = [time.perf_counter() for _ in timed]
         return float(median(np.diff(ends_s[_WARM_STEPS:])))
 
@@ -158,6 +160,7 @@ def _decode_steps(
     context: int,
     steps: int,
     params: Sequence[SamplingParams] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Yields when a step's tokens are on the host; the next step is already launched."""
     size = runner.facts.block_size
@@ -181,6 +184,7 @@ def _decode_steps(
                 blocks,
                 _sample(step, GREEDY if params is None else params[index]),
                 token_source=None if step == 0 else index,
+                adapter=-1 if adapters is None else adapters[index],
             )
             for index, blocks in enumerate(tables)
         )

@@ -17,6 +17,7 @@ from engine.device.host_rows import ROWS_MULTIPLE, HostRows
 from engine.device.inputs import TABLE_MULTIPLE
 from engine.device.step_slot import StepSlot
 from engine.sampling.choice import SamplingBuffers
+from models.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class DecodeBuffers:
         query_start_loc: [N + 1] int32, one token for each row.
         table: [N + 1, B] int32; a row keeps its blocks until they are overwritten. No request uses the last row.
         adapters: [N] int32, the slot of each row's adapter; -1 for none.
+        state_slots: [N] int32, the slot of each row's recurrent state; -1 for none.
         new_block: [N] int32, the one block that the row gets with this step.
         new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
@@ -48,6 +50,7 @@ class DecodeBuffers:
     positions: Tensor
     slot_mapping: Tensor
     adapters: Tensor
+    state_slots: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     table: Tensor
@@ -83,6 +86,11 @@ class DecodeBuffers:
             block_table_tensor=self.block_table[:size],
             slot_mapping=self.slot_mapping[:size],
         )
+
+    def state_rows(self, size: int) -> StateRows:
+        """The recurrent states of steps with this many rows, including padding. It has views, so it stays valid."""
+        none, starts = self.state_slots[:0], self.query_start_loc[size : size + 1]
+        return StateRows(self.state_slots[:size], self.seq_lens[:size], none, starts, none, max_prompt_tokens=0)
 
     def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot, prompts: Sequence[BatchRow] = ()) -> None:
         """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks
@@ -141,6 +149,7 @@ def new_decode_buffers(
         positions=on_device["positions"],
         slot_mapping=on_device["slot_mapping"],
         adapters=on_device["adapters"],
+        state_slots=on_device["state_slots"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
         table=torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device),

@@ -72,6 +72,7 @@ def decode_step(
     # plan before they wait, and that plan may have been queued just now.
     token_ids = buffers.look_tokens_up(size)
     model.use_adapters(buffers.adapters[:size])
+    model.use_states(None if cache.state is None else buffers.state_rows(size))
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
@@ -206,7 +207,7 @@ class DecodeGraphs:
 
     def _fill_for_capture(self, size: int) -> None:
         """Fills in one row of the longest sequence, by which some backends plan, and short rows, which run fast. None
-        of them writes KV."""
+        of them writes KV or a state."""
         longest = self._settings.max_context_tokens
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)

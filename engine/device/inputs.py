@@ -5,6 +5,7 @@ Suffixes: T token of the step, S row that is sampled, P row whose token the host
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
 from engine.batch import BatchRow
 from engine.request import int_array
+from models.recurrent.rows import StateRows
 
 # Triton compiles a kernel again for a stride of 1 and for one that is not a multiple of 16; no step may wait for that.
 TABLE_MULTIPLE = 16
@@ -26,6 +28,7 @@ class StepInputs:
     Attributes:
         token_ids_T, positions_T: int64.
         adapters_T: int32, the slot of each token's adapter, -1 for none; None: no token has one.
+        states: the recurrent states of the rows; None: the model has none.
         sampled: the rows that are sampled, on the host.
         sampled_S: int64, the same rows.
         last_S: int64, the last token of each sampled row.
@@ -35,15 +38,19 @@ class StepInputs:
     token_ids_T: Tensor
     positions_T: Tensor
     adapters_T: Tensor | None
+    states: StateRows | None
     sampled: list[int]
     sampled_S: Tensor
     last_S: Tensor
 
 
-def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int) -> StepInputs:
+def stage_step(
+    rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int, with_states: bool = False
+) -> StepInputs:
     """Makes the inputs of a step. The host does not wait for the copy.
 
     Args:
+        with_states: the model has recurrent states.
         last_tokens: int32, the tokens of the previous step, row by row; `token_source` is an index into it.
 
     Raises:
@@ -77,7 +84,29 @@ def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int
         token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64).clamp_(min=0))
     common, positions_T = batch.common(copied)
     adapters_T = _adapters(rows, last_tokens.device)
-    return StepInputs(common, token_ids_T, positions_T, adapters_T, sampled, sampled_S, last_S)
+    states = _states(rows, last_tokens.device) if with_states else None
+    return StepInputs(common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S)
+
+
+def count_decodes(rows: Sequence[BatchRow]) -> int:
+    """Rows of a single token, which are at the front."""
+    for place, row in enumerate(rows):
+        if len(row.token_ids) > 1:
+            return place
+    return len(rows)
+
+
+def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
+    num_decodes = count_decodes(rows)
+    slots = np.array([row.state_slot for row in rows], np.int32)
+    context = np.array([row.token_start for row in rows], np.int32)
+    lengths = [len(row.token_ids) for row in rows[num_decodes:]]
+    starts = num_decodes + np.array([0, *accumulate(lengths)], np.int32)
+    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P = to_device(
+        (slots[:num_decodes], context[:num_decodes] + 1, slots[num_decodes:], starts, context[num_decodes:]), device
+    )
+    longest = max(lengths, default=0)
+    return StateRows(decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, max_prompt_tokens=longest)
 
 
 def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:

@@ -4,15 +4,18 @@ With several ranks, one rank's mark holds for all: each layer ends with a sum ov
 part after it has written its KV.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from engine.device.capture import OnLayer
+from kvcache.spec import KVCacheSpec
+from models.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class LayerMark:
 
 OnMark = Callable[[LayerMark], None]
 
+
+def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
+    """How many layers have written KV after each layer of the model. Most recurrent layers write none; layers that
+    read another layer's KV come last and write none."""
+    if config.recurrent is not None:
+        return list(accumulate(map(int, config.recurrent.kv_layers)))
+    return [min(layer_stop, spec.num_layers) for layer_stop in range(1, config.num_layers + 1)]
+
+
 # A captured step has marks at the ends of its parts only. Each part costs the host one more launch.
 _PARTS = 4
 
@@ -40,12 +52,12 @@ class LayerMarks:
     """The marks of one model, for the thread that launches its steps.
 
     Args:
-        kv_layers: how many layers write KV. Those that read another layer's come after them and are not counted.
+        kv_stops: how many layers have written KV after each layer.
     """
 
-    def __init__(self, layers: nn.ModuleList, device: torch.device, *, kv_layers: int) -> None:
+    def __init__(self, layers: nn.ModuleList, device: torch.device, *, kv_stops: Sequence[int]) -> None:
         self._num_layers = len(layers)
-        self._kv_layers = kv_layers
+        self._kv_stops = kv_stops
         self._device = device
         self._layers_per_group = 1
         self._marked_groups = 0
@@ -74,8 +86,8 @@ class LayerMarks:
 
     def passed(self, layer_stop: int) -> None:
         """The layers before `layer_stop` are queued. Marks them where a group of layers is complete."""
-        kv_stop = min(layer_stop, self._kv_layers)
-        groups = kv_stop // self._layers_per_group + (kv_stop == self._kv_layers)
+        kv_stop = self._kv_stops[layer_stop - 1]
+        groups = kv_stop // self._layers_per_group + (kv_stop == self._kv_stops[-1])
         if self._on_mark is None or groups == self._marked_groups or layer_stop == self._num_layers:
             return
         self._marked_groups = groups

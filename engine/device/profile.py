@@ -123,7 +123,9 @@ def size_on_gpu(
         ConfigError: no useful cache fits.
     """
     num_blocks = 2 * -(-step_tokens // shape.block_size) + max_batch_requests
-    runner = make_runner(PagedKVCache(spec, replace(shape, num_blocks=num_blocks), device))
+    # Rows without a slot take as much memory as others.
+    slots = 1 if spec.state is not None else 0
+    runner = make_runner(PagedKVCache(spec, replace(shape, num_blocks=num_blocks, state_slots=slots), device))
     profile = profile_runner(runner, step_tokens, max_batch_requests=max_batch_requests, device=device)
     del runner
     torch.cuda.empty_cache()

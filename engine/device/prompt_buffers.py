@@ -22,6 +22,7 @@ from engine.device.decode_buffers import DecodeBuffers
 from engine.device.inputs import TABLE_MULTIPLE
 from engine.device.step_slot import StepSlot
 from engine.request import int_array
+from models.recurrent.rows import StateRows
 
 # A bucket has room for one prompt per this many tokens, and for a few at least. Rows for prompts that a step lacks cost
 # programs of the attention kernel that find nothing to do.
@@ -47,6 +48,8 @@ class PromptBuffers:
     adapters: [T] int32, the slot of each token's adapter; -1 for none and for padding.
     query_start_loc: [P + 1] int32, see `PaddedBatch`.
     seq_lens: [P] int32; 0 for padding.
+    context: [P] int32, tokens of each prompt before those of the step.
+    state_slots: [P] int32, the slot of each prompt's recurrent state; -1 for none and for padding.
     last: [N] int64, the last token of each row of the step.
     table: [P, B] int32; rows and columns that a step does not use hold anything.
     token_ids: [T] int32, the step's tokens, put together by the step itself.
@@ -63,6 +66,8 @@ class PromptBuffers:
     adapters: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    context: Tensor
+    state_slots: Tensor
     last: Tensor
     table: Tensor
     token_ids: Tensor
@@ -121,6 +126,8 @@ class PromptBuffers:
             host["slot_mapping"][num_decodes:stop] = batch.slots_T
             starts[:count] = batch.query_start_loc_R[:-1] + num_decodes
             seq_lens[:count] = batch.seq_lens_R
+            host["context"][:count] = [row.token_start for row in prompts]
+            host["state_slots"][:count] = [row.state_slot for row in prompts]
             last[num_decodes : num_decodes + count] = batch.query_start_loc_R[1:] + (num_decodes - 1)
             width = batch.block_table.shape[1]
             (table_PB,) = to_device((batch.block_table,), self.table.device)
@@ -129,13 +136,15 @@ class PromptBuffers:
         last[num_decodes + count :] = 0
         # All requests after the prompts have no keys; the last of the step's size has the padding as its queries.
         starts[count:] = stop
-        seq_lens[count:] = 0
+        seq_lens[count:] = host["context"][count:] = 0
+        host["state_slots"][count:] = -1
         starts[most_prompts(size) + 1] = size
         self.inputs.copy_(slot.prompt_inputs, non_blocking=True)
 
     def pad_all(self, size: int) -> None:
-        """Makes all tokens of the next step padding, so that it writes no KV."""
+        """Makes all tokens of the next step padding, so that it writes no KV and no state."""
         self.slot_mapping.fill_(-1)
+        self.state_slots.fill_(-1)
         self.seq_lens.zero_()
         self.query_start_loc.zero_()
         self.query_start_loc[most_prompts(size) + 1 :].fill_(size)
@@ -151,6 +160,18 @@ class PromptBuffers:
             block_table=self.table[:requests],
             max_query_len=size,
             slot_mapping=self.slot_mapping[:size],
+        )
+
+    def state_rows(self, size: int) -> StateRows:
+        """The recurrent states of steps of this many tokens, including padding. It has views, so it stays valid."""
+        prompts, decodes = most_prompts(size), self.most_decodes(size)
+        return StateRows(
+            self.decodes.state_slots[:decodes],
+            self.decodes.seq_lens[:decodes],
+            self.state_slots[:prompts],
+            self.query_start_loc[: prompts + 1],
+            self.context[:prompts],
+            max_prompt_tokens=size,
         )
 
     def look_tokens_up(self, size: int) -> Tensor:
@@ -205,6 +226,8 @@ def new_prompt_buffers(
         ("adapters", max_tokens, np.int32),
         ("query_start_loc", requests + 1, np.int32),
         ("seq_lens", requests, np.int32),
+        ("context", requests, np.int32),
+        ("state_slots", requests, np.int32),
         ("positions", max_tokens, np.int64),
         ("slot_mapping", max_tokens, np.int64),
         ("last", decodes.max_rows, np.int64),
@@ -218,6 +241,7 @@ def new_prompt_buffers(
     inputs = torch.zeros(stop, dtype=torch.uint8, device=device)
     on_device = {name: inputs[place].view(_TORCH_DTYPES[kind]) for name, (place, kind) in places.items()}
     on_device["slot_mapping"].fill_(-1)
+    on_device["state_slots"].fill_(-1)
     return PromptBuffers(
         decodes=decodes,
         inputs=inputs,

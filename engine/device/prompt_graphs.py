@@ -19,6 +19,7 @@ from engine.batch import BatchRow
 from engine.device.capture import Progress, Recorder, affordable, thin
 from engine.device.decode_buffers import DecodeBuffers
 from engine.device.graphs import GraphSettings, Step, capture_sizes
+from engine.device.inputs import count_decodes
 from engine.device.layer_marks import LayerMarks
 from engine.device.prompt_buffers import PromptBuffers, most_prompts, new_prompt_buffers
 from engine.device.step_slot import StepSlot
@@ -93,7 +94,7 @@ class PromptGraphs:
             return None
         num_tokens = sum(len(row.token_ids) for row in rows)
         place = bisect_left(self.sizes, num_tokens)
-        num_prompts = len(rows) - _count_decodes(rows)
+        num_prompts = len(rows) - count_decodes(rows)
         while place < len(self.sizes) and most_prompts(self.sizes[place]) < num_prompts:
             place += 1
         if place == len(self.sizes) or self.sizes[place] > max(_CHEAP_TOKENS, 2 * num_tokens):
@@ -103,7 +104,7 @@ class PromptGraphs:
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor | None:
         """Queues a step that writes its tokens to the decodes' `sampled`, and its hidden states to `buffers.hidden`.
         Returns the logits of its rows, valid until the next step; None if no row is sampled."""
-        self._num_decodes = _count_decodes(rows)
+        self._num_decodes = count_decodes(rows)
         self._num_prompts = len(rows) - self._num_decodes
         self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
         self._bodies[size]()
@@ -206,6 +207,7 @@ class PromptGraphs:
         # NOTE: this must begin with a kernel of torch, for the reason given in `decode_step`.
         token_ids_T = buffers.look_tokens_up(size)
         self._model.use_adapters(buffers.adapters[:size])
+        self._model.use_states(None if self._cache.state is None else buffers.state_rows(size))
         hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
         buffers.hidden[:size].copy_(hidden_TD)
 
@@ -223,11 +225,3 @@ class PromptGraphs:
         decodes = self.buffers.decodes
         decodes.fill((), step=0, slot=StepSlot(self._device, input_bytes=len(decodes.host.memory), max_rows=0))
         decodes.host.copied()
-
-
-def _count_decodes(rows: Sequence[BatchRow]) -> int:
-    """Rows of a single token at the front."""
-    for place, row in enumerate(rows):
-        if len(row.token_ids) > 1:
-            return place
-    return len(rows)

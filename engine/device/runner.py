@@ -27,7 +27,7 @@ from engine.device.decode_buffers import DecodeBuffers
 from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
-from engine.device.layer_marks import LayerMarks, OnMark
+from engine.device.layer_marks import LayerMarks, OnMark, kv_stops
 from engine.device.prompt_graphs import PromptGraphs
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
@@ -38,6 +38,7 @@ from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
+from kvcache.states import copy_states
 from models.adapters.adapter import Adapter
 from models.adapters.bank import AdapterBank
 from models.causal_lm import CausalLM
@@ -125,7 +126,7 @@ class ModelRunner:
         self.backend = backend
         self._cache = cache
         self._device = cache.view.device
-        self._marks = LayerMarks(model.model.layers, self._device, kv_layers=cache.spec.num_layers)
+        self._marks = LayerMarks(model.model.layers, self._device, kv_stops=kv_stops(model.config, cache.spec))
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         if graphs is not None:
@@ -198,6 +199,8 @@ class ModelRunner:
         num_rows = len(batch.shared_rows)
         scored: ScoresOnHost | None = None
         marked: AbstractContextManager[None] = nullcontext()
+        if self._cache.state is not None:
+            copy_states(self._cache.state, batch.restores)
         if batch.layers_per_group and on_mark is not None:
             marked = self._marks.every(batch.layers_per_group, on_mark)
         if (size := self._size(self._graphs, batch)) is not None:
@@ -211,6 +214,8 @@ class ModelRunner:
             launch = "eager"
             with marked:
                 drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
+        if self._cache.state is not None:
+            copy_states(self._cache.state, batch.snapshots)
         slot.timer.stop()
         self.launches[launch] += 1
         return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
@@ -282,8 +287,10 @@ class ModelRunner:
         self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
     ) -> "tuple[_Drawn, ScoresOnHost | None]":
         self._make_room(rows)
-        inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
+        with_states = self._cache.state is not None
+        inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states)
         self.model.use_adapters(inputs.adapters_T)
+        self.model.use_states(inputs.states)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
         scored = self._score(hidden_TD, rows, scores)

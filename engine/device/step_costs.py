@@ -229,8 +229,10 @@ class _Rows:
         size = self._facts.block_size
         # At the start of a block, so that no row gets another one soon.
         start = step.context - (step.context % size if step.context >= size else 0)
-        decodes = [self._row(1, start, further=count) for _ in range(step.decode_rows)]
-        prompts = [self._row(length, step.prompt_context) for length in step.prompts]
+        decodes = [self._row(index, 1, start, further=count) for index in range(step.decode_rows)]
+        prompts = [
+            self._row(index, length, step.prompt_context) for index, length in enumerate(step.prompts, len(decodes))
+        ]
         shared: tuple[BatchRow, ...] = ()
         for number in range(first, first + count):
             position = start + number - first
@@ -242,9 +244,11 @@ class _Rows:
                 shared = (*rows, *prompts)
             yield Batch(number, shared)
 
-    def _row(self, length: int, start: int, *, further: int = 0) -> BatchRow:
+    def _row(self, index: int, length: int, start: int, *, further: int = 0) -> BatchRow:
         tokens = self._random.integers(0, self._facts.vocab_size, length).tolist()
         num_blocks = -(-(start + length + further) // self._facts.block_size)
         places = np.arange(self._next_block, self._next_block + num_blocks) % len(self._blocks)
         self._next_block += num_blocks
-        return BatchRow("profile", int_array(tokens), start, int_array(self._blocks[places].tolist()), GREEDY_ROW)
+        blocks = int_array(self._blocks[places].tolist())
+        slot = index if index < self._facts.state_slots else -1  # a row without one computes nothing of its state
+        return BatchRow("profile", int_array(tokens), start, blocks, GREEDY_ROW, state_slot=slot)

@@ -8,7 +8,7 @@ Who follows the cache takes its changes now and then; only blocks that serve eve
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.block_keys import BlockKey, IntArray, KeyChain
 
@@ -42,7 +42,14 @@ class BlockManager:
         return len(self._free)
 
     def match(
-        self, chain: KeyChain, tokens: IntArray, max_blocks: int, *, window_blocks: int = 0, multiple: int = 1
+        self,
+        chain: KeyChain,
+        tokens: IntArray,
+        max_blocks: int,
+        *,
+        window_blocks: int = 0,
+        multiple: int = 1,
+        ends_after: Callable[[int], bool] | None = None,
     ) -> list[int]:
         """The longest run of cached blocks at the start of `tokens` from which the next token can be computed. Takes no
         reference.
@@ -51,10 +58,13 @@ class BlockManager:
             max_blocks: longest run to return.
             window_blocks: how many blocks before a token its layers with a sliding window read.
             multiple: the length of the run is a multiple of this many blocks.
+            ends_after: whether a run may end after this block of the sequence; None: after any.
         """
         blocks = self._run(chain, tokens, max_blocks)
         while True:
             del blocks[len(blocks) - len(blocks) % multiple :]
+            while blocks and ends_after is not None and not ends_after(len(blocks) - 1):
+                del blocks[-multiple:]
             first_read = max(0, len(blocks) - window_blocks)
             lacking = [index for index in range(first_read, len(blocks)) if blocks[index] in self._windowless]
             if not lacking:

@@ -1,10 +1,13 @@
 """How many blocks a request needs, and how it gets, registers and loses them. Pure."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from baton.block_keys import KeyChain, adapted_identity
 from engine.request import EngineRequest, ModelFacts, Reservation
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request_states import RequestStates
 from engine.scheduling.state import RequestState
 
 
@@ -16,6 +19,7 @@ class RequestBlocks:
             differs in its last bits from the KV of the same tokens in a prompt.
 
     Attributes:
+        states: the recurrent states of the requests, which get them with their blocks.
         queried_tokens, hit_tokens: looked up in the prefix cache so far, and found there.
     """
 
@@ -28,6 +32,7 @@ class RequestBlocks:
         self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
         self._blocks = BlockManager(facts.num_blocks)
+        self.states = RequestStates(facts, prefix_cache=prefix_cache, align_tokens=align_tokens)
         self.queried_tokens = self.hit_tokens = 0
 
     @property
@@ -57,7 +62,11 @@ class RequestBlocks:
         return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
 
     def cached(self, state: RequestState) -> list[int]:
-        """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`."""
+        """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`. The state after the last
+        one is known."""
+        return self._cached(state, partial(self.states.resumes_after, state) if self.states.unit else None)
+
+    def _cached(self, state: RequestState, ends_after: Callable[[int], bool] | None) -> list[int]:
         if not self._prefix_cache:
             return []
         return self._blocks.match(
@@ -66,6 +75,7 @@ class RequestBlocks:
             self._reusable_tokens(state) // self._block_size,
             window_blocks=self._window_blocks,
             multiple=self._align_blocks,
+            ends_after=ends_after,
         )
 
     def tokens_in(self, blocks: list[int]) -> int:
@@ -83,11 +93,12 @@ class RequestBlocks:
             # sliding window must begin at a block.
             unit = self._align_blocks * self._block_size
             resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
-        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
+        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at, state.state_slot)
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
         self._received(state, state.num_tokens)
+        self.states.received(state)
         state.fill()
         self.register(state)
 
@@ -95,6 +106,7 @@ class RequestBlocks:
         """The KV of this many leading tokens has arrived, where `resume_at` was that of the reservation or
         `num_tokens`, whichever is less."""
         self._received(state, num_tokens)
+        self.states.received(state)
         state.receive(num_tokens)
         self.register(state)
 
@@ -103,14 +115,19 @@ class RequestBlocks:
             resume_at = min(self.reservation(state).resume_at, num_tokens)
             state.windows_from = max(0, resume_at - self._window_tokens + 1)
 
-    def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
-        """Whether the request's blocks fit and leave `spare` blocks free."""
+    def fits(self, state: RequestState, cached: list[int], *, spare: int, before: int = 0) -> bool:
+        """Whether the request's blocks fit and leave `spare` blocks free, and it finds a slot for its state after
+        `before` other requests."""
+        if not self.states.has_room(others=before):
+            return False
         return self._blocks.num_free_without(cached) >= self.needed(state) - len(cached) + spare
 
     def take(self, state: RequestState, cached: list[int]) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""
+        known_blocks = len(self._cached(state, None)) if self.states.unit else 0
         blocks = self._blocks.take(cached, self.needed(state) - len(cached))
         state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
+        self.states.take(state, len(cached), known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
             self.hit_tokens += self.tokens_in(cached)
@@ -129,6 +146,8 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
+        if self.states.unit:  # nobody could continue after later blocks
+            num_tokens = min(num_tokens, state.state_tokens)
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._blocks.register(
                 state.blocks[index],
@@ -140,6 +159,7 @@ class RequestBlocks:
     def forget(self, state: RequestState) -> None:
         """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
         self._blocks.forget(state.blocks)
+        self.states.forget(state)
 
     @property
     def split_multiple(self) -> int:
@@ -148,6 +168,7 @@ class RequestBlocks:
 
     def give_back(self, state: RequestState) -> None:
         self._blocks.give_back(state.drop_blocks())
+        self.states.give_back(state)
 
     def _reusable_tokens(self, state: RequestState) -> int:
         return min(state.reusable_tokens, state.prompt_tokens) if self._aligned else state.reusable_tokens

@@ -198,8 +198,10 @@ class Scheduler:
         state.replace_output(output)
         state.score_prompt()
         state.queued_at = now
-        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others.
-        if state.num_computed > state.reusable_tokens or not self._blocks.extend(state, state.num_tokens + 1):
+        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state
+        # that was in the request's own slot may have been overwritten by what arrived.
+        lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
+        if lost or not self._blocks.extend(state, state.num_tokens + 1):
             self._preempt(state, now)
         else:
             self._roster.make_ready(state)
@@ -217,7 +219,7 @@ class Scheduler:
     def fail_all(self, error: BatonError) -> StepEvents:
         """Ends every step in flight and every request. Returns a failure for each request that was not held."""
         while self._in_flight:
-            self._end_oldest_step()
+            self._blocks.states.end_snapshots(self._end_oldest_step(), None)
         everyone = self._roster.everyone()
         failed = tuple(RequestFailed(state.request_id, error) for state in everyone if state.phase is not Phase.HELD)
         for state in everyone:
@@ -240,11 +242,15 @@ class Scheduler:
         decoding = self._decoding(unsteady, now)
         if decoding is None:
             return None
-        step = NextStep(self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now)
+        unit = self._blocks.states.unit
+        step = NextStep(
+            self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now, state_unit=unit
+        )
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
         # A step that preempted a request admits no new ones.
         self._prompts.add_to(step, prompts, now, admit=self._preemptions == preemptions)
+        self._blocks.states.begin_snapshots(step)
         return self._in_flight.launch(step) if step.rows else None
 
     def take_refused(self) -> StepEvents | None:
@@ -275,6 +281,7 @@ class Scheduler:
         failed: list[RequestFailed] = []
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
+        self._blocks.states.end_snapshots(step, results)
         scored = step.collect_scores(results, scores) if scores else ()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
@@ -282,7 +289,8 @@ class Scheduler:
             start = state.num_computed
             state.num_computed = stop = start + len(row.token_ids)
             if start < state.prefill_stop:
-                chunks.append(ChunkComputed(state.request_id, start, stop, tuple(state.blocks)))
+                chunks.append(ChunkComputed(state.request_id, start, stop, tuple(state.blocks), state.state_slot))
+                self._blocks.states.restored(state)
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
                 if state.splits and stop == state.prefill_stop:
@@ -320,6 +328,7 @@ class Scheduler:
         A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
         """
         step = self._end_oldest_step()
+        self._blocks.states.end_snapshots(step, None)
         failed = [state for state in step.states if state.phase is Phase.RUNNING]
         for state in failed:
             self._stop_running(state)
@@ -331,13 +340,15 @@ class Scheduler:
         return engine_load(self._roster, self._blocks, self._prompts, preemptions=self._preemptions)
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
-        """Blocks that no request holds, or a request that nobody knows; one that two such requests share counts twice.
+        """Blocks and slots of states that no request holds, or a request that nobody knows; a block that two such
+        requests share counts twice.
 
         Args:
             knows: whether somebody answers for the request of that id.
         """
-        held = sum(len(state.blocks) for state in self._roster.everyone() if knows(state.request_id))
-        return self._blocks.num_references - held - sum(len(state.blocks) for state in self._void)
+        known = [state for state in self._roster.everyone() if knows(state.request_id)]
+        held = sum(len(state.blocks) + (state.state_slot >= 0) for state in (*known, *self._void))
+        return self._blocks.num_references + self._blocks.states.slots.num_held - held
 
     # ---- room
 
@@ -350,7 +361,8 @@ class Scheduler:
         """Whether there are enough free blocks for `state` and for all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
         waiting = sum(map(self._blocks.needed, before))
-        return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
+        spare = self._roster.num_decoders + waiting
+        return self._blocks.fits(state, self._blocks.cached(state), spare=spare, before=len(before))
 
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""
@@ -446,7 +458,8 @@ class Scheduler:
             return
         kept, spare = 0, roster.num_decoders
         for state in roster.waiting_before(roster.ready[0].place):
-            if not state.place.begun or not self._blocks.fits(state, self._blocks.cached(state), spare=spare):
+            cached = self._blocks.cached(state)
+            if not state.place.begun or not self._blocks.fits(state, cached, spare=spare, before=kept):
                 break
             kept, spare = kept + 1, spare + self._blocks.needed(state)
         roster.fill_seats(kept=kept)

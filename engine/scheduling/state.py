@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import NamedTuple
 
-from baton.block_keys import KeyChain
+from baton.block_keys import BlockKey, KeyChain
 from baton.types import FinishReason, PromptLogprob
 from engine.batch import BatchRow, ScoreRow
 from engine.request import EngineRequest, IntArray, QueuePlace, check_continuation, check_output, int_array
@@ -60,6 +60,12 @@ class RequestState:
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
+        state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
+        restore_from: the slot whose state it continues from, until its first step has ended; its own where that state
+            is in place; -1: none.
+        state_tokens: longest known prefix after which there is a snapshot of its state.
+        passing: key of its last snapshot, if that serves no prefix that others are likely to have.
+        cuts: places where a chunk must end, so that there can be a snapshot; in order.
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
     """
@@ -95,6 +101,10 @@ class RequestState:
         self.steady_stop = 0
         self.num_registered = 0
         self.windows_from = 0
+        self.state_slot = self.restore_from = -1
+        self.state_tokens = 0
+        self.passing: BlockKey | None = None
+        self.cuts: tuple[int, ...] = ()
         self.prefill_stop = self._prompt_stop
         self.started = False
         self.scored: list[PromptLogprob] | None = None
@@ -167,6 +177,10 @@ class RequestState:
         self.prefill_stop = self._prompt_stop
         return blocks
 
+    def drop_state(self) -> None:
+        self.state_slot = self.restore_from = -1
+        self.state_tokens, self.passing, self.cuts = 0, None, ()
+
     def fill(self) -> None:
         """The KV of all its tokens has arrived in its blocks."""
         self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
@@ -232,11 +246,10 @@ class RequestState:
             sample = self._samples.row(output_index, self.tokens)
             if sample.forbidden or sample.history:  # the next row differs in more than its index
                 since = None
-        if not pending:
-            tokens = self.tokens[start:stop]
-            return BatchRow(self.request_id, tokens, start, self._row_blocks, sample, None, None, self._adapter)
-        source = self.row_index
-        return BatchRow(self.request_id, _UNKNOWN_TOKEN, start, self._row_blocks, sample, source, since, self._adapter)
+        tokens, source = (_UNKNOWN_TOKEN, self.row_index) if pending else (self.tokens[start:stop], None)
+        since = since if pending else None
+        shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot
+        return BatchRow(self.request_id, tokens, start, *shared)
 
     def append(self, token_id: int) -> End:
         """Adds its next token. Returns NO_END when more tokens follow."""

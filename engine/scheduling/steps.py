@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from baton.block_keys import BlockKey
 from baton.costs import StepWork, chunk_pairs
 from baton.types import PromptLogprob, TokenOutput
 from engine.batch import Batch, BatchRow, RowResult, ScoreRow
@@ -54,6 +55,21 @@ def _kept_places(before: list[RequestState], decoding: list[RequestState]) -> li
     return [next(filling) if state is None else state for state in places] + list(filling)
 
 
+class StepSnapshot(NamedTuple):
+    """A snapshot of a request's recurrent state that a step leaves.
+
+    Attributes:
+        token_stop: tokens that are in the state.
+        key: of the last block of these.
+        slot: -1: there is a snapshot already, or there is no room.
+    """
+
+    state: RequestState
+    token_stop: int
+    key: BlockKey
+    slot: int
+
+
 class NextStep:
     """A step in the making: first all decodes, then chunks of prompts while there is budget.
 
@@ -69,9 +85,15 @@ class NextStep:
         bound: on the step's time; None: there is none.
         has_skipped: the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
+        restores: recurrent states, (from slot, to slot), that are copied before the step.
+        snapshots: of recurrent states after the step.
+
+    Args:
+        state_unit: multiples of this many tokens are where chunks of models with recurrent states should end; 0: the
+            model has none.
     """
 
-    def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float) -> None:
+    def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float, state_unit: int = 0) -> None:
         self.number = number
         self.states: list[RequestState] = []
         self.rows: list[BatchRow] = []
@@ -83,6 +105,9 @@ class NextStep:
         self.bound: StepBound | None = None
         self.has_skipped = False
         self.layers_per_group = 0
+        self.restores: list[tuple[int, int]] = []
+        self.snapshots: list[StepSnapshot] = []
+        self._state_unit = state_unit
         self._num_single = 0
         self._limits = limits
         self._block_size = block_size
@@ -107,11 +132,15 @@ class NextStep:
     def chunk_tokens(self, state: RequestState, start: int) -> int:
         """How many tokens of the request from `start` on still fit; 0: it waits."""
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
+        stop = min([stop, *(cut for cut in state.cuts if cut > start)])
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
         if num_tokens < stop - start and self._limits.chunk_align_tokens is not None:
             num_tokens = 0
+        elif num_tokens < stop - start and self._state_unit:
+            aligned = (start + num_tokens) // self._state_unit * self._state_unit - start
+            num_tokens = aligned if aligned > 0 else num_tokens
         if not num_tokens and not self.work.prompt_tokens:
             self.has_skipped = True
         return num_tokens
@@ -126,6 +155,8 @@ class NextStep:
             state.started = True
             queue_s = self._now - state.queued_at
             self.started[state.request_id] = RequestStarted(state.request_id, state.num_cached, queue_s)
+        if state.restore_from not in (-1, state.state_slot) and start == state.num_computed:
+            self.restores.append((state.restore_from, state.state_slot))
         index = self._num_single if num_tokens == 1 else len(self.rows)
         self.states.insert(index, state)
         row = state.next_row(num_tokens, block_size=self._block_size)
@@ -149,6 +180,7 @@ class Step(NamedTuple):
         started: the requests whose first row is in this step, by id.
         work: what the step computes.
         scores: it computes prompt logprobs too.
+        snapshots: of recurrent states after it.
     """
 
     number: int
@@ -157,6 +189,7 @@ class Step(NamedTuple):
     started: dict[str, RequestStarted]
     work: StepWork
     scores: bool
+    snapshots: tuple[StepSnapshot, ...] = ()
 
     def layers_computed(self, layer_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -211,10 +244,12 @@ class StepsInFlight:
         # `next_decode` has set the places of the decodes.
         for index in range(step.num_decodes, len(step.states)):
             step.states[index].row_index = index
-        launched = Step(number, step.states, tuple(step.rows), step.started, step.work, bool(step.scores))
+        taken = tuple(step.snapshots)
+        launched = Step(number, step.states, tuple(step.rows), step.started, step.work, bool(step.scores), taken)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
-        return Batch(number, launched.rows, step.layers_per_group, scores)
+        copies = tuple((each.state.state_slot, each.slot) for each in taken if each.slot >= 0)
+        return Batch(number, launched.rows, step.layers_per_group, scores, tuple(step.restores), copies)
 
     @property
     def oldest(self) -> Step:

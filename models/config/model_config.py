@@ -44,6 +44,8 @@ class GQAConfig:
             them that has the same window or also has none.
         layer_heads: (kv heads, channels of a head) of each layer, where layers differ; num_kv_heads and head_dim are
             then the largest, of which each number of kv heads is a divisor. () where all layers have these.
+        output_gate: the projection of queries also gives each head as many channels after them, whose sigmoids are
+            factors of the head's output.
     """
 
     num_heads: int
@@ -63,6 +65,7 @@ class GQAConfig:
     rotary_layers: tuple[bool, ...] = ()
     kv_shared_layers: int = 0
     layer_heads: tuple[tuple[int, int], ...] = ()
+    output_gate: bool = False
 
     @property
     def num_kv_layers(self) -> int:
@@ -82,8 +85,34 @@ class GQAConfig:
 
 
 @dataclass(frozen=True)
+class IndexConfig:
+    """Sparse attention (DeepSeek-V3.2): each query attends to the tokens that an indexer selects for it.
+
+    Attributes:
+        num_heads, head_dim: of the indexer's queries; all share one key.
+        top_k: how many tokens a query attends to; all, where it sees no more.
+        interleaved: how the indexer's queries and keys turn.
+        layers: whether each layer has an indexer. Those without attend to what the last layer with one selected.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    layers: tuple[bool, ...]
+
+    def cache_layer(self, layer_index: int) -> int:
+        """The number of this layer among those with an indexer: where its keys are in the cache."""
+        return sum(self.layers[:layer_index])
+
+
+@dataclass(frozen=True)
 class MLAConfig:
-    """Latent attention; without `q_lora_rank` queries come from one full projection."""
+    """Latent attention; without `q_lora_rank` queries come from one full projection.
+
+    Attributes:
+        index: None where every query attends to all tokens that it sees.
+    """
 
     num_heads: int
     q_lora_rank: int | None
@@ -91,6 +120,7 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    index: IndexConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -101,15 +131,27 @@ class RecurrentConfig:
         layers: for each layer, whether it is one.
         num_heads: parts of equal size, by which ranks split the state.
         head_channels: float32 numbers of one part in one layer.
+        has_kv: for each layer, whether it has KV, where that is not every layer without a state: there are layers with
+            neither (an MLP alone) and layers with both. () otherwise.
+        num_groups: groups of neighbouring heads that share some of their inputs; 0: heads share none.
+        ranks_per_group: how many ranks have parts of the same group of heads.
     """
 
     layers: tuple[bool, ...]
     num_heads: int
     head_channels: int
+    has_kv: tuple[bool, ...] = ()
+    num_groups: int = 0
+    ranks_per_group: int = 1
 
     @property
     def num_layers(self) -> int:
         return sum(self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has KV."""
+        return self.has_kv or tuple(not keeps for keeps in self.layers)
 
 
 class TopKMethod(StrEnum):
@@ -198,11 +240,16 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
 
     def cache_layer(self, layer_index: int) -> int:
-        """The number of this layer among those of its kind: where its KV, or its state, is in the cache."""
+        """The number of this layer among those of its kind: where its state, or its KV if it has no state, is in the
+        cache."""
         if self.recurrent is None:
             return layer_index
-        layers = self.recurrent.layers
-        return layers[:layer_index].count(layers[layer_index])
+        keeps = self.recurrent.layers
+        return sum((keeps if keeps[layer_index] else self.recurrent.kv_layers)[:layer_index])
+
+    def kv_layer(self, layer_index: int) -> int:
+        """Where this layer's KV is in the cache, also if it has a state as well."""
+        return layer_index if self.recurrent is None else sum(self.recurrent.kv_layers[:layer_index])
 
     def mlp_size(self, layer_index: int) -> int:
         """The channels of this layer's dense MLP."""

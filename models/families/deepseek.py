@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3: latent attention, and a mixture of experts after the first dense layers.
+"""DeepSeek V2, V3 and V3.2, and GLM-5: latent attention, to selected tokens in the last two, and a mixture of experts
+after the first dense layers.
 
 Shapes: T token, D hidden channel, H head, N channel without position, R rotary channel, C latent channel, V value
 channel.
@@ -14,6 +15,7 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import MLAConfig, ModelConfig
+from models.indexer import Indexer, Selection
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
@@ -32,8 +34,16 @@ class DeepseekAttention(nn.Module):
         layer_index: int,
         backend: AttentionBackend,
         dtype: torch.dtype,
+        selection: Selection,
     ) -> None:
         super().__init__()
+        self.selection = selection
+        self.indexer: Indexer | None = None
+        if mla.index is not None and mla.index.layers[layer_index]:
+            assert mla.q_lora_rank is not None
+            self.indexer = Indexer(
+                hidden_size, mla.q_lora_rank, mla.index, layer_index=layer_index, backend=backend, dtype=dtype
+            )
         self.qk_head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         q_size = mla.num_heads * self.qk_head_dim
         latent_part = ("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
@@ -65,10 +75,19 @@ class DeepseekAttention(nn.Module):
         sizes = [size for _, size in self.q_and_latent_proj.parts]
         q_TX, latent_TC = self.q_and_latent_proj(x_TD).split(sizes, dim=-1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            q_TX = self.q_b_proj(self.q_a_layernorm(q_TX))
+            q_a_TX = self.q_a_layernorm(q_TX)
+            q_TX = self.q_b_proj(q_a_TX)
+            if self.indexer is not None:
+                self.selection.keys = self.indexer(x_TD, q_a_TX, rotation, kv_cache, metadata)
         q_THD = q_TX.unflatten(-1, (-1, self.qk_head_dim))
         out_THV = self.attend.rotate_and_attend(
-            q_THD, latent_TC, rotation, kv_cache, metadata, norm=self.kv_a_layernorm
+            q_THD,
+            latent_TC,
+            rotation,
+            kv_cache,
+            metadata,
+            norm=self.kv_a_layernorm,
+            selected=self.selection.keys,
         )
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
         return out_TD
@@ -76,13 +95,26 @@ class DeepseekAttention(nn.Module):
 
 class DeepseekLayer(DecoderLayer):
     def __init__(
-        self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        mla: MLAConfig,
+        *,
+        layer_index: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        selection: Selection,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.self_attn = DeepseekAttention(
-            size, mla, scale=config.attention_scale, layer_index=layer_index, backend=backend, dtype=dtype
+            size,
+            mla,
+            scale=config.attention_scale,
+            layer_index=layer_index,
+            backend=backend,
+            dtype=dtype,
+            selection=selection,
         )
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         if config.moe is not None and config.moe.layers[layer_index]:
@@ -95,8 +127,9 @@ class DeepseekForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         mla = config.attention
         assert isinstance(mla, MLAConfig)
+        selection = Selection()
         layers = [
-            DeepseekLayer(config, mla, layer_index=index, backend=backend, dtype=dtype)
+            DeepseekLayer(config, mla, layer_index=index, backend=backend, dtype=dtype, selection=selection)
             for index in range(config.num_layers)
         ]
         super().__init__(config, layers, dtype=dtype)

@@ -60,7 +60,7 @@ class GroupedExpertFields(RotaryFields):
         return value
 
 
-class _DeepseekFields(GroupedExpertFields):
+class DeepseekFields(GroupedExpertFields):
     attention_bias: Literal[False] = False
     q_lora_rank: Size | None = None
     kv_lora_rank: Size
@@ -81,7 +81,7 @@ class _DeepseekFields(GroupedExpertFields):
         )
 
 
-class _DeepseekV2Fields(_DeepseekFields):
+class _DeepseekV2Fields(DeepseekFields):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
     # NOTE: the publisher's code normalizes instead of scaling, transformers ignores the field: no right answer exists.
@@ -105,7 +105,7 @@ def read_deepseek_v2(file: ConfigFile) -> ModelConfig:
     )
 
 
-class _DeepseekV3Fields(_DeepseekFields):
+class DeepseekV3Fields(DeepseekFields):
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     scoring_func: Literal["sigmoid"] = "sigmoid"
     norm_topk_prob: bool = True
@@ -115,7 +115,7 @@ class _DeepseekV3Fields(_DeepseekFields):
 
 
 def read_deepseek_v3(file: ConfigFile) -> ModelConfig:
-    fields = _DeepseekV3Fields.read(file)
+    fields = DeepseekV3Fields.read(file)
     attention = fields.mla()
     return fields.model(
         attention=attention,

@@ -13,6 +13,7 @@ from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama import LlamaAttention
+from models.kernels.activation import clamp_and_gate
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.kernels.packed_experts import Mxfp4Weight, run_packed_experts
 from models.layers import RMSNorm
@@ -20,6 +21,8 @@ from models.linear import Multiply
 from models.moe import Router, run_experts, sigmoid, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.mxfp4_config import MXFP4_BLOCK
+
+_SCALE_OF_TWO = 128  # as an exponent of mxfp4
 
 
 class GptOssExperts(nn.Module):
@@ -67,6 +70,8 @@ class GptOssExperts(nn.Module):
         return self.gate_up_proj[expert].t(), self.down_proj[expert].t()
 
     def _activate(self, gate_up_RI: Tensor) -> Tensor:
+        if gate_up_RI.is_cuda:
+            return clamp_and_gate(gate_up_RI, limit=self.limit, alpha=self.alpha)
         gate_RI = gate_up_RI[:, ::2].clamp(max=self.limit)
         up_RI = gate_up_RI[:, 1::2].clamp(-self.limit, self.limit)
         return gate_RI * sigmoid(self.alpha * gate_RI) * (up_RI + 1)
@@ -79,6 +84,7 @@ class Mxfp4Experts(GptOssExperts):
     gate_up_proj_scales: nn.Parameter
     down_proj_blocks: nn.Parameter
     down_proj_scales: nn.Parameter
+    has_large_scales: bool = False
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -99,10 +105,12 @@ class Mxfp4Experts(GptOssExperts):
         """Brings the loaded blocks into the form that products read."""
         for blocks in (*self.gate_up_proj_blocks.data, *self.down_proj_blocks.data):
             mxfp4.repack_(blocks)
+        scales = (self.gate_up_proj_scales.data, self.down_proj_scales.data)
+        self.has_large_scales = any(bool((each > _SCALE_OF_TWO).any()) for each in scales)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         gate_up, down = (
-            Mxfp4Weight(blocks.flatten(2), scales, scales.shape[2] * MXFP4_BLOCK)
+            Mxfp4Weight(blocks.flatten(2), scales, scales.shape[2] * MXFP4_BLOCK, self.has_large_scales)
             for blocks, scales in (
                 (self.gate_up_proj_blocks.data, self.gate_up_proj_scales.data),
                 (self.down_proj_blocks.data, self.down_proj_scales.data),

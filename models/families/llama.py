@@ -50,7 +50,9 @@ class LlamaAttention(ParallelModule):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
         self.q_size, self.kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
-        parts = (("q_proj", self.q_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size))
+        self.output_gate = gqa.output_gate
+        q_and_gate = self.q_size * (2 if gqa.output_gate else 1)
+        parts = (("q_proj", q_and_gate), ("k_proj", self.kv_size), ("v_proj", self.kv_size))
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
         self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.qk_norm_of = gqa.qk_norm_of
@@ -74,12 +76,22 @@ class LlamaAttention(ParallelModule):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        qkv_TX = self.qkv_proj(x_TD)
+        qkv_TX, gate_TX = self.qkv_proj(x_TD), None
+        if self.output_gate:
+            qkv_TX, gate_TX = self._without_gate(qkv_TX)
         if rotation.query_scale_T1 is not None:
             qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
         out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
-        out_TD: Tensor = self.o_proj(out_THC.flatten(1))
+        out_TX = out_THC.flatten(1)
+        out_TD: Tensor = self.o_proj(out_TX if gate_TX is None else out_TX * torch.sigmoid(gate_TX))
         return out_TD
+
+    def _without_gate(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values; and the gate, which the projection has after each head's queries."""
+        q_and_gate_TX, kv_TX = x_TX.split([2 * self.q_size, 2 * self.kv_size], dim=-1)
+        q_and_gate_TH2C = q_and_gate_TX.unflatten(-1, (self.num_heads, 2, self.head_dim))
+        q_THC, gate_THC = q_and_gate_TH2C.unbind(2)
+        return torch.cat((q_THC.flatten(1), kv_TX), dim=-1), gate_THC.flatten(1)
 
     def _attended(
         self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata

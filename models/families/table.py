@@ -8,6 +8,8 @@ from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
 from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.deepseek_sparse_config import read_deepseek_v32, read_glm_moe_dsa
+from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
     read_apertus,
     read_cohere,
@@ -31,6 +33,7 @@ from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.kimi_linear_config import read_kimi_linear
 from models.families.layer_norm_config import (
     read_gpt2,
     read_gpt_neox,
@@ -39,8 +42,10 @@ from models.families.layer_norm_config import (
     read_opt,
     read_starcoder2,
 )
+from models.families.lfm2_config import read_lfm2, read_lfm2_moe
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
 from models.families.moe_config import (
     read_granite_moe,
     read_hunyuan_moe,
@@ -99,6 +104,9 @@ _GEMMA = "models.families.gemma:GemmaForCausalLM"
 _GEMMA3N = "models.families.gemma3n:Gemma3nForCausalLM"
 _GEMMA4 = "models.families.gemma4:Gemma4ForCausalLM"
 _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+_QWEN3_NEXT = "models.families.qwen3_next:Qwen3NextForCausalLM"
+_GRANITE_HYBRID = "models.families.granite_hybrid"
+_LFM2 = "models.families.lfm2:Lfm2ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
@@ -107,6 +115,8 @@ _GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in la
 _LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
 _GEMMA3N_PARTS = "residuals in parallel, embeddings for each layer, layers that read another layer's KV"
 _GEMMA4_PARTS = "embeddings for each layer, layers that read another layer's KV, unequal heads, mixture of experts"
+_DELTA_PARTS = "short convolutions, gates on the outputs of attention, rotary embedding on a part of a head"
+_DELTA = "gated delta rule in three of four layers"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -149,11 +159,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
         "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
+        # Sparse attention.
+        "DeepseekV32ForCausalLM": Family(read_deepseek_v32, _DEEPSEEK),
+        "GlmMoeDsaForCausalLM": Family(read_glm_moe_dsa, _DEEPSEEK),
         "Llama4ForCausalLM": Family(read_llama4, _LLAMA4),
         "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, text_config=True),
         "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
         "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
+        # Short convolutions.
+        "Lfm2ForCausalLM": Family(read_lfm2, _LFM2),
+        "Lfm2MoeForCausalLM": Family(read_lfm2_moe, _LFM2),
         # Gemma's kin.
         "GemmaForCausalLM": Family(read_gemma1, _GEMMA),
         "VaultGemmaForCausalLM": Family(read_vault_gemma, _GEMMA),
@@ -164,6 +180,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Family(read_gemma3n, _GEMMA3N, text_config=True, overflows_float16=True),
         "Gemma4ForCausalLM": Family(read_gemma4, _GEMMA4, overflows_float16=True),
         "Gemma4ForConditionalGeneration": Family(read_gemma4, _GEMMA4, text_config=True, overflows_float16=True),
+        # A delta rule in most layers.
+        "Qwen3NextForCausalLM": Family(read_qwen3_next, _QWEN3_NEXT),
+        "Qwen3_5ForCausalLM": Family(read_qwen3_5, _QWEN3_NEXT),
+        "Qwen3_5ForConditionalGeneration": Family(read_qwen3_5, _QWEN3_NEXT, text_config=True),
+        "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
+        "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
+        "KimiLinearForCausalLM": Family(read_kimi_linear, "models.families.kimi_linear:KimiLinearForCausalLM"),
+        # Mamba-2 in most layers.
+        "GraniteMoeHybridForCausalLM": Family(read_granite_hybrid, f"{_GRANITE_HYBRID}:GraniteHybridForCausalLM"),
+        "BambaForCausalLM": Family(read_bamba, f"{_GRANITE_HYBRID}:BambaForCausalLM"),
+        "NemotronHForCausalLM": Family(read_nemotron_h, "models.families.nemotron_h:NemotronHForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
         "GPTNeoXForCausalLM": Family(read_gpt_neox, f"{_LAYER_NORM}:GPTNeoXForCausalLM"),
@@ -231,6 +258,13 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "KimiK25ForConditionalGeneration": Features(
             "mixture of experts without groups", "latent cache (MLA)", experts=True, latent=True
         ),
+        "DeepseekV32ForCausalLM": Features(_GROUPED, "latent cache (MLA), sparse", experts=True, latent=True),
+        "GlmMoeDsaForCausalLM": Features(
+            "as DeepSeek-V3.2, layers that share what one selected",
+            "latent cache (MLA), sparse",
+            experts=True,
+            latent=True,
+        ),
         "Llama4ForCausalLM": Features(_LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True),
         "Llama4ForConditionalGeneration": Features(
             _LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True
@@ -242,6 +276,10 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "PhimoeForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
         "PhiMoEForCausalLM": Features("mixture of experts by a sparse mixer", experts=True, layer_norm=True),
+        "Lfm2ForCausalLM": Features("gated short convolutions in most layers, norms on queries and keys"),
+        "Lfm2MoeForCausalLM": Features(
+            "gated short convolutions in most layers, norms on queries and keys, mixture of experts", experts=True
+        ),
         "GemmaForCausalLM": Features("scaled embedding"),
         "VaultGemmaForCausalLM": Features(
             "as Gemma 2 without the norms after", "sliding window in some layers, soft cap"
@@ -253,6 +291,23 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "Gemma3nForConditionalGeneration": Features(_GEMMA3N_PARTS, "sliding window in four of five layers"),
         "Gemma4ForCausalLM": Features(_GEMMA4_PARTS, "sliding window in most layers"),
         "Gemma4ForConditionalGeneration": Features(_GEMMA4_PARTS, "sliding window in most layers"),
+        "Qwen3NextForCausalLM": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "Qwen3_5ForCausalLM": Features(_DELTA_PARTS, _DELTA),
+        "Qwen3_5ForConditionalGeneration": Features(_DELTA_PARTS, _DELTA),
+        "Qwen3_5MoeForCausalLM": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "Qwen3_5MoeForConditionalGeneration": Features(_DELTA_PARTS, _DELTA, experts=True),
+        "KimiLinearForCausalLM": Features(
+            "short convolutions, mixture of experts, no positions",
+            "Kimi delta attention in three of four layers, latent cache (MLA) in the others",
+            experts=True,
+            latent=True,
+        ),
+        "GraniteMoeHybridForCausalLM": Features(
+            "Mamba-2 layers, layers without positions, mixture of experts and a shared MLP, multipliers as Granite",
+            experts=True,
+        ),
+        "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
+        "NemotronHForCausalLM": Features("layers of Mamba-2, attention or an MLP, without positions"),
         "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
         "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
         "OPTForCausalLM": Features("learnt positions", layer_norm=True),

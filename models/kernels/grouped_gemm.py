@@ -73,12 +73,14 @@ class Activation:
     Attributes:
         tanh_gelu: gelu(gate), approximated by tanh, * up.
         interleaved: gates at even channels and ups at odd ones, else all gates before all ups.
+        squared_relu: there is no gate: relu(up) ** 2.
     """
 
     interleaved: bool = False
     limit: float | None = None
     alpha: float = 1.0
     tanh_gelu: bool = False
+    squared_relu: bool = False
 
 
 SILU = Activation()
@@ -257,6 +259,7 @@ def _launch_gate_up(
         INTERLEAVED=activation.interleaved,
         CLAMPED=activation.limit is not None,
         TANH_GELU=activation.tanh_gelu,
+        SQUARED_RELU=activation.squared_relu,
         SCALE_N=_part(layer.scales, 1, intermediate, halves=2),
         SCALE_K=_part(layer.scales, 2, x_TD.shape[1]),
         INPUTS_FIRST=layer.inputs_first,

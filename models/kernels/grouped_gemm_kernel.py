@@ -46,6 +46,7 @@ def grouped_gate_up(
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     TANH_GELU: tl.constexpr,
+    SQUARED_RELU: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
     INPUTS_FIRST: tl.constexpr,
@@ -57,7 +58,8 @@ def grouped_gate_up(
     INTERPRETED: tl.constexpr,
 ):
     """out[place] = gated activation of an expert's gate and up; rows of x are found through the order. The rows of the
-    SHARED experts follow, each over all tokens: `shared` has their gates before their ups."""
+    SHARED experts follow, each over all tokens: `shared` has their gates before their ups. With SQUARED_RELU there is
+    no gate, and no scale or bias."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
@@ -87,6 +89,18 @@ def grouped_gate_up(
     weights_expert = weights + expert.to(tl.int64) * weights_stride_E
     first = block * BLOCK_N
     channels_N = first + tl.arange(0, BLOCK_N)
+    if SQUARED_RELU:
+        only_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, IN, BLOCK_K):
+            x_KM = inputs(x_ptrs_M, exists_M, start, IN, BLOCK_K)
+            only_NK = weight_tile(
+                weights_expert, weights_map, expert, first, start, weights_stride_N, weights_stride_K,
+                OUT, IN, INPUTS_FIRST, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            only_NM = add_product(only_NM, only_NK, x_KM, None, start, SCALE_K, 1, INTERPRETED)
+        only_NM = tl.maximum(only_NM, 0.0)
+        store(out, only_NM * only_NM, places_M, channels_N, exists_M, OUT)
+        return
     if INTERLEAVED:
         both_QM = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
         for start in range(0, IN, BLOCK_K):

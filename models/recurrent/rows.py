@@ -14,10 +14,11 @@ class StateRows:
     padding, which read and write nothing.
 
     Attributes:
-        decode_slots_N: int32, slot of each decode; -1 for a row that is none.
+        decode_slots_N: int32, slot of each decode; -1 for a row that is none, and in steps that only compile or
+            capture: such a row reads and writes nothing, whatever its length.
         decode_lens_N: int32, tokens of the sequence, this one included; 1: the state before is zero, whatever the slot
             holds; 0 for a row that is no decode.
-        prompt_slots_P: int32, slot of each prompt; -1 for padding. P may be 0.
+        prompt_slots_P: int32, slot of each prompt; -1 as above. P may be 0.
         prompt_starts_P1: [P + 1] int32, where each prompt's tokens start.
         prompt_context_P: int32, tokens of the prompt that are in the state already; 0: the state before is zero,
             whatever the slot holds.

@@ -17,8 +17,8 @@ from models.weights.checkpoint import StoredTensor
 
 # Spellings of llm-compressor, of vLLM's module names, and of ModelOpt.
 _SPELLINGS = ("{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale")
-_KINDS = ("q", "k", "v")
-_SCALE = re.compile(r"\.[qkv]_scale$")
+_KINDS = ("q", "k", "v", "prob")
+_SCALE = re.compile(r"\.([qkv]|prob)_scale$")
 
 
 def add_scales(model: nn.Module) -> None:
@@ -54,9 +54,9 @@ def scale_views(
             names = {kind: spelling.format(layer=where, kind=kind) for kind in _KINDS}
             if not any(name in stored for name in names.values()):
                 continue
-            for scale, (kind, name) in zip(layer.scales.tensors, names.items(), strict=True):
+            for kind, name in names.items():
                 if name in stored or kind in needed:
-                    views[name] = _shaped_as(stored.get(name), scale)
+                    views[name] = _shaped_as(stored.get(name), getattr(layer.scales, f"{kind}_scale"))
             break
     return views
 
@@ -79,6 +79,17 @@ def kv_scales(model: nn.Module) -> tuple[float, ...]:
         elif not layer.shares_kv:
             by_layer[layer.kv_layer_index] = (k_scale.item(), v_scale.item())
     return tuple(scale for index in sorted(by_layer) for scale in by_layer[index])
+
+
+def refuse_scales_of_another_format(views: Mapping[str, Tensor], kv_dtype: str) -> None:
+    """Raises ConfigError for a checkpoint's scales in a cache in e5m2: all publishers make them for e4m3."""
+    if views and kv_dtype == "float8_e5m2":
+        raise ConfigError(
+            f"kv_cache_dtype is fp8_e5m2, and the checkpoint has scales of KV in e4m3, such as {next(iter(views))}",
+            field="kv_cache_dtype",
+            value="fp8_e5m2",
+            allowed=("auto", "fp8_e4m3"),
+        )
 
 
 def check_scales(views: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
+from models.families.delta_parts import DeltaMixer
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
@@ -38,10 +39,17 @@ from models.quantization.replace import (
     weights_unallocated,
     without_zero_biases,
 )
+from models.ungated_experts import SquaredReluExperts
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
-from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
+from models.weights.kv_scales import (
+    add_scales,
+    check_scales,
+    refuse_scales_of_another_format,
+    scale_views,
+    without_scales,
+)
 from models.weights.names import renamed
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
@@ -140,6 +148,7 @@ def load_model(
         stored = in_our_names(stored, views)
         stored = without_zero_biases(stored, views)
         kv_scales = scale_views(model, stored, checkpoint_name)
+        refuse_scales_of_another_format(kv_scales, kv_dtype)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
         _check(stored, views, shares, config, directory)
@@ -150,7 +159,7 @@ def load_model(
             _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight, shares.of(_HEAD))
     finish_quantized(model, weight_scales)
     for module in model.modules():
-        if isinstance(module, MLAAttention):
+        if isinstance(module, MLAAttention | DeltaMixer):
             module.process_weights_after_loading()
     if batch_invariant:
         make_batch_invariant(model)
@@ -197,7 +206,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         case FusedLinear():
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
-        case Experts() | InputsFirstLinear() | NormOfEachHead():
+        case Experts() | SquaredReluExperts() | InputsFirstLinear() | NormOfEachHead():
             yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
         case _:
             for name, parameter in module.named_parameters(recurse=False):
@@ -264,7 +273,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings
-    if config.mtp_layers and name.startswith("model.mtp_"):  # ERNIE's layers for multi-token prediction
+    if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # ERNIE's and Qwen's multi-token prediction
         return True
     gqa, of_layer = config.attention, _SHARED_KV.match(name)
     owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers

@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
+from models.families.delta_config import DeltaSwitches
 from models.families.layer_norm_config import LayerNormSwitches, Projection
+from models.families.lfm2_config import Lfm2Switches
+from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -131,6 +134,14 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):
         yield from _layer_norm_decoder(config, config.switches, part_of(config.intermediate_size), parallel)
+    if isinstance(config.switches, DeltaSwitches) and config.recurrent is not None:
+        for index, keeps in enumerate(config.recurrent.layers):
+            if keeps:
+                yield from _of_layer(index, _delta_rule(config.switches, config.recurrent.num_heads, parallel))
+    if isinstance(config.switches, MambaSwitches):
+        yield from _mamba(config, config.switches, part_of(config.intermediate_size), of_first, parallel)
+    if isinstance(config.switches, Lfm2Switches) and config.recurrent is not None:
+        yield from _gated_convolution(config.hidden_size, config.recurrent.num_heads, of_first, parallel)
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
@@ -146,7 +157,7 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
     queries = Share(0, gqa.num_heads * gqa.head_dim, (_times(heads, gqa.head_dim),))
     keys = Share(0, gqa.num_kv_heads * gqa.head_dim, (_times(sharing, gqa.head_dim),))
     for parameter in ("weight", "bias"):
-        yield f"self_attn.q_proj.{parameter}", queries
+        yield f"self_attn.q_proj.{parameter}", _with_gates(queries) if gqa.output_gate else queries
         yield f"self_attn.k_proj.{parameter}", keys
         yield f"self_attn.v_proj.{parameter}", keys
         yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
@@ -165,6 +176,11 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
         yield f"{attention}.query_key_value.bias", in_one
         yield f"{attention}.dense.weight", _as_inputs(queries)
         yield f"{attention}.dense.bias", of_first
+
+
+def _with_gates(queries: Share) -> Share:
+    """The share of a tensor that has a gate after each head's queries, as large as these."""
+    return Share(0, 2 * queries.size, tuple(_times(part, 2) for part in queries.ranges))
 
 
 def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
@@ -202,6 +218,97 @@ def _layer_norm_decoder(
         yield "self_attn.o_proj.weight", Share(0, gqa.num_heads * gqa.head_dim, (heads,))
         yield "mlp.up_proj.weight", _as_inputs(channels_of_mlp)
         yield "mlp.down_proj.weight", channels_of_mlp
+
+
+def _delta_rule(switches: DeltaSwitches, num_heads: int, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    """Those of a layer with a delta rule: a rank has some key heads with all that belongs to them."""
+    heads = kv_heads(num_heads, parallel)
+
+    def of_heads(channels_per_head: int) -> Share:
+        return Share(0, num_heads * channels_per_head, (_times(heads, channels_per_head),))
+
+    each = switches.values_per_key
+    keys, values, numbers = (of_heads(size) for size in (switches.key_dim, each * switches.value_dim, each))
+    qkv = _one_after_another(keys, keys, values)
+    yield "linear_attn.in_proj_qkvz.weight", of_heads(switches.conv_channels + each * switches.value_dim)
+    yield "linear_attn.in_proj_ba.weight", of_heads(2 * each)
+    yield "linear_attn.in_proj_qkv.weight", qkv
+    yield "linear_attn.in_proj_z.weight", values
+    for name in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        yield f"linear_attn.{name}", numbers
+    yield "linear_attn.conv1d.weight", qkv
+    yield "linear_attn.out_proj.weight", _as_inputs(values)
+    for name in ("q_proj", "k_proj", "q_conv1d", "k_conv1d", "f_b_proj"):
+        yield f"self_attn.{name}.weight", keys
+    for name in ("v_proj", "v_conv1d", "g_b_proj"):
+        yield f"self_attn.{name}.weight", values
+    yield "self_attn.b_proj.weight", numbers
+    yield "self_attn.dt_bias", keys
+    yield "self_attn.A_log", Share(2, num_heads, (heads,))
+    yield "self_attn.o_proj.weight", _as_inputs(values)
+
+
+def _mamba(
+    config: ModelConfig,
+    switches: MambaSwitches,
+    channels_of_mlp: Share,
+    of_first: Share,
+    parallel: TensorParallel,
+) -> Iterator[tuple[str, Share]]:
+    """Layers of Mamba-2; and the names of other parts in models with such layers."""
+    if config.moe is None:
+        yield from _mlp("mlp.shared_experts", channels_of_mlp, of_first)
+    if switches.kinds:
+        for name, share in _grouped_attention(_gqa(config), of_first, parallel):
+            yield name.replace("self_attn.", "mixer."), share
+        for parameter in ("weight", "bias"):
+            yield f"mixer.up_proj.{parameter}", channels_of_mlp
+        yield "mixer.down_proj.weight", _as_inputs(channels_of_mlp)
+        yield "mixer.down_proj.bias", of_first
+        yield "mixer.fc2_latent_proj.bias", of_first
+    if switches.kinds and config.moe is not None:
+        moe = config.moe
+        for experts, size in (
+            ("experts.*", moe.intermediate_size),
+            ("shared_experts", moe.shared_intermediate_size),
+        ):
+            part = Share(0, size, (channels(size, parallel, block=None),))
+            for parameter in ("weight", "bias"):
+                yield f"mixer.{experts}.up_proj.{parameter}", part
+            yield f"mixer.{experts}.down_proj.weight", _as_inputs(part)
+            yield f"mixer.{experts}.down_proj.bias", of_first
+    if (recurrent := config.recurrent) is None:
+        return
+    own_heads, own_groups = (kv_heads(count, parallel) for count in (recurrent.num_heads, recurrent.num_groups))
+    heads = Share(0, recurrent.num_heads, (own_heads,))
+    inner = Share(0, recurrent.num_heads * switches.head_dim, (_times(own_heads, switches.head_dim),))
+    shared = Share(0, recurrent.num_groups * switches.state_size, (_times(own_groups, switches.state_size),))
+    for mixer in ("mamba", "mixer"):
+        for parameter in ("weight", "bias"):
+            yield f"{mixer}.in_proj.{parameter}", _one_after_another(inner, inner, shared, shared, heads)
+            yield f"{mixer}.conv1d.{parameter}", _one_after_another(inner, shared, shared)
+        for each in ("A_log", "D", "dt_bias"):
+            yield f"{mixer}.{each}", heads
+        yield f"{mixer}.norm.weight", inner
+        yield f"{mixer}.out_proj.weight", _as_inputs(inner)
+        yield f"{mixer}.out_proj.bias", of_first
+
+
+def _gqa(config: ModelConfig) -> GQAConfig:
+    assert isinstance(config.attention, GQAConfig)
+    return config.attention
+
+
+def _gated_convolution(
+    size: int, num_heads: int, of_first: Share, parallel: TensorParallel
+) -> Iterator[tuple[str, Share]]:
+    """LFM2's: a rank has the channels of some heads, of both gates and of the input."""
+    part = Share(0, size, (_times(kv_heads(num_heads, parallel), size // num_heads),))
+    for parameter in ("weight", "bias"):
+        yield f"conv.in_proj.{parameter}", _one_after_another(part, part, part)
+        yield f"conv.conv.{parameter}", part
+    yield "conv.out_proj.weight", _as_inputs(part)
+    yield "conv.out_proj.bias", of_first
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:

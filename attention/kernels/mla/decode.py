@@ -26,6 +26,7 @@ def mla_decode_attention(
     plan: MLADecodePlan,
     scale: float,
     kv_scale: Tensor | None = None,
+    selected: bool = False,
     out: Tensor,
     lse_HR: Tensor | None = None,
 ) -> None:
@@ -35,17 +36,18 @@ def mla_decode_attention(
         kv_layer: [1, B, N, 1, C] with any strides; of the queries' type, or fp8.
         seq_lens: [R] int32.
         block_table: [R, blocks] int32; entries past a request's keys are not read.
+        selected: the table has a slot for each key in place of blocks.
         kv_scale: float32 scalar of an fp8 cache; ignored for other caches.
         out: [R, H, L]; the first L channels are the values.
         lse_HR: float32, natural; -inf where there are no keys.
     """
     if not len(q_RHC):
         return
-    if plan.hopper is not None and plan.hopper.serves(q_RHC, kv_layer, out.shape[-1]):
+    if not selected and plan.hopper is not None and plan.hopper.serves(q_RHC, kv_layer, out.shape[-1]):
         plan.hopper.launch(
             q_RHC, kv_layer, seq_lens=seq_lens, block_table=block_table, plan=plan, scale=scale, out=out, lse_HR=lse_HR
         )
     else:
         kv_scale = kv_scale if is_fp8(kv_layer) else None
-        portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR)
+        portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected)
     merge_splits(seq_lens, plan, out, lse_HR)

@@ -34,6 +34,8 @@ def launch(
     kv_scale: Tensor | None,
     out: Tensor,
     lse_HR: Tensor | None,
+    *,
+    selected: bool = False,
 ) -> None:
     num_reqs, num_heads, channels = q_RHC.shape
     latent = out.shape[-1]
@@ -69,6 +71,7 @@ def launch(
         BLOCK_H=block_h,
         BLOCK_L=max(16, triton.next_power_of_2(latent)),
         BLOCK_P=max(16, triton.next_power_of_2(channels - latent)),
+        SELECTED=selected,
         FP8=is_fp8(kv_layer),
         INTERPRETED=interpreted(),
         **overlap(q_RHC.device, rows=num_reqs),
@@ -119,6 +122,7 @@ def _decode(
     BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    SELECTED: tl.constexpr,
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -167,10 +171,15 @@ def _decode(
             ):
                 keys = start + tl.arange(0, STEP)
                 key_mask = keys < seq_len
-                blocks = tl.load(
-                    block_table + request.to(tl.int64) * table_stride_R + keys // block_size, mask=key_mask, other=0
-                )
-                rows = kv + blocks.to(tl.int64) * kv_stride_B + (keys % block_size) * kv_stride_N
+                table_row = block_table + request.to(tl.int64) * table_stride_R
+                if SELECTED:
+                    slots = tl.load(table_row + keys, mask=key_mask, other=0)
+                    blocks = slots // block_size
+                    offsets = slots % block_size
+                else:
+                    blocks = tl.load(table_row + keys // block_size, mask=key_mask, other=0)
+                    offsets = keys % block_size
+                rows = kv + blocks.to(tl.int64) * kv_stride_B + offsets * kv_stride_N
                 kv_SL = tl.load(
                     rows[:, None] + channels_L[None, :],
                     mask=key_mask[:, None] & (channels_L < LATENT)[None, :],

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.work_list import WorkList
 from tritonlib.launch import has_hopper_kernels
 
 
@@ -31,17 +32,19 @@ def unified_attention(
     v_scale: Tensor | None = None,
     out: Tensor,
     lse_HT: Tensor | None = None,
+    work: WorkList | None = None,
 ) -> None:
     """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
-    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. A window hides only keys
-    before it: without `causal`, all later keys are seen.
+    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. Without `causal`, a window is
+    that of an encoder, on both sides.
 
     Args:
         kv_layer: [2, B, N, H, D], channels adjacent; may be fp8, whose scales are read on the device.
         query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token; a request without queries is padding,
             and nothing is read for it. The queries of a request of length 0 get outputs of 0.
         max_query_len: an upper bound; too large a bound costs time.
+        work: the tiles of these requests, if a persistent kernel may run them.
     """
     keys, values = kv_layer.unbind(0)
     _attend(
@@ -71,6 +74,7 @@ def unified_attention(
             ),
             out=out,
             lse_HT=lse_HT,
+            work=work,
         )
     )
 
@@ -92,17 +96,21 @@ def ragged_attention(
     sinks_H: Tensor | None = None,
     out: Tensor,
     lse_HT: Tensor | None = None,
+    work: WorkList | None = None,
 ) -> None:
     """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
     Features are as `attention.parameters` defines them, with a request's last query at its last key's position; a
-    log-sum-exp includes the sinks. A window hides only keys before it.
+    log-sum-exp includes the sinks. Without `causal`, a window is that of an encoder, on both sides.
 
     Args:
         k_SHD, v_SHV: channels adjacent. NaN in a request's rows may reach all tokens of that request, and of no other.
         query_start_loc, key_start_loc: [R + 1] int32, starting at any token and key.
         max_query_len: an upper bound; too large a bound costs time.
+        work: the tiles of these requests, if a persistent kernel may run them; only if `key_start_loc` is
+            `query_start_loc`.
     """
+    assert work is None or key_start_loc is query_start_loc
     _attend(
         Call(
             q_THD,
@@ -127,6 +135,7 @@ def ragged_attention(
             ),
             out=out,
             lse_HT=lse_HT,
+            work=work,
         )
     )
 
@@ -135,8 +144,10 @@ def _attend(call: Call) -> None:
     if not call.q_THD.shape[0] or not call.num_reqs:
         return
     if _may_run_on_hopper(call):
-        from attention.kernels.paged import hopper
+        from attention.kernels.paged import hopper, persistent
 
+        if call.work is not None and persistent.launch(call, call.work):
+            return
         if hopper.launch(call):
             return
     portable.launch(call)

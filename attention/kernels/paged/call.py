@@ -8,6 +8,8 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
+from attention.kernels.paged.work_list import WorkList
+
 # Keys and values that the programs running at one time may share through the L2 cache. On an H200 with 128 heads and
 # 8192 keys: 614 TFLOPS, and 500 without a limit.
 L2_KEY_BYTES = 16 * 2**20
@@ -55,7 +57,7 @@ class Tiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Constants; 0 is no window and no chunks."""
+    """Constants; 0 is no window and no chunks. Without `causal`, a window has two sides."""
 
     causal: bool
     window: int
@@ -100,7 +102,12 @@ class Features:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention of queries [T, H, D] into `out` [T, H, V]; a request has at most `max_query_len` queries."""
+    """One attention of queries [T, H, D] into `out` [T, H, V]; a request has at most `max_query_len` queries.
+
+    Attributes:
+        work: the batch's tiles, for a persistent kernel; without a block table, only if each request's keys are in the
+            same rows as its queries. None: one program for each tile.
+    """
 
     q_THD: Tensor
     keys: Keys
@@ -110,6 +117,7 @@ class Call:
     features: Features
     out: Tensor
     lse_HT: Tensor | None
+    work: WorkList | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attention.kernels.paged.call import LOG2E, Call, LogSumExps, Requests, Tiles, rows_of, split_channels
 from attention.kernels.tma_rows import TmaPlaces, as_rows
 
-_TILE_ROWS = 128
+TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def choose_tiling(call: Call) -> HopperTiling:
     """Measured on an H200: 128 keys and two buffers are best where they fit, and heads share tiles at no cost."""
     channels = max(call.q_THD.shape[-1], call.keys.values.shape[-1])
     fits = channels <= 192 and call.keys.values.shape[-1] <= 128
-    return HopperTiling(block_n=128 if fits else 64, stages=2, pack=min(call.group, _TILE_ROWS))
+    return HopperTiling(block_n=128 if fits else 64, stages=2, pack=min(call.group, TILE_ROWS))
 
 
 class _Scoring(NamedTuple):
@@ -92,7 +92,7 @@ class _Buffers(NamedTuple):
     empty_v: gl.shared_memory_descriptor
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """A program's queries, and keys [first_key, stop_key) that some of them see. `heads_left` of the kv head's query
     heads remain from `head` on."""
 
@@ -107,7 +107,7 @@ class _Tile(NamedTuple):
     stop_key: gl.tensor
 
 
-class _RequestKeys(NamedTuple):
+class RequestKeys(NamedTuple):
     """Where the loading warp finds one request's keys: from `key_start` on, or in the blocks of its table."""
 
     key_start: gl.tensor
@@ -125,40 +125,66 @@ class _Queries(NamedTuple):
     seq_len: gl.tensor
 
 
+class _Launch(NamedTuple):
+    """The arguments of a call that both of these kernels have."""
+
+    matrices: tuple[TensorDescriptor, TensorDescriptor | None, TensorDescriptor]
+    scoring: _Scoring
+    places: tuple[int, ...]
+    sizes: _Sizes
+
+
 def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
     """Launches the kernel. Does nothing and returns False if it does not support the sizes or the keys' addresses and
     strides."""
+    tiling = tiling or choose_tiling(call)
+    prepared = prepare(call, tiling)
+    if prepared is None:
+        return False
+    tiles = call.tiles(TILE_ROWS, tiling.pack)
+    attend_tile[(tiles.num_tiles * tiles.num_packs,)](
+        *prepared.matrices,
+        rows_of(call.q_THD),
+        rows_of(call.out),
+        prepared.scoring,
+        *call.lse,
+        *call.requests,
+        *tiles,
+        call.keys.block_size or 1,
+        *prepared.places,
+        sizes=prepared.sizes,
+        mask=call.mask,
+        num_warps=4,
+    )
+    return True
+
+
+def prepare(call: Call, tiling: HopperTiling) -> _Launch | None:
+    """None if the kernels do not support the sizes or the keys' addresses and strides."""
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     if max(head_size, value_size) > 256 or min(head_size, value_size) < 64 or not _are_blocks_of_tiles(keys.block_size):
-        return False
+        return None
     k, v = as_rows(keys.keys), as_rows(keys.values)
     if k is None or v is None:
-        return False
-    tiling = tiling or choose_tiling(call)
+        return None
     block_a, block_p = split_channels(head_size)
     block_v = triton.next_power_of_2(value_size)
     piece = min(keys.block_size or tiling.block_n, tiling.block_n)
-    tiles = call.tiles(_TILE_ROWS, tiling.pack)
     soft_cap = features.logits_soft_cap
-    attend_tile[(tiles.num_tiles * tiles.num_packs,)](
-        _descriptor(k.rows, piece, block_a),
-        _descriptor(k.rows, piece, block_p) if block_p else None,
-        _descriptor(v.rows, piece, block_v),
-        rows_of(q_THD),
-        rows_of(call.out),
-        _Scoring(
+    return _Launch(
+        matrices=(
+            _descriptor(k.rows, piece, block_a),
+            _descriptor(k.rows, piece, block_p) if block_p else None,
+            _descriptor(v.rows, piece, block_v),
+        ),
+        scoring=_Scoring(
             call.scale * LOG2E * (2 / soft_cap if soft_cap else 1),
             soft_cap * LOG2E if soft_cap else None,
             features.alibi_slopes_H,
             features.sinks_H,
         ),
-        *call.lse,
-        *call.requests,
-        *tiles,
-        keys.block_size or 1,
-        *k.places,
-        *v.places,
+        places=(*k.places, *v.places),
         sizes=_Sizes(
             key_size=head_size,
             value_size=value_size,
@@ -171,10 +197,7 @@ def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
             piece=piece,
             stages=tiling.stages,
         ),
-        mask=call.mask,
-        num_warps=4,
     )
-    return True
 
 
 def _are_blocks_of_tiles(block_size: int) -> bool:
@@ -230,11 +253,9 @@ def attend_tile(
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
     tiles = Tiles(num_tiles, num_packs, section)
     k_places, v_places = TmaPlaces(k_row_b, k_row_h, k_col_h), TmaPlaces(v_row_b, v_row_h, v_col_h)
-    ROWS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = sizes.block_n
-    STAGES: gl.constexpr = sizes.stages
     PACK: gl.constexpr = sizes.pack
-    TOKENS: gl.constexpr = 2 * ROWS // PACK
+    TOKENS: gl.constexpr = 2 * 64 // PACK
     PACKS: gl.constexpr = (sizes.group + PACK - 1) // PACK
     pack, request, query_start, query_len, first_token = _find_tile(requests, tiles, TOKENS)
     if (first_token < 0) | (first_token >= query_len):
@@ -250,12 +271,32 @@ def attend_tile(
         table_ptr = requests.block_table_ptr + request.to(gl.int64) * requests.table_stride
     first_position = seq_len - query_len + first_token
     last_position = gl.minimum(first_position + TOKENS, seq_len) - 1
-    first_key, stop_key, _, _ = _seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+    first_key, stop_key, _, _ = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
     kv_head = pack // PACKS
     head = kv_head * sizes.group + pack % PACKS * PACK
     heads_left = sizes.group - pack % PACKS * PACK
 
-    dtype: gl.constexpr = k_A.dtype
+    buffers = new_buffers(k_A.dtype, sizes)
+    tile = Tile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key)
+    first_block, last_block = first_key // block_size, (seq_len - 1) // block_size
+    keys = RequestKeys(key_start, table_ptr, first_block, last_block, block_size)
+    gl.warp_specialize(
+        [
+            (_attend, (0, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_attend, (1, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
+            (_load_keys, (k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes, PAGED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr):
+    """Shared memory of a program, with its barriers initialised."""
+    ROWS: gl.constexpr = 64
+    BLOCK_N: gl.constexpr = sizes.block_n
+    STAGES: gl.constexpr = sizes.stages
     layout_A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, sizes.block_a], dtype)
     layout_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, sizes.block_v], dtype)
     tiles_QA = gl.allocate_shared_memory(dtype, [2, ROWS, sizes.block_a], layout_A)
@@ -276,19 +317,7 @@ def attend_tile(
         mbarrier.init(full_v.index(stage), count=1)
         mbarrier.init(empty_v.index(stage), count=2)
 
-    buffers = _Buffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v)
-    tile = _Tile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key)
-    first_block, last_block = first_key // block_size, (seq_len - 1) // block_size
-    keys = _RequestKeys(key_start, table_ptr, first_block, last_block, block_size)
-    gl.warp_specialize(
-        [
-            (_attend, (0, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
-            (_attend, (1, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),
-            (_load_keys, (k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes, PAGED)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    return _Buffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v)
 
 
 @gluon.jit
@@ -319,7 +348,7 @@ def _find_tile(requests, tiles, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _seen_by(first_position, last_position, seq_len, BLOCK_N: gl.constexpr, mask: gl.constexpr):
+def seen_by(first_position, last_position, seq_len, BLOCK_N: gl.constexpr, mask: gl.constexpr):
     """Keys [first, stop) that some query between the positions sees, and tiles [full_start, full_stop) that all see."""
     CAUSAL: gl.constexpr = mask.causal
     WINDOW: gl.constexpr = mask.window
@@ -337,12 +366,21 @@ def _seen_by(first_position, last_position, seq_len, BLOCK_N: gl.constexpr, mask
     if CAUSAL:
         stop = gl.maximum(last_position + 1, 0)
         full_stop = gl.maximum(first_position + 1, 0)
+    elif WINDOW:
+        stop = gl.maximum(gl.minimum(last_position + WINDOW, seq_len), 0)
+        full_stop = gl.maximum(gl.minimum(first_position + WINDOW, seq_len), 0)
     return first, stop, gl.cdiv(full_first, BLOCK_N), full_stop // BLOCK_N
 
 
 @gluon.jit
 def _load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes: gl.constexpr, PAGED: gl.constexpr):
-    """The loading warp: all tiles of keys and values, the last keys first."""
+    """The loading warp."""
+    load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, 0, sizes, PAGED)
+
+
+@gluon.jit
+def load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, sizes: gl.constexpr, PAGED: gl.constexpr):
+    """Loads all tiles of keys and values, the last keys first, into the rings from place `turn` on."""
     BLOCK_N: gl.constexpr = sizes.block_n
     STAGES: gl.constexpr = sizes.stages
     PIECE: gl.constexpr = sizes.piece
@@ -351,8 +389,8 @@ def _load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes: gl
     stop = gl.cdiv(tile.stop_key, BLOCK_N)
     for count in range(0, stop - tile.first_key // BLOCK_N):
         key = (stop - 1 - count) * BLOCK_N
-        stage = count % STAGES
-        phase = ((count // STAGES) & 1) ^ 1
+        stage = (turn + count) % STAGES
+        phase = (((turn + count) // STAGES) & 1) ^ 1
         mbarrier.wait(buffers.empty_k.index(stage), phase)
         tile_A, tile_P, full = buffers.k_A.index(stage), buffers.k_P.index(stage), buffers.full_k.index(stage)
         _load_tile(k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, BLOCK_A, BLOCK_P, PIECE, PAGED)
@@ -410,7 +448,27 @@ def _attend(
     mask: gl.constexpr,
     PAGED: gl.constexpr,
 ):
-    """One warpgroup: its 64 of the tile's 128 rows."""
+    """One warpgroup."""
+    attend(WARPGROUP, q, out, lse, scoring, buffers, tile, 0, sizes, mask, PAGED, False)
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr,
+    q,
+    out,
+    lse,
+    scoring,
+    buffers,
+    tile,
+    turn,
+    sizes: gl.constexpr,
+    mask: gl.constexpr,
+    PAGED: gl.constexpr,
+    GOES_ON: gl.constexpr,
+):
+    """One warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on; with GOES_ON, the
+    last place is given back too, for another tile."""
     PACK: gl.constexpr = sizes.pack
     BLOCK_A: gl.constexpr = sizes.block_a
     BLOCK_P: gl.constexpr = sizes.block_p
@@ -463,21 +521,22 @@ def _attend(
     if start < stop:
         first_position = seq_len - query_len + first_token + FIRST // PACK
         last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // PACK, query_len - 1)
-        _, _, full_start, full_stop = _seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+        _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
         full_stop = gl.minimum(full_stop, stop - 1)
         full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
 
-        mbarrier.wait(full_k.index(0), 0)
-        scores = _multiply_keys(q_A, q_P, tiles_A.index(0), tiles_P.index(0), BLOCK_P, mma_N)
+        stage, phase = turn % STAGES, (turn // STAGES) & 1
+        mbarrier.wait(full_k.index(stage), phase)
+        scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
         scores_MN = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(empty_k.index(0), count=1)
+        mbarrier.arrive(empty_k.index(stage), count=1)
         weights_MN, max_M, sum_M, rescale_M = _softmax(
             scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, queries, scoring, mask, True
         )
         weights = gl.convert_layout(weights_MN.to(dtype), operand)
         if seq_len < stop * BLOCK_N:
-            mbarrier.wait(full_v.index(0), 0)
-            _keep_rows(tiles_V.index(0), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
+            mbarrier.wait(full_v.index(stage), phase)
+            _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
         # Tiles from the last to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
         count = 0
@@ -486,9 +545,9 @@ def _attend(
                 part_start = full_stop if part == 0 else full_start if part == 1 else start
                 part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
                 for _ in range(part_start, part_stop):
-                    last_stage, last_phase = count % STAGES, (count // STAGES) & 1
+                    last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
                     count += 1
-                    stage, phase = count % STAGES, (count // STAGES) & 1
+                    stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
                     mbarrier.wait(full_k.index(stage), phase)
                     scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
                     mbarrier.wait(full_v.index(last_stage), last_phase)
@@ -502,12 +561,14 @@ def _attend(
                     mbarrier.arrive(empty_v.index(last_stage), count=1)
                     acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
                     weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        last_stage, last_phase = count % STAGES, (count // STAGES) & 1
+        last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
         mbarrier.wait(full_v.index(last_stage), last_phase)
         if PAGED and LIMITED and start * BLOCK_N < tile.first_key:
             _keep_rows(tiles_V.index(last_stage), tile.first_key - start * BLOCK_N, BLOCK_N, BLOCK_N, BLOCK_V)
         acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
         acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+        if GOES_ON:
+            mbarrier.arrive(empty_v.index(last_stage), count=1)
 
     # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
     total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
@@ -579,6 +640,8 @@ def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.cons
         seen_MN = (keys_N < queries.seq_len)[None, :]
         if mask.causal:
             seen_MN = seen_MN & (keys_N[None, :] <= positions_M[:, None])
+        elif WINDOW:
+            seen_MN = seen_MN & (keys_N[None, :] < positions_M[:, None] + WINDOW)
         if WINDOW:
             seen_MN = seen_MN & (keys_N[None, :] > positions_M[:, None] - WINDOW)
         if CHUNK:

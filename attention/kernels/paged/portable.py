@@ -275,6 +275,9 @@ def attend_tile(
     if mask.causal:
         stop = tl.maximum(last_position + 1, 0)
         full_stop = tl.maximum(first_position + 1, 0)
+    elif WINDOW:
+        stop = tl.maximum(tl.minimum(last_position + WINDOW, seq_len), 0)
+        full_stop = tl.maximum(tl.minimum(first_position + WINDOW, seq_len), 0)
     first_key = start
     start = start // BLOCK_N * BLOCK_N
     full_stop = full_stop // BLOCK_N * BLOCK_N
@@ -434,6 +437,8 @@ def _attend_keys(
             seen_MN = exists_N[None, :]
             if mask.causal:
                 seen_MN = seen_MN & (keys_N[None, :] <= positions_M[:, None])
+            elif WINDOW:
+                seen_MN = seen_MN & (keys_N[None, :] < positions_M[:, None] + WINDOW)
             if WINDOW:
                 seen_MN = seen_MN & (keys_N[None, :] > positions_M[:, None] - WINDOW)
             if CHUNK:

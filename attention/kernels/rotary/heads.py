@@ -129,7 +129,7 @@ def _rotate_qkv(
         tokens_R = rows_R // NUM_HEADS
         mask_R = tokens_R < num_tokens
         ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * HEAD_DIM
-        _norm_and_turn(
+        norm_and_turn(
             ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, None, None, None, tokens_R, mask_R, q_eps,
             WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def _rotate_qkv(
             into_ptrs_R = layer_ptr + into_R + heads_R * stride_H
         else:
             into_ptrs_R, written_R = None, None
-        _norm_and_turn(
+        norm_and_turn(
             ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, into_ptrs_R, written_R, k_scale_ptr, tokens_R, mask_R, k_eps,
             WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _rotate_qkv(
 
 
 @triton.jit
-def _norm_and_turn(
+def norm_and_turn(
     ptrs_R,
     weight_ptr,
     cos_ptr,

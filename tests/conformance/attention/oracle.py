@@ -26,7 +26,7 @@ def attend(
         scores_HQS = scores_HQS + slopes_H.double()[:, None, None] * (key_1S - query_Q1)
     seen_QS = key_1S <= query_Q1 if setting.causal else torch.ones_like(key_1S <= query_Q1)
     if setting.sliding_window is not None:
-        seen_QS = seen_QS & (key_1S > query_Q1 - setting.sliding_window)
+        seen_QS = seen_QS & ((key_1S - query_Q1).abs() < setting.sliding_window)
     if setting.attention_chunk_size is not None:
         seen_QS = seen_QS & (key_1S // setting.attention_chunk_size == query_Q1 // setting.attention_chunk_size)
     seen_HQS = seen_QS[None] if pattern_HQS is None else seen_QS[None] & pattern_HQS

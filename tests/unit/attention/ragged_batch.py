@@ -23,7 +23,9 @@ FEATURES = {
     "window of 1": Features(sliding_window=1),
     "window of 7": Features(sliding_window=7),
     "window of 65": Features(sliding_window=65),
-    "window, not causal": Features(causal=False, sliding_window=9),
+    "window of 1, not causal": Features(causal=False, sliding_window=1),
+    "window of 9, not causal": Features(causal=False, sliding_window=9),
+    "window of 70, not causal": Features(causal=False, sliding_window=70),
     "chunks of 32": Features(attention_chunk_size=32),
     "chunks of 9": Features(attention_chunk_size=9),
     "soft cap": Features(logits_soft_cap=1.5),
@@ -115,7 +117,7 @@ def attend_plainly(q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, features: Featur
         scores_HTS = scores_HTS + slopes_H11 * (keys_1S - positions_T1)
     seen_TS = keys_1S <= positions_T1 if features.causal else torch.ones(num_queries, num_keys, dtype=torch.bool)
     if features.sliding_window is not None:
-        seen_TS = seen_TS & (keys_1S > positions_T1 - features.sliding_window)
+        seen_TS = seen_TS & ((keys_1S - positions_T1).abs() < features.sliding_window)
     if features.attention_chunk_size is not None:
         first_T1 = positions_T1 // features.attention_chunk_size * features.attention_chunk_size
         seen_TS = seen_TS & (keys_1S >= first_T1)

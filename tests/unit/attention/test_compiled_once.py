@@ -15,19 +15,29 @@ from attention.kernels.decode import attend as decode
 from attention.kernels.mla import portable as mla_decode_plain
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.work_list import WorkList, list_work
 from kvcache.kernels import gather
 from kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
 from tritonlib.launch import _GLUON_VERSIONS
 import triton
 
-paged_launches = [portable.launch]
+def launch_list(call):
+    keys = call.keys
+    list_work(call.query_start_loc, keys.seq_lens, num_tokens=call.q_THD.shape[0], tokens=64, num_programs=132)
+
+def launch_persistent(call):
+    rows, count = torch.zeros(call.q_THD.shape[0] + 1, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    assert persistent.launch(call, WorkList(64, rows, count, call.query_start_loc, num_programs=132))
+
+paged_launches = [portable.launch, launch_list]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 if triton.__version__.startswith(_GLUON_VERSIONS):
     from attention.kernels.blocksparse import hopper as blocksparse_hopper
     from attention.kernels.mla import hopper as mla_decode_hopper
     from attention.kernels.paged import hopper
-    paged_launches += [hopper.launch]
+    from attention.kernels.paged import persistent
+    paged_launches += [hopper.launch, launch_persistent]
     kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
@@ -64,14 +74,14 @@ def paged_call(num_reqs, moved, width, num_tokens):
 def record(kernel, *arguments, grid, warmup, **options):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     _, values, others = bind(*arguments, **options)
-    signatures.add(str((values, others)))
+    signatures.setdefault(kernel.__name__, set()).add(str((values, others)))
 
 JITFunction.run = record
 for launch in paged_launches:
-    signatures = set()
+    signatures = {}
     for num_reqs, moved, width, num_tokens in ((1, 0, 1, 16), (2, 1, 13, 37), (16, 4, 32, 256)):
         launch(paged_call(num_reqs, moved, width, num_tokens))
-    assert len(signatures) == 1, signatures
+    assert {len(found) for found in signatures.values()} == {1}, signatures
 
 def compiled_for_payload(kernel, number):
     values = {param.name: number if param.annotation in ("i32", "i64") else memory for param in kernel.params}

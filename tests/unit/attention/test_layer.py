@@ -134,6 +134,23 @@ def test_an_output_that_cannot_take_the_result_is_refused_before_anything_is_wri
     assert cache.view.isnan().all()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["new memory", "the caller's memory"])
+def test_an_output_scale_gives_the_output_in_e4m3_for_the_layer_that_follows(given: bool) -> None:
+    q, k, v = random_qkv(6)
+    scale = torch.tensor(0.01)
+    out = torch.empty(6, HEADS, DIM, dtype=torch.float8_e4m3fn) if given else None
+    returned = make_layer()(q, k, v, make_cache(), plan(one_request(6)), out=out, output_scale=scale)
+    assert returned.dtype == torch.float8_e4m3fn
+    assert not given or returned is out
+    torch.testing.assert_close(returned.double() * 0.01, oracle(q, k, v), rtol=2.0**-4, atol=1e-4)
+
+
+def test_memory_in_another_dtype_than_e4m3_cannot_take_a_scaled_output() -> None:
+    q, k, v = random_qkv(6)
+    with pytest.raises(InternalError, match="out's dtype is"):
+        make_layer()(q, k, v, make_cache(), plan(one_request(6)), out=torch.empty_like(q), output_scale=torch.ones(()))
+
+
 def test_a_layer_that_shares_reads_the_other_layers_keys_and_writes_nothing() -> None:
     cache, metadata, (q, k, v) = make_cache(), plan(one_request(6)), random_qkv(6)
     first = make_layer(layer_index=1)
@@ -303,7 +320,8 @@ PATTERN = BlocksparseParams(max_seqlen=64, num_heads=2, num_kv_heads=2, block_si
         ({"alibi_slopes": [1.0]}, "alibi_slopes is .1,.; allowed: one number for each of the 4 query heads"),
         ({"sinks": torch.zeros(5)}, "sinks is .5,."),
         ({"blocksparse": PATTERN}, "blocksparse is for 2 heads and 2 kv heads"),
-        ({"sliding_window": 4, "attn_type": AttentionType.ENCODER}, "none, for attention of type encoder"),
+        ({"sliding_window": 4, "attn_type": AttentionType.ENCODER_DECODER}, "none, for attention of type encoder_dec"),
+        ({"attention_chunk_size": 4, "attn_type": AttentionType.ENCODER}, "none, for attention of type encoder"),
         ({"attention_chunk_size": 4, "attn_type": AttentionType.ENCODER_DECODER}, "attention_chunk_size is 4"),
         ({"backend": TorchMLA(replace(NEEDS, kind=KVKind.MLA), Platform("cpu"), context_workspace_tokens=1)},
          "TORCH_MLA reads caches of kind mla"),

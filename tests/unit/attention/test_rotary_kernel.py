@@ -15,6 +15,7 @@ from torch.nn.functional import rms_norm
 
 from attention.kernels.rotary.heads import rotate_qkv
 from attention.kernels.rotary.latents import rotate_latents
+from attention.kernels.rotary.turn import turn_heads
 from attention.rotation import HeadNorms, Rotation
 from kvcache.access import store_kv, store_latent
 from kvcache.cache import PagedKVCache
@@ -240,3 +241,19 @@ def test_latents_end_up_where_the_twin_puts_them(layout: KVCacheLayout, kv_dtype
     index = WriteIndex(slot_mapping[:num_tokens], 4)
     store_latent(expected.layer(1), kv_c_TL, k_pe_TR, index, scale=K_SCALE)
     assert_same(stored, expected)
+
+
+@by_interleaved
+@by_dtype
+def test_heads_of_one_tensor_turn_in_place(dtype: torch.dtype, *, interleaved: bool) -> None:
+    """Some channels of a head turn, others stay; rows of the tensor lie apart."""
+    torch.manual_seed(0)
+    angles_TP = torch.randn(5, 3, device=DEVICE) * 3
+    rotation = Rotation(angles_TP.cos(), angles_TP.sin(), interleaved)
+    rows_TX = torch.randn(5, 3 * 20 + 4, device=DEVICE).to(dtype)
+    x_THD = rows_TX[:, :60].unflatten(1, (3, 20))
+    expected, rest = rotation.apply(x_THD), rows_TX[:, 60:].clone()
+    turn_heads(x_THD, rotation)
+    relative, absolute = TOLERANCE[dtype]
+    torch.testing.assert_close(x_THD, expected, rtol=relative, atol=absolute)
+    assert torch.equal(rows_TX[:, 60:], rest)

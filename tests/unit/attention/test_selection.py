@@ -112,10 +112,12 @@ def test_layers_with_different_windows_exclude_backends_with_one_plan_for_all_la
 
 def test_a_missing_package_is_a_reason_with_the_command_that_installs_it() -> None:
     of = verdicts(on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD), BARE_H200)
-    assert of["FLASHINFER"] == "package flashinfer is not installed: pip install flashinfer-python"
-    assert of["FLASH_ATTN"] == "package flash_attn is not installed: pip install flash-attn --no-build-isolation"
-    assert of["XFORMERS"] == "package xformers is not installed: pip install xformers"
-    with pytest.raises(ConfigError, match="pip install flashinfer-python"):
+    command = "pip install 'baton-serving[attention]'"
+    assert of["FLASHINFER"] == f"package flashinfer is not installed: {command}"
+    assert of["XFORMERS"] == f"package xformers is not installed: {command}"
+    command = "pip install --no-build-isolation 'baton-serving[flash-attn]'"
+    assert of["FLASH_ATTN"] == f"package flash_attn is not installed: {command}"
+    with pytest.raises(ConfigError, match=r"pip install 'baton-serving\[attention\]'"):
         selection_report(on_gpu(LLAMA), BARE_H200, forced="FLASHINFER")
 
 
@@ -123,8 +125,8 @@ def test_a_missing_package_is_a_reason_with_the_command_that_installs_it() -> No
 def test_backends_that_want_other_blocks_serve_when_forced(name: str) -> None:
     needs = on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD)
     assert chosen(needs, H200, forced=name) == name
-    with pytest.raises(ConfigError, match="block_size 16 is not among"):
-        selection_report(on_gpu(LLAMA, layout=KVCacheLayout.NHD), H200, forced=name)
+    with pytest.raises(ConfigError, match="block_size 8 is not among"):
+        selection_report(on_gpu(LLAMA, block_size=8, layout=KVCacheLayout.NHD), H200, forced=name)
 
 
 def test_an_old_gpu_is_refused_by_its_compute_capability() -> None:

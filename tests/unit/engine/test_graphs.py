@@ -39,6 +39,8 @@ FAMILIES = [
     "llama",
     "deepseek-v2",
     "deepseek-v3",
+    "deepseek-v32",
+    "glm-moe-dsa-shared-selection",
     "mistral-window",
     "gpt-oss",
     "llama4",
@@ -131,7 +133,10 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name"), [("mistral-window", "TRITON_ATTN"), ("deepseek-v2", "TRITON_MLA")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mistral-window", "TRITON_ATTN"), ("deepseek-v2", "TRITON_MLA"), ("deepseek-v32", "TRITON_MLA")],
+)
 def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str, tmp_path: Path) -> None:
     """A replay repeats the work that the captured step queued, with the host's numbers of the capture. Everything that
     changes is in the buffers."""

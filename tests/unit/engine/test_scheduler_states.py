@@ -60,9 +60,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     Attributes:
         meter: None: step costs are not known.
+        state_slots: of a model with recurrent states; 0: it has none.
     """
 
     budget = 5
+    state_slots = 0
     align: int | None = None
     meter: KnownCosts | None = None
 
@@ -76,7 +78,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_align_tokens=self.align,
         )
         facts = ModelFacts(
-            NUM_BLOCKS, BLOCK_SIZE, vocab_size=4, max_context_tokens=MAX_CONTEXT, eos_token_ids=(EOS,), identity=""
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            vocab_size=4,
+            max_context_tokens=MAX_CONTEXT,
+            eos_token_ids=(EOS,),
+            identity="",
+            state_slots=self.state_slots,
+            scan_tokens=1,
         )
         self.scheduler = Scheduler(limits, facts, self.meter)
         self.now = 0.0
@@ -168,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         reservation = self.reserved.pop(name)
         self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, len(self.sequences[name]))
+        self.receive_state(name, reservation, len(self.sequences[name]))
         first = TokenOutput(token_id, self.given[name])
         self.sequences[name] += (token_id,)
         self.given[name] += 1
@@ -189,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not reservation.cached_tokens <= part < len(self.sequences[name]) or state.request.scores_prompt:
                 part = 0
             self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, part)
+            self.receive_state(name, reservation, part)
             self.scheduler.prefill_here(name, output, self.now, received_tokens=part)
         else:
             try:
@@ -310,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_leak_only_with_requests_that_nobody_knows(self) -> None:
-        known = sum(len(state.blocks) for state in self.states().values())
+        known = sum(len(state.blocks) + (state.state_slot >= 0) for state in self.states().values())
         assert self.scheduler.leaked_blocks(lambda _: True) == 0
         assert self.scheduler.leaked_blocks(lambda _: False) == known
 
@@ -487,6 +498,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def rows(self) -> Iterator[BatchRow]:
         return (row for step in self.in_flight for row in step.batch.rows)
+
+    def receive_state(self, name: str, reservation: Reservation, stop: int) -> None:
+        """The state after `stop` tokens has come; 0: part of one."""
 
     def slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE

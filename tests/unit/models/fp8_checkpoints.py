@@ -59,6 +59,7 @@ FAMILIES = {
     "Llama": _LLAMA,
     "Phi3": _PHI3,
     "DeepseekV3": _DEEPSEEK,
+    "DeepseekV32": _DEEPSEEK | {"index_topk": 5, "index_n_heads": 16, "index_head_dim": 24},
     "Mixtral": _MIXTRAL,
     "Qwen2Moe": _QWEN2_MOE,
     "Starcoder2": _STARCODER2,
@@ -71,7 +72,10 @@ LINEAR = (
     "w2.weight",
     "w3.weight",
     "shared_expert_gate.weight",
+    ".wq_b.weight",
+    ".wk.weight",
 )
+NEVER = (".weights_proj.weight",)
 
 
 class Pair(NamedTuple):
@@ -128,7 +132,7 @@ def save_fp8(
     tensors, rounded = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         tensors[name] = rounded[name] = tensor
-        if name.endswith(LINEAR) and not name.startswith(left_out or ("none",)):
+        if name.endswith(LINEAR) and not name.endswith(NEVER) and not name.startswith(left_out or ("none",)):
             module = name.removesuffix(".weight")
             tensors[name], tensors[f"{module}.{scale_name}"], rounded[name] = quantizer(tensor)
             if input_scale is not None:

@@ -14,13 +14,16 @@ from kvcache.spec import KVCacheShape, KVKind
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
 from models.needs import attention_needs, kv_cache_spec
+from tests.unit.models.recurrent_steps import state_rows
 
 BLOCK_SIZE = 4
+STATE_SLOTS = 8
 
 
 def cache_shape(config: ModelConfig, *, num_blocks: int = 64) -> KVCacheShape:
     mla = kv_cache_spec(config, "float32").kind is KVKind.MLA
-    return KVCacheShape(parse_layout("NHD", mla=mla), BLOCK_SIZE, num_blocks)
+    slots = 0 if config.recurrent is None else STATE_SLOTS
+    return KVCacheShape(parse_layout("NHD", mla=mla), BLOCK_SIZE, num_blocks, state_slots=slots)
 
 
 def backend_for(
@@ -47,7 +50,10 @@ class PagedDriver:
         self.model, self.backend, self.device = model, backend, device
         shape = cache_shape(model.config, num_blocks=num_blocks)
         self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape, device)
-        self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
+        for part in self.cache.parts:
+            part.storage.fill_(torch.nan)  # a slot that is read before it is written shows
+        self.free_slots = list(range(shape.state_slots))
+        self.slots: dict[str, int] = {}
         generator = torch.Generator().manual_seed(1)
         self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()
         self.blocks: dict[str, list[int]] = {}
@@ -70,6 +76,11 @@ class PagedDriver:
             block_size=BLOCK_SIZE,
             device=self.device,
         )
+        if self.cache.state is not None:
+            for request in batch.keys() - self.slots.keys():
+                self.slots[request] = self.free_slots.pop()
+            slots = [self.slots[request] for request in batch]
+            self.model.use_states(state_rows(slots, lengths, starts, device=self.device))
         token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens], device=self.device)
         hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.builder.build(0, common))
         logits_TV = self.model.compute_logits(hidden_TD)

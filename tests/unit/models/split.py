@@ -27,11 +27,13 @@ class Run:
     logits: of every token of the prompt, and of those decoded.
     tokens: decoded greedily.
     cache: [L, K, B, N, H, C]; NaN where nothing was written.
+    state: the same of recurrent layers; None: the model has none.
     """
 
     logits: Tensor
     tokens: list[int]
     cache: Tensor
+    state: Tensor | None
 
 
 def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: str = "") -> Run:
@@ -48,7 +50,8 @@ def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: s
     for _ in range(DECODED_TOKENS):
         tokens.append(int(logits[-1][-1].argmax()))
         logits.append(driver.step({"r": tokens[-1:]})["r"])
-    return Run(torch.cat(logits), tokens, driver.cache.view.clone())
+    state = driver.cache.state
+    return Run(torch.cat(logits), tokens, driver.cache.view.clone(), None if state is None else state.view.clone())
 
 
 def run_split(

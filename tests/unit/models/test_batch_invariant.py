@@ -21,6 +21,8 @@ FAMILIES = [
     "mistral-window",
     "deepseek-v2",
     "deepseek-v3-yarn",
+    "deepseek-v32",
+    "glm-moe-dsa-shared-selection",
     "gemma2",
     "llama4",
     "gpt-oss",

@@ -127,6 +127,25 @@ def test_scales_of_a_checkpoint_are_used(llama: Path, tmp_path: Path) -> None:
     assert float((ours - expected).abs().mean()) < 0.1 * float(expected.std())
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS[:2])
+def test_a_scale_of_softmax_weights_is_loaded_and_changes_nothing(llama: Path, tmp_path: Path, spelling: str) -> None:
+    name = spelling.format(layer="model.layers.1.self_attn", kind="prob")
+    plain = loaded(with_tensors(llama, tmp_path / "plain", named(spelling)), E4M3)
+    directory = with_tensors(llama, tmp_path / "scaled", named(spelling) | {name: torch.tensor(0.004)})
+    scaled = loaded(directory, E4M3)
+    scales = [layer.scales for layer in layers_of(scaled)]
+    assert [float(each.prob_scale) for each in scales if each is not None] == pytest.approx([1.0, 0.004])
+    assert torch.equal(logits_of(scaled), logits_of(plain))
+    assert torch.equal(logits_of(loaded(directory)), logits_of(loaded(llama)))
+
+
+def test_scales_for_e4m3_are_refused_for_a_cache_in_e5m2(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is fp8_e5m2, .* such as model\.layers\.0\.self_attn\.k_scale"
+    ):
+        loaded(with_tensors(llama, tmp_path, named(SPELLINGS[0])), E5M2)
+
+
 def test_latents_have_the_scale_of_keys(tmp_path: Path) -> None:
     save_tiny("deepseek-v3", tmp_path / "plain")
     scales = {f"model.layers.{index}.self_attn.k_scale": torch.tensor(0.04) for index in range(3)}

@@ -40,6 +40,9 @@ Maker = Callable[[Path], Pair]
 CHECKPOINTS: dict[str, Maker] = {
     "llama-blocks": lambda path: save_fp8("Llama", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "deepseek-blocks": lambda path: save_fp8("DeepseekV3", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
+    "deepseek-v32-blocks": lambda path: save_fp8(
+        "DeepseekV32", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"
+    ),
     "mixtral-blocks": lambda path: save_fp8("Mixtral", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "qwen2-moe-blocks": lambda path: save_fp8("Qwen2Moe", path, by_block, DEEPSEEK, scale_name="weight_scale_inv"),
     "deepseek-compressed-blocks": lambda path: save_fp8(

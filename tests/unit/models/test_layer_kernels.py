@@ -124,6 +124,18 @@ def test_activation(
     torch.testing.assert_close(ours_TI.cpu(), expected_TI, rtol=rtol, atol=1e-5)
 
 
+@by_dtype
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_clamped_activation(dtype: torch.dtype) -> None:
+    gate_up_TI = (torch.randn(3, 2200, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
+    gate_TI, up_TI = gate_up_TI[:, ::2].float().clamp(max=7.0), gate_up_TI[:, 1::2].float().clamp(-7.0, 7.0)
+    expected_TI = (gate_TI * torch.sigmoid(1.7 * gate_TI) * (up_TI + 1)).to(dtype)
+    ours_TI = activation.clamp_and_gate(gate_up_TI.to(DEVICE), limit=7.0, alpha=1.7)
+    # The one rounding may fall to either side.
+    rtol = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(ours_TI.cpu(), expected_TI, rtol=rtol, atol=1e-6)
+
+
 @pytest.mark.parametrize("dim", [12, 64])
 def test_angles(dim: int) -> None:
     scaling = YarnScaling(8.0, 64, 32.0, 1.0, truncate=True, attention_factor=1.25, mscale=0.0, mscale_all_dim=0.0)

@@ -35,6 +35,7 @@ def needs_of(name: str, directory: Path, *, kv_dtype: str = "") -> AttentionNeed
         ("falcon-new", set()),
         ("bloom", {AttentionFeature.ALIBI}),
         ("deepseek-v3", set()),
+        ("deepseek-v32", {AttentionFeature.SPARSE}),
     ],
 )
 def test_features(name: str, expected: set[AttentionFeature], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from attention.blocksparse_mask import token_mask
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
+from models.families.mamba_config import MambaSwitches
 from models.linear import Linear
 from models.parallel import TensorParallel, kv_heads, local_config
 from models.quantization.fp8_linear import Fp8Linear
@@ -27,7 +28,7 @@ from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
+from tests.unit.models import tiny, tiny_delta, tiny_dense, tiny_gemma, tiny_moe, tiny_sparse, tiny_ssm
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,
@@ -63,6 +64,7 @@ SPLIT = (
     "stablelm-parallel-head-norms-biases",
     *BY_TWO,
     *tiny_dense.SPLIT,
+    *tiny_delta.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -102,10 +104,13 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
     | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
-    | dict.fromkeys(("phi3-window", "stablelm"), (2,))
+    | dict.fromkeys(tiny_sparse.SPLIT, (2, 4))
+    | dict.fromkeys(tiny_ssm.SPLIT, (2, 4))
+    | dict.fromkeys(("phi3-window", "stablelm", *tiny_delta.BY_TWO), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
+RECURRENT = (*tiny_ssm.SPLIT, *tiny_delta.SPLIT, *tiny_delta.BY_TWO)
 WIDE_LLAMA = {"head_dim": 128}
 WIDE_QWEN2_MOE = {"head_dim": 128, "shared_expert_intermediate_size": 256, "moe_intermediate_size": 272}
 WIDE_DEEPSEEK = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
@@ -191,6 +196,20 @@ def test_each_rank_caches_its_heads_and_no_others(
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in RECURRENT for size in SIZES[name]])
+def test_each_rank_keeps_the_states_of_its_heads(
+    name: str, size: int, alone: dict[str, Run], together: Together
+) -> None:
+    """Also where ranks have parts of a group of heads that share inputs."""
+    whole = alone[name].state
+    assert whole is not None
+    for parallel in ranks(size):
+        heads = kv_heads(whole.shape[4], parallel)
+        expected = whole[:, :, :, :, heads.start : heads.stop]
+        own = together[parallel.rank][name, size].state
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])
 def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, models: dict[str, Path]) -> None:
     """A weight that no rank holds would be missing from a sum, and one that two ranks hold would count twice."""
@@ -230,6 +249,12 @@ def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int
     if ".qkv_proj." in path:
         times[gqa.num_heads * gqa.head_dim :] = copies
         return times
+    if isinstance(config.switches, MambaSwitches) and config.recurrent is not None:
+        inner = config.recurrent.num_heads * config.switches.head_dim
+        shared = 2 * config.recurrent.num_groups * config.switches.state_size
+        start = {"in_proj": 2 * inner, "conv1d": inner}.get(path.split(".")[-2])
+        if start is not None:
+            times[start : start + shared] = max(1, size // config.recurrent.num_groups)
     return times * copies if any(part in path for part in (".k_proj.", ".v_proj.", ".k_norm.")) else times
 
 

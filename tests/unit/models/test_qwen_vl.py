@@ -12,6 +12,7 @@ import transformers
 from models.config.reader import read_config
 from models.config.rope import YarnScaling
 from models.weights.loader import load_model
+from tests.unit.models import tiny_delta
 from tests.unit.models.paged import PagedDriver, backend_for
 
 _TEXT = {
@@ -28,6 +29,21 @@ _TEXT = {
 _ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
 _YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2}
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
 _SPECIAL = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
 
 
@@ -50,6 +66,7 @@ class Case:
             for path, tensor in model.state_dict().items():
                 if path.endswith(("norm.weight", "proj.bias")):  # transformers begins with ones and zeros
                     tensor.uniform_(0.5, 1.5)
+                tiny_delta.draw(path, tensor)
         model.save_pretrained(directory)
         return model
 
@@ -66,6 +83,18 @@ CASES = {
         "Qwen3VL",
         {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, "head_dim": 16},
         {"out_hidden_size": 32, "intermediate_size": 24, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "qwen3.5-tied": Case(
+        "Qwen3_5",
+        _HYBRID | {"tie_word_embeddings": True},
+        {"out_hidden_size": 32, "intermediate_size": 24},
+        {"tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": Case(
+        "Qwen3_5Moe",
+        {name: value for name, value in (_HYBRID | _EXPERTS).items() if name != "intermediate_size"},
+        {"out_hidden_size": 32, "intermediate_size": 24},
         {},
     ),
 }

@@ -8,12 +8,27 @@ from typing import Any
 import torch
 import transformers
 
-from tests.unit.models import tiny_dense, tiny_gemma, tiny_gpt, tiny_moe, tiny_rope
+from tests.unit.models import (
+    tiny_delta,
+    tiny_dense,
+    tiny_gemma,
+    tiny_gpt,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_rope,
+    tiny_sparse,
+    tiny_ssm,
+)
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
-_CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig", **tiny_gemma.CONFIG_SUFFIX}
+_CONFIG_SUFFIX = {
+    "Gemma3": "TextConfig",
+    "Llama4": "TextConfig",
+    **tiny_gemma.CONFIG_SUFFIX,
+    **tiny_delta.CONFIG_SUFFIX,
+}
 _REDRAWN = (
     *("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks", *tiny_gpt.NORMS),
     *(f"norms.{head}.weight" for head in range(4)),
@@ -174,8 +189,12 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_moe.MODELS,
         **tiny_dense.MODELS,
         **tiny_gpt.MODELS,
+        **tiny_hybrid.MODELS,
         **tiny_gemma.MODELS,
         **tiny_rope.MODELS,
+        **tiny_delta.MODELS,
+        **tiny_ssm.MODELS,
+        **tiny_sparse.MODELS,
     }
 )
 
@@ -196,9 +215,13 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
             if path.endswith(
-                (*_REDRAWN, *tiny_gemma.REDRAWN)
+                (*_REDRAWN, *tiny_gemma.REDRAWN, *tiny_ssm.REDRAWN)
             ):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
+            for end, between in tiny_ssm.DRAWN.items():
+                if path.endswith(end):
+                    tensor.uniform_(*between)
+            tiny_delta.draw(path, tensor)
     if "swiglu_limit" in fields:  # which some versions of transformers write into the config and do not read
         for layer in model.model.layers:
             layer.mlp.experts.limit = fields["swiglu_limit"]

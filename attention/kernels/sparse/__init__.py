@@ -1,0 +1,1 @@
+"""Kernels of sparse latent attention: scores of the tokens in the cache, and the selection of the best."""

@@ -1,0 +1,104 @@
+"""The gated delta rule on a GPU at the widths of Qwen3-Next and Kimi-Linear: equal to its twin, the same bits for every
+cut of a prompt between sub-chunks, no wait for the device, and captured once and replayed with other requests.
+
+Legend: T token, S slot, H key head, R value head of a key head, K key channel, V value channel.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.kernels import gated_delta as kernels
+from models.recurrent.gated_delta import gated_delta, in_torch
+from tests.conformance.attention.oracle import relative_error
+from tests.gpu.waiting import no_waiting
+from tests.unit.models.recurrent_steps import state_rows
+
+pytestmark = pytest.mark.gpu
+
+CHANNELS, SLOTS = 128, 6
+# Key heads, value heads of each, decays by channel.
+QWEN3_NEXT, KIMI = (16, 2, False), (32, 1, True)
+by_family = pytest.mark.parametrize("family", [QWEN3_NEXT, KIMI], ids=["qwen3-next", "kimi-linear"])
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+Family = tuple[int, int, bool]
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def tokens_of(count: int, family: Family, dtype: torch.dtype, seed: int = 0) -> Five:
+    heads, per_head, by_channel = family
+    generator = torch.Generator("cuda").manual_seed(seed)
+    mixed = torch.randn(count, heads, (2 + per_head) * CHANNELS, generator=generator, device="cuda").to(dtype)
+    q, k, v = mixed.split([CHANNELS, CHANNELS, per_head * CHANNELS], dim=-1)
+    shape = (count, heads, per_head, *([CHANNELS] if by_channel else []))
+    log_decay = -(torch.rand(shape, generator=generator, device="cuda") ** 4) * 2
+    beta = torch.rand(count, heads, per_head, generator=generator, device="cuda")
+    return q, k, v.unflatten(-1, (per_head, CHANNELS)), log_decay, beta
+
+
+def states(family: Family) -> Tensor:
+    """[S, H, R, K, V], after other numbers of each head."""
+    heads, per_head, _ = family
+    generator = torch.Generator("cuda").manual_seed(1)
+    wide = torch.randn(SLOTS, heads, 384 + per_head * CHANNELS**2, generator=generator, device="cuda") / 8
+    return torch.unflatten(wide[..., 384:], -1, (per_head, CHANNELS, CHANNELS))
+
+
+@by_dtype
+@by_family
+def test_kernels_equal_their_twin(family: Family, dtype: torch.dtype) -> None:
+    lens, contexts = [1, 1, 1, 300, 63, 700], [5, 0, 700, 0, 100, 1000]
+    tokens, kept = tokens_of(sum(lens), family, dtype), states(family)
+    kept[1] = torch.nan  # that of the decode whose sequence begins
+    ours, rows = kept.clone(), state_rows(range(SLOTS), lens, contexts, device="cuda")
+    expected = in_torch(*tokens, kept, rows)
+    out = gated_delta(*tokens, ours, rows)
+    most = 1e-4 if dtype is torch.float32 else 1e-2
+    assert relative_error(out, expected) < most
+    for slot in range(SLOTS):
+        assert relative_error(ours[slot], kept[slot]) < most, slot
+
+
+@by_dtype
+@by_family
+def test_cuts_between_sub_chunks_change_no_bit(family: Family, dtype: torch.dtype) -> None:
+    tokens, whole, cut = tokens_of(640, family, dtype), states(family), states(family)
+    expected = gated_delta(*tokens, whole, state_rows([2], [640], [0], device="cuda"))
+    q, k, v, log_decay, beta = tokens
+    parts = []
+    for start, stop in ((0, 64), (64, 320), (320, 640)):
+        rows = state_rows([2], [stop - start], [start], device="cuda")
+        parts.append(
+            gated_delta(q[start:stop], k[start:stop], v[start:stop], log_decay[start:stop], beta[start:stop], cut, rows)
+        )
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut, whole)
+
+
+@by_family
+def test_a_captured_decode_serves_other_requests(family: Family) -> None:
+    tokens, kept = tokens_of(4, family, torch.bfloat16), states(family)
+    rows = state_rows([0, 1], [1, 1], [3, 3], device="cuda")
+    gated_delta(*tokens, kept.clone(), rows)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    ours = kept.clone()
+    with torch.cuda.graph(graph):
+        out = gated_delta(*tokens, ours, rows)
+    ours.copy_(kept)
+    rows.decode_slots_N.copy_(torch.tensor([4, 2, 5, -1], dtype=torch.int32))
+    rows.decode_lens_N.copy_(torch.tensor([9, 1, 2, 0], dtype=torch.int32))
+    graph.replay()
+    expected = in_torch(*tokens, kept, rows)
+    assert relative_error(out[:3], expected[:3]) < 1e-2
+    assert relative_error(ours, kept) < 1e-4
+
+
+@by_family
+def test_launching_waits_for_nothing(family: Family) -> None:
+    lens, contexts = [1, 1, 200], [5, 0, 64]
+    tokens, kept = tokens_of(sum(lens), family, torch.bfloat16), states(family)
+    rows = state_rows([0, 1, 2], lens, contexts, device="cuda")
+    gated_delta(*tokens, kept, rows)
+    with no_waiting():
+        kernels.gated_delta(*tokens, kept, rows)

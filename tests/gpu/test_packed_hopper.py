@@ -1,0 +1,120 @@
+"""The kernels for weights of 4 bits on Hopper, against the dequantized weights, at the shapes of real models."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from models.kernels.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
+from models.kernels.packed_gemm import Product
+from models.layers import silu_and_multiply
+from models.moe import run_experts, weighted_sum
+from models.quantization import mxfp4
+from models.quantization.packed import PackedWeight, pack_halves, stacked
+from tritonlib.launch import has_hopper_kernels
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+# Sums in float32 are rounded to bfloat16 once.
+BOUND = 4e-3
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    torch.manual_seed(0)
+    if not has_hopper_kernels(DEVICE):
+        pytest.skip("these kernels are for Hopper")
+
+
+def packed(rows: int, columns: int, *, group: int, zeros: bool) -> PackedWeight:
+    numbers = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=DEVICE)
+    groups = -(-columns // group)
+    return PackedWeight(
+        pack_halves(numbers, 4),
+        ((torch.rand(groups, rows, device=DEVICE) + 0.5) / 16).half(),
+        torch.randint(0, 16, (groups, rows), dtype=torch.uint8, device=DEVICE) if zeros else None,
+        4,
+        columns,
+        group,
+    )
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 17, 64, 200])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "zeros"),
+    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1000, 2880, 64, True), (130, 512, 512, False)],
+)
+def test_products_are_those_of_the_dequantized_weight(
+    tokens: int, rows: int, columns: int, group: int, zeros: bool
+) -> None:
+    weight = packed(rows, columns, group=group, zeros=zeros)
+    product = Product.of(weight)
+    assert product.hopper_step(torch.bfloat16) is not None
+    x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    bias_N = torch.randn(rows, device=DEVICE).bfloat16()
+    expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
+    for splits in (None, 1, 3):
+        for _ in range(3):
+            assert error(product.by_kernel(x_TK, bias_N, splits=splits), expected) < BOUND
+    assert not product.arrived.any()
+
+
+def test_a_token_has_the_same_bits_in_every_batch() -> None:
+    product = Product.of(packed(4096, 4096, group=128, zeros=True))
+    x_TK = torch.randn(70, 4096, device=DEVICE).bfloat16()
+    together = product(x_TK, None, batch_invariant=True)
+    for some in (slice(0, 1), slice(3, 12), slice(9, 30)):
+        assert torch.equal(product(x_TK[some], None, batch_invariant=True), together[some])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32, 200])
+def test_experts_of_integers(tokens: int) -> None:
+    gate_up = stacked([packed(1536, 2048, group=128, zeros=True) for _ in range(8)])
+    down = stacked([packed(2048, 768, group=128, zeros=True) for _ in range(8)])
+    x_TD = torch.randn(tokens, 2048, device=DEVICE).bfloat16() / 16
+    assert hopper_step(gate_up, x_TD) is not None
+    weights_TK = torch.rand(tokens, 3, device=DEVICE)
+    experts_TK = torch.rand(tokens, 8, device=DEVICE).topk(3).indices
+
+    def one(expert: int, x_RD: Tensor) -> Tensor:
+        gated = silu_and_multiply(linear(x_RD, gate_up.expert(expert).dequantized(torch.float32).to(x_RD.dtype)))
+        return linear(gated, down.expert(expert).dequantized(torch.float32).to(x_RD.dtype))
+
+    expected = weighted_sum(run_experts(x_TD.float(), experts_TK, 8, one), weights_TK)
+    actual = run_packed_experts(x_TD, weights_TK, experts_TK, gate_up, down, activate=silu_and_multiply)
+    assert error(actual, expected) < 3 * BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32, 200])
+@pytest.mark.parametrize("largest", [121, 128, 140])
+def test_experts_in_mxfp4(tokens: int, largest: int) -> None:
+    experts, size, inner = 8, 2880, 1472
+
+    def weight(rows: int, columns: int) -> tuple[Mxfp4Weight, Tensor]:
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, device=DEVICE)
+        scales = torch.randint(largest - 8, largest + 1, (experts, rows, columns // 32), device=DEVICE).byte()
+        for each in blocks:
+            mxfp4.repack_(each)
+        whole = torch.stack([mxfp4.dequantize(blocks[e], scales[e], dtype=torch.float32) for e in range(experts)])
+        return Mxfp4Weight(blocks.flatten(2), scales, columns, bool((scales > 128).any())), whole
+
+    (gate_up, gate_up_ENK), (down, down_ENK) = weight(2 * inner, size), weight(size, inner)
+    x_TD = torch.randn(tokens, size, device=DEVICE).bfloat16() / 16
+    assert (hopper_step(gate_up, x_TD) is None) == (largest > 128)
+    weights_TK = torch.rand(tokens, 4, device=DEVICE)
+    experts_TK = torch.rand(tokens, experts, device=DEVICE).topk(4).indices
+
+    def activate(both: Tensor) -> Tensor:
+        return both[:, ::2] * torch.tanh(both[:, 1::2])
+
+    def one(expert: int, x_RD: Tensor) -> Tensor:
+        return linear(activate(linear(x_RD, gate_up_ENK[expert])), down_ENK[expert])
+
+    expected = weighted_sum(run_experts(x_TD.float(), experts_TK, experts, one), weights_TK)
+    actual = run_packed_experts(x_TD, weights_TK, experts_TK, gate_up, down, activate=activate)
+    assert error(actual, expected) < 4 * BOUND

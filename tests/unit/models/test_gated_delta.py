@@ -1,0 +1,190 @@
+"""The gated delta rule: its sub-chunks equal the rule token by token, and its kernels equal both.
+
+Legend: T token, S slot, H key head, R value head of a key head, K key channel, V value channel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.kernels import delta_gates
+from models.kernels import gated_delta as kernels
+from models.kernels.gated_delta_chunks import CHUNK
+from models.kernels.gated_norm import gated_norm
+from models.recurrent.delta_gates import correction_rates, log_decays
+from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
+from models.recurrent.gated_norm import GatedRMSNorm
+from models.recurrent.rows import StateRows
+from tests.device import DEVICE
+from tests.unit.models.recurrent_steps import state_rows
+
+HEADS, PER_HEAD, KEYS, VALUES = 2, 3, 12, 20
+SLOTS = 5
+by_decay = pytest.mark.parametrize("by_channel", [False, True], ids=["one-decay", "decays-by-channel"])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    def at(self, tokens: slice) -> "Tokens":
+        return Tokens(*(each[tokens] for each in self.all))
+
+    @property
+    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.log_decay, self.beta
+
+
+def tokens_of(count: int, *, by_channel: bool, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tokens:
+    """Queries, keys and values are parts of one tensor. Some decays are strong, some weak."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, HEADS, 2 * KEYS + PER_HEAD * VALUES, generator=generator).to(dtype)
+    q, k, v = mixed.split([KEYS, KEYS, PER_HEAD * VALUES], dim=-1)
+    shape = (count, HEADS, PER_HEAD, *([KEYS] if by_channel else []))
+    log_decay = -torch.empty(shape).exponential_(generator=generator) * torch.logspace(-3, 0.5, PER_HEAD).view(
+        -1, *([1] if by_channel else [])
+    )
+    beta = torch.rand(count, HEADS, PER_HEAD, generator=generator)
+    return Tokens(q, k, v.unflatten(-1, (PER_HEAD, VALUES)), log_decay, beta)
+
+
+def states(seed: int = 0) -> Tensor:
+    """[S, H, R, K, V], parts of larger heads."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(SLOTS, HEADS, 7 + PER_HEAD * KEYS * VALUES, generator=generator)
+    return torch.unflatten(wide[..., 7:], -1, (PER_HEAD, KEYS, VALUES))
+
+
+def token_by_token(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64."""
+    q, k, v, log_decay, beta = (each.double() for each in tokens.all)
+    q, k, state = unit(q) * KEYS**-0.5, unit(k), state.double()
+    out = torch.empty_like(v)
+    for token in range(len(v)):
+        fade = log_decay[token].exp()
+        state = state * (fade.unsqueeze(-1) if fade.dim() == 3 else fade[..., None, None])
+        key = k[token, :, None, :, None]
+        delta = (v[token] - (state * key).sum(-2)) * beta[token].unsqueeze(-1)
+        state = state + key * delta.unsqueeze(-2)
+        out[token] = (state * q[token, :, None, :, None]).sum(-2)
+    return out, state
+
+
+def in_cuts(tokens: Tokens, cuts: Sequence[int], kept: Tensor, context: int = 0, slot: int = 2) -> Tensor:
+    parts = []
+    for start, stop in pairwise(cuts):
+        rows = state_rows([slot], [stop - start], [context + start], decodes=0)
+        parts.append(in_torch(*tokens.at(slice(start, stop)).all, kept, rows))
+    return torch.cat(parts)
+
+
+@by_decay
+@pytest.mark.parametrize("context", [0, 37])
+def test_sub_chunks_equal_the_rule_token_by_token(by_channel: bool, context: int) -> None:
+    tokens, kept = tokens_of(150, by_channel=by_channel), states()
+    expected, state = token_by_token(tokens, kept[2] if context else torch.zeros_like(kept[2]))
+    out = gated_delta(*tokens.all, kept, state_rows([2], [150], [context]))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kept[2].double(), state, rtol=1e-4, atol=1e-5)
+
+
+@by_decay
+def test_cuts_at_multiples_of_a_sub_chunk_change_no_bit_and_others_only_rounding(by_channel: bool) -> None:
+    tokens, whole, even, odd = tokens_of(200, by_channel=by_channel), states(), states(), states()
+    expected = in_cuts(tokens, [0, 200], whole)
+    assert torch.equal(in_cuts(tokens, [0, CHUNK, 3 * CHUNK, 200], even), expected)
+    assert torch.equal(even, whole)
+    torch.testing.assert_close(in_cuts(tokens, [0, 1, 50, CHUNK, 100, 200], odd), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(odd, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_sub_chunks_end_at_multiples_of_their_size_in_the_whole_prompt() -> None:
+    pieces = list(sub_chunks(10, 10 + 200, context=100))
+    assert [(piece.start, piece.stop) for piece in pieces] == [(10, 38), (38, 102), (102, 166), (166, 210)]
+
+
+@by_decay
+def test_decodes_equal_the_rule_and_touch_no_other_slot(by_channel: bool) -> None:
+    tokens, kept = tokens_of(5, by_channel=by_channel), states()
+    kept[3] = torch.nan  # that of the decode whose sequence begins, and of no other
+    before = kept.clone()
+    rows = state_rows([1, 3], [1, 1], [40, 0])
+    out = gated_delta(*tokens.all, kept, rows)
+    for row, (slot, initial) in enumerate(((1, before[1]), (3, torch.zeros_like(before[3])))):
+        expected, state = token_by_token(tokens.at(slice(row, row + 1)), initial)
+        torch.testing.assert_close(out[row : row + 1].double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept[slot].double(), state, rtol=1e-4, atol=1e-5)
+    assert torch.equal(kept[[0, 2, 4]], before[[0, 2, 4]])
+
+
+def test_a_step_of_padding_alone_changes_nothing() -> None:
+    kept = states()
+    before = kept.clone()
+    gated_delta(*tokens_of(2, by_channel=False).all, kept, state_rows([], [], []))
+    gated_delta(*tokens_of(2, by_channel=False).all, kept, state_rows([-1, -1], [1, 1], [6, 0]))  # as captures have it
+    assert torch.equal(kept, before)
+
+
+def on_device(rows: StateRows) -> StateRows:
+    return StateRows(
+        decode_slots_N=rows.decode_slots_N.to(DEVICE),
+        decode_lens_N=rows.decode_lens_N.to(DEVICE),
+        prompt_slots_P=rows.prompt_slots_P.to(DEVICE),
+        prompt_starts_P1=rows.prompt_starts_P1.to(DEVICE),
+        prompt_context_P=rows.prompt_context_P.to(DEVICE),
+        max_prompt_tokens=rows.max_prompt_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("by_channel", "dtype"),
+    [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)],
+    ids=["one-decay", "one-decay-bfloat16", "decays-by-channel"],
+)
+def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
+    """Two decodes, a prompt with a context, one that begins, and padding."""
+    lens, contexts = [1, 1, 30, 3], [64, 0, 45, 0]
+    tokens, kept = tokens_of(sum(lens), by_channel=by_channel, dtype=dtype), states()
+    kept[3] = torch.nan
+    rows, ours = state_rows([1, 3, 0, 4], lens, contexts), kept.clone().to(DEVICE)
+    expected = in_torch(*tokens.all, kept, rows)
+    moved = Tokens(*(each.to(DEVICE) for each in tokens.all))
+    out = kernels.gated_delta(*moved.all, ours, on_device(rows))
+    assert out.dtype is dtype
+    tolerance = 1e-4 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(ours.cpu(), kept, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_s_kernel_equals_its_twin(sigmoid: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = GatedRMSNorm(VALUES, eps=1e-5, dtype=dtype, sigmoid=sigmoid).requires_grad_(requires_grad=False)
+    norm.weight.copy_(torch.rand(VALUES, generator=generator) + 0.5)
+    x = torch.randn(5, 3, VALUES, generator=generator).to(dtype)
+    gate = torch.randn(5, 4 * VALUES, generator=generator).to(dtype)[:, VALUES:].unflatten(-1, (3, VALUES))
+    ours = gated_norm(x.to(DEVICE), gate.to(DEVICE), norm.weight.to(DEVICE), eps=1e-5, sigmoid=sigmoid)
+    rtol = 2e-6 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(ours.cpu(), norm.in_torch(x, gate), rtol=rtol, atol=1e-6)
+
+
+@by_decay
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_kernels_equal_their_twins(by_channel: bool, dtype: torch.dtype) -> None:
+    """Also where a softplus is nearly 0, and where it is its argument."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(7, 2 * HEADS, KEYS, generator=generator) * 15).to(dtype)[:, ::2]
+    rates = torch.rand(HEADS, 1 if by_channel else KEYS, generator=generator)
+    bias = torch.rand(HEADS, KEYS, generator=generator)
+    ours = delta_gates.log_decays(*(each.to(DEVICE) for each in (x, rates, bias)))
+    torch.testing.assert_close(ours.cpu(), log_decays(x, rates, bias), rtol=1e-4, atol=0)
+    torch.testing.assert_close(delta_gates.sigmoids(x.to(DEVICE)).cpu(), correction_rates(x), rtol=1e-5, atol=1e-12)

@@ -86,6 +86,13 @@ class LeaseGrant:
         kept = part.spec.first_kept(self.token_start, self.token_stop)
         return max(kept, part.spec.first_read(layer, self.reader))
 
+    def cells(self, part: Part) -> int:
+        """How many (layer, token, head) cells of a part are wanted."""
+        layers = range(part.spec.num_layers)
+        if not part.spec.windows:  # the short path: all layers are alike
+            return len(layers) * len(part.heads) * (self.token_stop - self.first_wanted(part, 0))
+        return len(part.heads) * sum(self.token_stop - self.first_wanted(part, layer) for layer in layers)
+
 
 @dataclass(frozen=True)
 class LeaseTotals:
@@ -165,11 +172,7 @@ class LeaseTable:
         if lease_field(grant.number) in self._leases:
             raise InternalError(f"a lease like {grant.number} is open", field="number", value=grant.number)
         self._used.add(grant.number)
-        cells = sum(
-            len(part.heads) * (grant.token_stop - grant.first_wanted(part, layer))
-            for part in self._parts
-            for layer in range(part.spec.num_layers)
-        )
+        cells = sum(map(grant.cells, self._parts))
         coverage = Coverage(self._parts[-1].layers.stop)
         lease = self._leases[lease_field(grant.number)] = _Lease(grant, coverage, cells)
         return lease.totals() if cells == 0 else None
@@ -277,12 +280,14 @@ class LeaseTable:
 
 
 def _within(grant: LeaseGrant, part: Part, segment: Segment) -> bool:
-    first_layer = part.layers.start
+    if segment.layer_step < 1:
+        return False
+    # Without windows all layers are alike.
+    layers = segment.layers if part.spec.windows else segment.layers[:1]
     return (
-        segment.layer_step >= 1
-        and segment.token_start < segment.token_stop <= grant.token_stop
+        segment.token_start < segment.token_stop <= grant.token_stop
         and part.heads.start <= segment.head_start < segment.head_stop <= part.heads.stop
-        and all(grant.first_wanted(part, layer - first_layer) <= segment.token_start for layer in segment.layers)
+        and all(grant.first_wanted(part, layer - part.layers.start) <= segment.token_start for layer in layers)
     )
 
 

@@ -55,10 +55,8 @@ class CpuMover:
     ) -> PlacedBlocks:
         check_blocks(self._cache, block_ids, state_slot)
         paged = torch.tensor(block_ids, dtype=torch.int64)
-        slots = torch.tensor([slot for slot in (state_slot,) if slot >= 0], dtype=torch.int64)
-        return PlacedBlocks(
-            tuple(slots if part.spec.kind is KVKind.STATE else paged for part in self._parts),
-        )
+        slots = torch.tensor([state_slot] if state_slot >= 0 else [], dtype=torch.int64)
+        return PlacedBlocks(tuple(slots if part.spec.kind is KVKind.STATE else paged for part in self._parts))
 
     def gather(
         self,

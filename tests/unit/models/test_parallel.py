@@ -27,7 +27,7 @@ from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe
+from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_hybrid, tiny_moe
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,
@@ -63,6 +63,7 @@ SPLIT = (
     "stablelm-parallel-head-norms-biases",
     *BY_TWO,
     *tiny_dense.SPLIT,
+    *tiny_hybrid.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -101,7 +102,9 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(
+        (*BY_TWO, *tiny_hybrid.SPLIT, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4)
+    )
     | dict.fromkeys(("phi3-window", "stablelm"), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
@@ -189,6 +192,21 @@ def test_each_rank_caches_its_heads_and_no_others(
         expected = whole[:, :, :, :, heads.start : heads.stop]
         own = together[parallel.rank][name, size].cache
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@every_split
+def test_each_rank_keeps_the_states_of_its_heads(
+    name: str, size: int, alone: dict[str, Run], together: Together
+) -> None:
+    whole = alone[name].state
+    for parallel in ranks(size):
+        own = together[parallel.rank][name, size].state
+        if whole is None or own is None:
+            assert whole is own
+            continue
+        heads = kv_heads(whole.shape[4], parallel)
+        expected = whole[:, :, :, :, heads.start : heads.stop]
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])

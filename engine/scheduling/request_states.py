@@ -103,8 +103,11 @@ class RequestStates:
         """
         for state, stop, key, slot in step.snapshots:
             # The step of a request that has failed or ended meanwhile computed nothing of use.
-            written = results is not None and state.phase is Phase.RUNNING
-            written = written and not isinstance(results[step.states.index(state)], BatonError)
+            written = (
+                results is not None
+                and state.phase is Phase.RUNNING
+                and not isinstance(results[step.states.index(state)], BatonError)
+            )
             if slot != NO_SLOT:
                 self.slots.end_snapshot(key, slot, written=written)
             if not written or not self.slots.has(key):

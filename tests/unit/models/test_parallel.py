@@ -28,7 +28,7 @@ from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_moe, tiny_ssm
+from tests.unit.models import tiny, tiny_dense, tiny_gemma, tiny_hybrid, tiny_moe, tiny_ssm
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,
@@ -64,6 +64,7 @@ SPLIT = (
     "stablelm-parallel-head-norms-biases",
     *BY_TWO,
     *tiny_dense.SPLIT,
+    *tiny_hybrid.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -102,7 +103,9 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(
+        (*BY_TWO, *tiny_hybrid.SPLIT, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4)
+    )
     | dict.fromkeys(tiny_ssm.SPLIT, (2, 4))
     | dict.fromkeys(("phi3-window", "stablelm"), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
@@ -193,18 +196,19 @@ def test_each_rank_caches_its_heads_and_no_others(
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name in tiny_ssm.SPLIT for size in SIZES[name]])
+@every_split
 def test_each_rank_keeps_the_states_of_its_heads(
     name: str, size: int, alone: dict[str, Run], together: Together
 ) -> None:
-    """Also where ranks have parts of a group of heads that share inputs."""
     whole = alone[name].state
-    assert whole is not None
     for parallel in ranks(size):
+        own = together[parallel.rank][name, size].state
+        if whole is None or own is None:
+            assert whole is own
+            continue
         heads = kv_heads(whole.shape[4], parallel)
         expected = whole[:, :, :, :, heads.start : heads.stop]
-        own = together[parallel.rank][name, size].state
-        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])

@@ -87,7 +87,8 @@ def test_cuts_at_multiples_of_a_sub_chunk_keep_the_bits(dtype: torch.dtype, grou
         state, out = states(), []
         for start, stop in pairwise((0, *cuts, length)):
             rows = state_rows([2], [stop - start], [start], device="cuda")
-            out.append(selective_scan(*(each[start:stop] for each in tokens), weights, state, rows))
+            x_THP, dt_TH, b_TGN, c_TGN = (each[start:stop] for each in tokens)
+            out.append(selective_scan(x_THP, dt_TH, b_TGN, c_TGN, weights, state, rows))
         return torch.cat(out), state[2]
 
     whole, cut = computed(), computed(SUB_CHUNK, 2 * SUB_CHUNK, 4 * SUB_CHUNK)

@@ -42,7 +42,7 @@ from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
-from models.weights.names import renamed
+from models.weights.names import LANGUAGE_MODEL, renamed
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
 
@@ -58,7 +58,6 @@ _HEAD = "lm_head.weight"
 _FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
 # Masks and angles, which older versions of transformers saved; computed here.
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-_LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -177,7 +176,8 @@ def _build(
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
     if quantized:
-        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, stored)
+        known = in_our_names(stored, ()) | dict(stored)
+        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, known)
     return model
 
 
@@ -240,10 +240,10 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTe
     Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
     `model.`.
     """
-    if not any(name.startswith((*_LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
+    if not any(name.startswith((*LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored
     return {
-        renamed(name, _LANGUAGE_MODEL): tensor
+        renamed(name, LANGUAGE_MODEL): tensor
         for name, tensor in stored.items()
         if not name.removeprefix("model.").startswith(_OTHER_PARTS)
     }

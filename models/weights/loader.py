@@ -23,6 +23,7 @@ from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
+from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
@@ -112,6 +113,7 @@ def load_model(
         # Without a checkpoint there is no order of inputs.
         config = replace(config, quantization=replace(config.quantization, reordered=False))
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
+    config = _as_stored(config, stored)
     model = _build(
         local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device, stored=stored
     )
@@ -156,6 +158,19 @@ def load_model(
     elif parallel.size == 1:  # not measured for the narrower weights of several ranks
         use_decode_products(model)
     return model
+
+
+def _as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
+    """The config for experts that are stored outputs first, as transformers saves those that are published inputs
+    first."""
+    switches, moe = config.switches, config.moe
+    if not isinstance(switches, LlamaSwitches) or not switches.stacked_experts or moe is None:
+        return config
+    shapes = {tensor.shape for name, tensor in stored.items() if name.endswith(".mlp.experts.gate_up_proj")}
+    outputs_first = (moe.num_experts, 2 * moe.intermediate_size, config.hidden_size)
+    if shapes != {outputs_first}:
+        return config
+    return replace(config, switches=replace(switches, stacked_experts=False))
 
 
 def _build(

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.layer_norm_config import LayerNormSwitches, Projection
+from models.families.llama_switches import LlamaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
@@ -127,6 +128,10 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
+        if isinstance(config.switches, LlamaSwitches) and config.switches.stacked_experts:
+            size = config.moe.intermediate_size
+            side_by_side = (part, range(size + part.start, size + part.stop))
+            yield "mlp.experts.gate_up_proj", Share(2, 2 * size, side_by_side)
     for index, size in enumerate(config.intermediate_sizes):
         yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):

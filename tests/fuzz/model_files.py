@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -110,7 +111,13 @@ def _make(folder: Path) -> None:
     config.for_context(None)
     if _numbers(config) > _NUMBERS_MAX:
         return
-    load_model(folder, config, backend=backend_for(config), dtype="float32", device="cpu", load_format="dummy")
+    backend = backend_for(config)
+    if config.quantization is None:
+        with torch.device("meta"):
+            model = resolve_name(FAMILIES[config.architecture].model)(config, backend=backend, dtype=torch.float32)
+        if sum(parameter.numel() for parameter in model.parameters()) > 4 * _NUMBERS_MAX:
+            return
+    load_model(folder, config, backend=backend, dtype="float32", device="cpu", load_format="dummy")
     local_config(config, TensorParallel(1, 2))
     Shares(config, TensorParallel(1, 2))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
+from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.llama_switches import LlamaSwitches
@@ -93,7 +94,13 @@ class Shares:
             return None
         ranges = []
         for part in share.ranges:
-            assert part.start % FP8_BLOCK == 0, f"{name} is cut within a block, which local_config refuses"
+            if part.start % FP8_BLOCK:
+                raise ConfigError(
+                    f"{name} has blocks of {FP8_BLOCK} rows with parts of two ranks",
+                    field="tensor_parallel_size",
+                    allowed=("1",),
+                    cure="take one rank, or a checkpoint whose parts are multiples of 128 or have their own tensors",
+                )
             ranges.append(range(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)))
         return Share(share.dim, -(-share.size // FP8_BLOCK), tuple(ranges))
 

@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-docs check check-deploy rules image format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-families test-docs check check-deploy rules image format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -62,6 +62,9 @@ test: install  ## Run every test that needs no GPU
 test-clients: install  ## Run clients that other people wrote against a cluster (installs 3 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest tests/clients
+
+test-families: install  ## Run every family in every form against transformers and PEFT (MODELS=llama,bloom for some), and write the table's outcomes
+	@$(BIN)/python -m tests.conformance.families $(if $(MODELS),--models $(MODELS))
 
 test-docs: install  ## Run the commands of every page, in order, against real clusters
 	@$(BIN)/python -m pytest tests/docs/test_run.py

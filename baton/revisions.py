@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
+from baton.types import AdapterRef
 from protos.baton.v1 import common_pb2 as pb
 
 _HEX_DIGITS = 12
@@ -25,6 +26,11 @@ def revision_of(model: pb.ModelIdentity) -> str:
 def describe_revision(revision: str, name: str) -> str:
     """A revision, for people: its name, if it has one, and its digits."""
     return f"{name} ({revision})" if name else revision
+
+
+def answer_revision(weights: str, adapter: AdapterRef | None) -> str:
+    """What clients get as an answer's revision: the weights', and after a plus the adapter's."""
+    return weights if adapter is None or not weights else f"{weights}+{adapter.revision}"
 
 
 class Member(NamedTuple):

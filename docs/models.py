@@ -1,7 +1,11 @@
 """Writes docs/models.md from the table of families and transformers' lists of architectures; `make docs` calls it."""
 
+import json
+import re
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -9,6 +13,8 @@ from transformers.models.auto import modeling_auto
 from models.families.table import FAMILIES, FEATURES, Features
 
 PAGE = Path(__file__).resolve().parent / "models.md"
+
+OUTCOMES = PAGE.parents[1] / "bench" / "results" / "families.json"
 
 _INTRODUCTION = """# Models
 
@@ -60,13 +66,43 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
 _NOT_SERVED = """Of the causal language models of transformers {version}, {served} are served, and these are not:"""
 
 
+_PROOF = """`make test-families` ran tiny random models of each architecture on {date}, with Baton {version}, and wrote
+the outcomes of this table (transformers {transformers}, PEFT {peft}, torch {torch}, all in float32 on a CPU). A form
+has passed if all greedy tokens are those of the reference and the logarithms of their probabilities differ by less than
+0.002:
+
+- engine: one node, prompts in chunks and in one batch, then again from the prefix cache. The reference is transformers.
+- pair: a prefill and a decode node with other blocks and another layout of the cache.
+- 2 ranks: `--tensor-parallel-size 2`.
+- fp8, int4: checkpoints in fp8 (by block of 128x128 where there are experts, else by channel) and in int4
+  (compressed-tensors, in groups; gpt-oss in mxfp4). Experts that a checkpoint has in one tensor stay as they are. The
+  reference is transformers with the dequantized weights.
+- LoRA: an adapter of all linear layers, without those of experts. The reference is PEFT, which also saved it.
+"""
+_COLUMNS = {"engine": "engine", "pair": "pair", "tp2": "2 ranks", "fp8": "fp8", "int4": "int4", "lora": "LoRA"}
+
+
 def page() -> str:
     """The page's text."""
     names = causal_lm_names()
     served = [name for name in names if name in FAMILIES]
     sentence = _NOT_SERVED.format(version=transformers.__version__, served=len(served))
     others = ", ".join(f"`{name}`" for name in names if name not in FAMILIES)
-    sections = [_INTRODUCTION, *_table(), "", _NOTES, "## Not served", "", sentence, "", others]
+    sections = [
+        _INTRODUCTION,
+        *_table(),
+        "",
+        _NOTES,
+        "## Proof",
+        "",
+        *_proof(),
+        "",
+        "## Not served",
+        "",
+        sentence,
+        "",
+        others,
+    ]
     return "\n".join(sections) + "\n"
 
 
@@ -82,6 +118,36 @@ def _table() -> list[str]:
         listed = ", ".join(f"`{name}`" for name in names)
         rows.append(f"| {listed} | `{file}` | {features.special} | {features.attention} |")
     return rows
+
+
+def _proof() -> list[str]:
+    """The outcomes of the last whole run, a row for each architecture, and the refusals below."""
+    run = json.loads(OUTCOMES.read_text())
+    notes: dict[str, int] = {}
+    rows = [f"| architecture | {' | '.join(_COLUMNS.values())} |", f"|---{'|---' * len(_COLUMNS)}|"]
+    for architecture in FAMILIES:
+        models = run["cells"].get(architecture, {})
+        cells = (_cell([row[column] for row in models.values() if column in row], notes) for column in _COLUMNS)
+        rows.append(f"| `{architecture}` | {' | '.join(cells)} |")
+    refusals = [f"{number}. {text}" for text, number in notes.items()]
+    about = _PROOF.format(date=run["date"], version=run["version"], **run["libraries"])
+    return [about, *rows, *(("", "Refusals:", "", *refusals) if refusals else ())]
+
+
+def _cell(outcomes: list[tuple[str, str]], notes: dict[str, int]) -> str:
+    """What became of an architecture's models in one form."""
+    counts: Mapping[str, Any] = {what: [why for each, why in outcomes if each == what] for what, _ in outcomes}
+    parts = []
+    for what, reasons in counts.items():
+        numbers = sorted({notes.setdefault(_note(why), len(notes) + 1) for why in reasons if why})
+        some = f" ({len(reasons)} of {len(outcomes)} models)" if len(counts) > 1 else ""
+        parts.append(what + some + "".join(f" [{number}]" for number in numbers))
+    return ", ".join(parts) or "not run"
+
+
+def _note(why: str) -> str:
+    """Plain text, in which nothing is a mark of the page."""
+    return re.sub(r"([*_|<>`])", r"\\\1", why)
 
 
 def _described(architecture: str) -> tuple[str, Features]:

@@ -92,6 +92,7 @@ async def prepare(
     message, chat = call.message, call.chat
     if adapter is None:
         model.check_name(message.model)
+    revision, adapter = check_revision(message.revision, adapter)
     if chat is None:
         check_prompt_given(message)
     keep = check_truncation(message)
@@ -130,7 +131,7 @@ async def prepare(
         slo=slo_from_proto(message.slo),
         session_id=identity.current().session(check_session_id(message.session_id)),
         output=output,
-        revision=check_revision(message.revision),
+        revision=revision,
         ended=end_of(output, sampling, model, most=most),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt, adapter=adapter),
         traceparent=call.traceparent,

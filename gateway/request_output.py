@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.convert import finish_reason_from_proto
+from baton.revisions import answer_revision
 from baton.types import FinishReason, Receipt, Usage
 from gateway.commands import Respond
 from gateway.receipt import ReceiptDraft
@@ -113,7 +114,7 @@ class Output:
         tokens = len(message.tokens)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
-            message.revision = self.revision
+            message.revision = answer_revision(self.revision, self._request.adapter)
             self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
         else:
             self._meter.next(now_s - self._passed_on_at_s, tokens)

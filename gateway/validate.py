@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
-from baton.types import SamplingParams
+from baton.types import AdapterRef, SamplingParams
 from gateway.model import ServedModel
 from gateway.reply import OutputEnd
 from gateway.request import Outputs
@@ -22,7 +22,7 @@ _REQUEST_ID_BYTES_MAX = 256
 _LISTED_TOKENS_MAX = 1024  # every decode step edits the logits of each
 _OUTPUTS_MAX = 128
 
-_REVISION = re.compile(r"[0-9a-f]{12}")
+_REVISION = re.compile(r"(?P<weights>[0-9a-f]{12})(?:\+(?P<adapter>[0-9a-f]{1,64}))?")
 _REVISION_SHOWN = 40
 
 # Control characters and the line ends of Unicode: in an id they would forge log lines.
@@ -58,15 +58,26 @@ def check_session_id(session_id: str) -> str:
     return session_id
 
 
-def check_revision(revision: str) -> str:
-    """Raises:
-    InvalidRequest: it is none.
+def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[str, AdapterRef | None]:
+    """The revision of the weights, and the adapter in the revision, that gave a client a part of its answer.
+
+    Args:
+        revision: as `baton.revisions.answer_revision` gave it; empty: the client has no part.
+        adapter: that the request names as its model, of the revision that serves now; None: the base model.
+
+    Raises:
+        InvalidRequest: it is none, or not one of this model.
     """
-    if revision and not _REVISION.fullmatch(revision):
+    if not revision:
+        return "", adapter
+    found = _REVISION.fullmatch(revision)
+    if found is None or (found["adapter"] and adapter is None):
         value = ascii(revision[:_REVISION_SHOWN])
-        allowed = ("12 hex digits",)
+        allowed = ("12 hex digits",) if adapter is None else ("12 hex digits", "12 hex digits + those of the adapter")
         raise InvalidRequest(f"revision is {value}", field="revision", value=value, allowed=allowed)
-    return revision
+    if adapter is not None and found["adapter"]:
+        adapter = adapter._replace(revision=found["adapter"])
+    return found["weights"], adapter
 
 
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:

@@ -27,6 +27,7 @@ from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 _WIDTH_IN_FILES = 160
 _COLUMNS = 80
 _WATCH_S = 1.0
+_DIGITS = 12  # of a revision
 
 
 def status(
@@ -70,6 +71,7 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
         parts.append(Text(mixed, style="yellow"))
     parts += [Text(line) for line in _described(nodes, _model)]
     parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
+    parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
@@ -187,6 +189,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "max_batch_tokens": status.max_batch_tokens,
         "max_batch_requests": status.max_batch_requests,
         "step_costs": _costs_to_json(status.step_costs) if status.HasField("step_costs") else None,
+        "adapters": [{"name": each.name, "revision": each.revision} for each in status.adapters],
         "preemptions": status.preemptions,
         "segments_refused": status.segments_refused,
         "segments_late": status.segments_late,
@@ -284,6 +287,11 @@ def _context(info: common_pb2.NodeInfo) -> str:
 def _release(status: node_pb2.NodeStatus) -> str:
     model = status.info.model
     return f"Baton {status.info.package_version}, weights {describe_revision(revision_of(model), model.revision_name)}"
+
+
+def _adapters(status: node_pb2.NodeStatus) -> str:
+    """By name, with as many digits of the revision as tell people which it is."""
+    return "adapters " + ", ".join(f"{each.name} ({each.revision[:_DIGITS]})" for each in status.adapters)
 
 
 def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:

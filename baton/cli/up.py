@@ -22,6 +22,7 @@ from baton.config import DEMO_MODELS, NodeSettings
 from baton.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
 from baton.model_source import find_model
+from baton.security.log_lines import escaped
 from baton.types import LocalPolicy, SamplingParams
 from protos.baton.v1 import common_pb2
 
@@ -107,11 +108,14 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
         processes.wait_ready([*nodes, gateway])
         try:
-            asyncio.run(_until_paired(gateway.address, prefill, decode, options.certs and options.certs / "ca.crt"))
+            ca = options.certs and options.certs / "ca.crt"
+            adapters = asyncio.run(_until_paired(gateway.address, prefill, decode, ca))
         except (Unauthenticated, PermissionDenied):
             paired = "whether all pairs are ready is for operators to see: BATON_API_KEY may have an operator's key"
         else:
             paired = "every prefill node is paired with every decode node"
+            if adapters:
+                paired += f"; adapters {', '.join(adapters)}"
         shown.close()
         shown.say(paired)
         yield LocalCluster(gateway, prefill, decode, processes)
@@ -187,8 +191,8 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 async def _until_paired(
     gateway: str, prefill: list[Process], decode: list[Process], tls_ca: Path | None = None
-) -> None:
-    """Waits until every pair is ready.
+) -> list[str]:
+    """Waits until every pair is ready. Returns the names of the adapters that all nodes have.
 
     Raises:
         Unauthenticated, PermissionDenied: the gateway wants an operator's key.
@@ -211,7 +215,8 @@ async def _until_paired(
                     raise ConfigError(f"{peer.name} and its prefill node do not fit: {reasons}")
             ready = sum(peer.phase == common_pb2.PEER_PHASE_READY for peer in peers)
             if ready == wanted and len(status.nodes) == len(prefill) + len(decode):
-                return
+                loaded = ({adapter.name for adapter in node.status.adapters} for node in status.nodes)
+                return sorted(map(escaped, set.intersection(*loaded)))
             if time.monotonic() > deadline:
                 raise ConfigError(f"{ready} of {wanted} pairs are ready after {_PAIRED_TIMEOUT_S:.0f} s")
             await asyncio.sleep(0.05)

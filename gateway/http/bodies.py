@@ -117,7 +117,7 @@ class GenerationBody(Body):
     revision: str = Field(
         "",
         description="the `system_fingerprint` or `revision` of the part of the answer that the client has already: it "
-        "goes on with the weights of this revision, or fails",
+        "goes on with the weights and the adapter of this revision, or fails",
     )
     baton_receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
     user: str | None = Field(None, description=IGNORED)

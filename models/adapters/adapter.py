@@ -18,6 +18,8 @@ from torch import Tensor
 from baton.errors import ConfigError
 from models.adapters.config import AdapterConfig, read_adapter_config
 from models.weights.checkpoint import StoredTensor, read_file
+from models.weights.expert_names import our_name
+from models.weights.names import LANGUAGE_MODEL, renamed
 from models.weights.tensor_reader import read_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -89,8 +91,11 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
             cure="save the adapter with safe_serialization=True",
         )
     pairs = _pairs(path, read_file(path))
+    own = {name: _own_name(name, layers) for name in pairs}
     for name, sides in pairs.items():
-        _check(path, name, sides, layers, config)
+        _check(path, name, sides, layers.get(own[name]), config)
+    if len({*own.values()}) < len(own):
+        raise _unfit(path, "has a layer under two names")
     rank = max(sides["A"].shape[0] for sides in pairs.values())
     if rank > max_rank:
         raise ConfigError(
@@ -101,7 +106,7 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
             cure="give the node a larger --max-adapter-rank",
         )
     read = {
-        name: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))
+        own[name]: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))
         for name, sides in pairs.items()
     }
     return Adapter(_revision(read), rank, read)
@@ -119,18 +124,26 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
     return pairs
 
 
+def _own_name(name: str, layers: Mapping[str, LayerShape]) -> str:
+    """The model's name of a layer, which PEFT calls as transformers does: within a multimodal model, or by the
+    publisher's name of a shared expert."""
+    inner = renamed(name, LANGUAGE_MODEL)
+    spellings = (name, inner, our_name(f"{inner}.").removesuffix("."))
+    return next((each for each in spellings if each in layers), name)
+
+
 def _check(
     path: Path,
     name: str,
     sides: Mapping[str, StoredTensor],
-    layers: Mapping[str, LayerShape],
+    layer: LayerShape | None,
     config: AdapterConfig,
 ) -> None:
     if len(sides) < 2:
         raise _unfit(path, f"has only one of the two matrices of {name}")
-    if name not in layers:
+    if layer is None:
         raise _unfit(path, f"is for {name}, and the model has no such linear layer that can have an adapter")
-    a, b, layer, rank = sides["A"], sides["B"], layers[name], config.rank_of(name)
+    a, b, rank = sides["A"], sides["B"], config.rank_of(name)
     for tensor, shape in ((a, (rank, layer.inputs)), (b, (layer.outputs, rank))):
         if tensor.shape != shape:
             raise _unfit(path, f"has {tensor.name} as {list(tensor.shape)}, and model and config need {list(shape)}")

@@ -28,7 +28,8 @@ from models.weights.shares import Share, Shares
 
 # Ranks of slots are multiples of this, for the tensor cores.
 RANK_MULTIPLE = 16
-_HEAD = "lm_head"
+# The head, and OPT's layer before it.
+_OF_LOGITS = ("lm_head", "project_out")
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ class AdapterBank:
 
 
 def _adaptable(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """The linear layers with their paths, without the head, which has other rows than a step's tokens, and without
-    those whose weights latent attention takes apart."""
+    """The linear layers with their paths, without those of the logits, which have other rows than a step's tokens, and
+    without those whose weights latent attention takes apart."""
     taken_apart = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and path != _HEAD and id(module) not in taken_apart:
+        if isinstance(module, Linear) and path not in _OF_LOGITS and id(module) not in taken_apart:
             yield path, module
 
 

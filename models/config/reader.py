@@ -17,6 +17,9 @@ from models.weights.checkpoint import stored_dtype
 # Fields that publishers keep outside of the language model's table.
 _OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
+# transformers ties the whole model by this, whatever the language model's table has.
+_OF_THE_WHOLE = "tie_word_embeddings"
+
 
 class _Architectures(Fields):
     architectures: Texts = ()
@@ -64,7 +67,8 @@ def _text_config(file: ConfigFile) -> ConfigFile:
         raise file.refuse("text_config", "an object")
     table = file.table("text_config")
     outside = {name: file.raw(name) for name in _OUTSIDE if file.raw(name) is not None}
-    return ConfigFile(table.where, {**outside, **table.values})
+    ties = {name: value for name, value in outside.items() if name == _OF_THE_WHOLE}
+    return ConfigFile(table.where, {**outside, **table.values, **ties})
 
 
 def _dtype(directory: Path, file: ConfigFile) -> str:

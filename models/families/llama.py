@@ -26,6 +26,7 @@ from models.moe import MoE
 from models.parallel import ParallelModule
 from models.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from models.rotary import Rotary
+from models.stacked_experts import StackedExperts
 from models.xielu import XieluMLP
 
 
@@ -149,7 +150,11 @@ def switches_of(config: ModelConfig) -> LlamaSwitches:
 def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn.Module:
     """The layer's mixture of experts, or its MLP."""
     if config.moe is not None and config.moe.layers[layer_index]:
-        return MoE(config.hidden_size, config.moe, dtype=dtype)
+        mixture = MoE(config.hidden_size, config.moe, dtype=dtype)
+        if switches_of(config).stacked_experts:
+            sizes = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
+            mixture.experts = StackedExperts(*sizes, dtype=dtype)
+        return mixture
     if switches_of(config).xielu_mlp:
         return XieluMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
     return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)

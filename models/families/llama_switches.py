@@ -30,6 +30,7 @@ class LlamaSwitches:
     query_growth: None: queries have the same size everywhere.
     embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
         layer adds to the residual stream, and of the logits.
+    stacked_experts: checkpoints have all experts of a layer in two tensors, inputs first.
     in_one_tensor: of "qkv_proj" and "gate_up_proj", those whose parts checkpoints keep in one tensor of that name.
     """
 
@@ -40,3 +41,4 @@ class LlamaSwitches:
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     in_one_tensor: tuple[str, ...] = ()
+    stacked_experts: bool = False

@@ -1,5 +1,6 @@
 """config.json of the families that are Llama's layers with the best experts by a softmax in place of the MLP."""
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from models.config.fields import Count, CountOrZero, Heads, Integers, LayersOrZero, Positive, Size
@@ -109,6 +110,24 @@ def read_qwen3_moe(file: ConfigFile) -> ModelConfig:
     )
     attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
     return fields.with_experts(attention, moe)
+
+
+class _Qwen3VLMoEFields(_Qwen3MoEFields):
+    # The weights of a token's experts always add up to 1.
+    norm_topk_prob: Literal[True] = True
+
+
+def read_qwen3_vl_moe(file: ConfigFile) -> ModelConfig:
+    """Raises: ConfigError: it is quantized, or as `read_qwen3_moe`."""
+    fields = _Qwen3VLMoEFields.read(file)
+    if fields.quantization_config is not None:
+        cure = "the experts of this family are supported as bfloat16, float16 or float32"
+        raise fields.refuse("quantization_config", "null", cure=cure)
+    if fields.hidden_size == 2 * fields.moe_intermediate_size:
+        cure = "the order of the experts' axes shows in their sizes only"
+        raise fields.refuse("moe_intermediate_size", "another number than half of hidden_size", cure=cure)
+    config = read_qwen3_moe(file.with_values({"norm_topk_prob": True}))
+    return replace(config, switches=LlamaSwitches(stacked_experts=True))
 
 
 class _MixtralFields(RoutedFields):

@@ -53,6 +53,7 @@ from models.families.moe_config import (
     read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
+    read_qwen3_vl_moe,
 )
 from models.families.moe_routers_config import read_ernie_moe, read_glm4_moe, read_minimax_m2, read_phimoe
 from models.families.phi3_config import read_phi3
@@ -155,6 +156,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
         "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
+        "Qwen3VLMoeForConditionalGeneration": Family(read_qwen3_vl_moe, _LLAMA, text_config=True),
         # Experts in files of their own.
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
@@ -253,6 +255,9 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "Ernie4_5_MoeForCausalLM": Features("mixture of experts and shared experts", experts=True),
         "HunYuanMoEV1ForCausalLM": Features("as Hunyuan dense, mixture of experts", experts=True),
+        "Qwen3VLMoeForConditionalGeneration": Features(
+            "its language model, with positions of text, norms on queries and keys, mixture of experts", experts=True
+        ),
         "DeepseekV2ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "KimiK25ForConditionalGeneration": Features(

@@ -75,7 +75,7 @@ class GptqFields(QuantizationFields):
     modules_to_not_convert: Texts = ()
 
     def config(self) -> GptqConfig:
-        if self.group_size < 1 and self.group_size != -1:
+        if not 1 <= self.group_size < 2**31 and self.group_size != -1:
             raise self.refuse("group_size", "-1", "an integer of at least 1")
         if self.dynamic:
             raise self.refuse("dynamic", "null", cure=CURE)

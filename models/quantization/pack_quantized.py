@@ -44,7 +44,7 @@ class IntegersFields(QuantizationFields):
 
     def config(self, unquantized: tuple[str, ...]) -> PackQuantizedConfig:
         size = None if self.strategy == "channel" else self.group_size
-        if self.strategy == "group" and (size is None or size < 1):
+        if self.strategy == "group" and (size is None or not 1 <= size < 2**31):
             raise self.refuse("group_size", "an integer of at least 1", cure=CURE)
         reordered = self.actorder in ("group", True)
         return PackQuantizedConfig("pack-quantized", self.num_bits, size, self.symmetric, reordered, unquantized)

@@ -26,6 +26,7 @@ KIMI_PATTERN = "|".join(
 )
 # Kimi's numbers after the ranks; those without a name in tokenizer_config.json are reserved.
 _KIMI_SPECIAL_TOKENS = 256 + 2
+_SPECIAL_TOKENS_MAX = 1 << 16
 # tekken.json before version 8 has no list of special tokens.
 _TEKKEN_SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
@@ -80,6 +81,8 @@ def convert_tekken(text: str) -> dict[str, Any]:
     config = tekken["config"]
     count = int(config["default_num_special_tokens"])
     size = int(config["default_vocab_size"]) - count
+    if not 0 <= count <= _SPECIAL_TOKENS_MAX or not 0 <= size <= len(tekken["vocab"]):
+        raise ValueError(f"its config has {count} special tokens and {size} others of {len(tekken['vocab'])}")
     ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in tekken["vocab"][:size]}
     if sorted(ranks.values()) != list(range(size)):
         raise ValueError(f"its first {size} tokens do not have the ranks 0, 1, 2, ..., each once")

@@ -24,6 +24,7 @@ from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
 from models.families.delta_parts import DeltaMixer
+from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
@@ -50,7 +51,7 @@ from models.weights.kv_scales import (
     scale_views,
     without_scales,
 )
-from models.weights.names import renamed
+from models.weights.names import LANGUAGE_MODEL, renamed
 from models.weights.shares import Share, Shares
 from models.weights.tensor_reader import read_into, read_tensor
 
@@ -66,7 +67,6 @@ _HEAD = "lm_head.weight"
 _FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
 # Masks and angles, which older versions of transformers saved; computed here.
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-_LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -121,6 +121,7 @@ def load_model(
         # Without a checkpoint there is no order of inputs.
         config = replace(config, quantization=replace(config.quantization, reordered=False))
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
+    config = _as_stored(config, stored)
     model = _build(
         local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device, stored=stored
     )
@@ -168,6 +169,19 @@ def load_model(
     return model
 
 
+def _as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
+    """The config for experts that are stored outputs first, as transformers saves those that are published inputs
+    first."""
+    switches, moe = config.switches, config.moe
+    if not isinstance(switches, LlamaSwitches) or not switches.stacked_experts or moe is None:
+        return config
+    shapes = {tensor.shape for name, tensor in stored.items() if name.endswith(".mlp.experts.gate_up_proj")}
+    outputs_first = (moe.num_experts, 2 * moe.intermediate_size, config.hidden_size)
+    if shapes != {outputs_first}:
+        return config
+    return replace(config, switches=replace(switches, stacked_experts=False))
+
+
 def _build(
     config: ModelConfig,
     *,
@@ -186,7 +200,8 @@ def _build(
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
     if quantized:
-        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, stored)
+        known = in_our_names(stored, ()) | dict(stored)
+        quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, known)
     return model
 
 
@@ -249,10 +264,10 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTe
     Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
     `model.`.
     """
-    if not any(name.startswith((*_LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
+    if not any(name.startswith((*LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored
     return {
-        renamed(name, _LANGUAGE_MODEL): tensor
+        renamed(name, LANGUAGE_MODEL): tensor
         for name, tensor in stored.items()
         if not name.removeprefix("model.").startswith(_OTHER_PARTS)
     }

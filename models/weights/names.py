@@ -1,6 +1,10 @@
 """Translates between the paths of our modules and the tensor names of checkpoints, by tables of prefixes."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
+
+# What multimodal models have before the names of their language models.
+LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
+from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.families.delta_config import DeltaSwitches
 from models.families.layer_norm_config import LayerNormSwitches, Projection
 from models.families.lfm2_config import Lfm2Switches
+from models.families.llama_switches import LlamaSwitches
 from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
@@ -95,7 +97,13 @@ class Shares:
             return None
         ranges = []
         for part in share.ranges:
-            assert part.start % FP8_BLOCK == 0, f"{name} is cut within a block, which local_config refuses"
+            if part.start % FP8_BLOCK:
+                raise ConfigError(
+                    f"{name} has blocks of {FP8_BLOCK} rows with parts of two ranks",
+                    field="tensor_parallel_size",
+                    allowed=("1",),
+                    cure="take one rank, or a checkpoint whose parts are multiples of 128 or have their own tensors",
+                )
             ranges.append(range(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)))
         return Share(share.dim, -(-share.size // FP8_BLOCK), tuple(ranges))
 
@@ -130,6 +138,10 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
+        if isinstance(config.switches, LlamaSwitches) and config.switches.stacked_experts:
+            size = config.moe.intermediate_size
+            side_by_side = (part, range(size + part.start, size + part.stop))
+            yield "mlp.experts.gate_up_proj", Share(2, 2 * size, side_by_side)
     for index, size in enumerate(config.intermediate_sizes):
         yield from _of_layer(index, _mlp("mlp", part_of(size), of_first))
     if isinstance(config.switches, LayerNormSwitches):

@@ -10,6 +10,8 @@ from rich.markup import escape
 
 from baton.config import CPU_CACHE_MIB, MIB, DecodeSettings
 from baton.environment import visible_gpus
+from baton.errors import ConfigError
+from baton.memory import memory_limit_bytes
 from baton.settings_reader import read_settings
 from node.doctor.machine import Wanted, check_machine, read_host
 from node.doctor.packages import check_packages
@@ -23,7 +25,7 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     """All verdicts; a check comes after those that it depends on."""
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
-    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_MIB * MIB
+    cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
     staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
     yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes), read_host())
     broken = False
@@ -43,6 +45,32 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), _MOST_GPUS_LINKED))]
     for pair in combinations_with_replacement(gpus, 2):
         yield check_link(pair, floor_gigabytes_per_s=floor_gigabytes_per_s)
+
+
+def cache_bytes_of(settings: DecodeSettings) -> int:
+    """What the caches of a node's ranks take in main memory; the smallest default where the model cannot be read."""
+    ranks = settings.tensor_parallel_size
+    smallest = (settings.kv_cache_bytes or CPU_CACHE_MIB * MIB) * ranks
+    if settings.kv_cache_bytes is not None:
+        return smallest
+    try:
+        # Imported only now: without torch the other checks still say what is missing.
+        from engine.build import KV_CACHE_DTYPES
+        from engine.context_room import cpu_cache_bytes
+        from models.config.reader import read_config
+        from models.needs import kv_cache_spec, resolve_dtype
+        from models.parallel import TensorParallel, local_config
+
+        config = read_config(settings.model).for_context(settings.max_context_tokens)
+        dtype = resolve_dtype(config, settings.dtype, device_type="cpu")
+        rank_config = local_config(config, TensorParallel(0, ranks))
+    except (ImportError, ConfigError):
+        return smallest
+    spec = kv_cache_spec(rank_config, dtype, KV_CACHE_DTYPES[settings.kv_cache_dtype])
+    if settings.num_blocks is not None:
+        return settings.num_blocks * settings.block_size * spec.bytes_per_token * ranks
+    context_tokens, memory_bytes = config.max_context_tokens, memory_limit_bytes()
+    return cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes) * ranks
 
 
 def main() -> int:

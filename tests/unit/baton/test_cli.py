@@ -200,6 +200,17 @@ def test_json_of_a_status_has_what_steps_cost() -> None:
     assert unknown["step_costs"] is None
 
 
+def test_a_status_has_the_adapters_of_nodes() -> None:
+    status = node_pb2.NodeStatus(adapters=[common_pb2.Adapter(name="sql", revision="0123456789abcdef")])
+    status.info.name = status.info.model.name = "decode-0"
+    cluster = generation_pb2.ClusterStatusResponse(nodes=[generation_pb2.NodeReport(reachable=True, status=status)])
+    [node] = json.loads(json.dumps(status_to_json(cluster)))["nodes"]
+    assert node["adapters"] == [{"name": "sql", "revision": "0123456789abcdef"}]
+    written = io.StringIO()
+    Console(file=written, width=80).print(render(cluster))
+    assert "decode-0: adapters sql (0123456789ab)" in written.getvalue()
+
+
 def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert visible_gpus() == 2

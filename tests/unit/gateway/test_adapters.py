@@ -2,11 +2,13 @@
 
 import pytest
 
-from baton.errors import NoNode
+from baton.errors import InvalidRequest, NoNode
+from baton.revisions import answer_revision
 from baton.types import AdapterRef, LocalPolicy
 from gateway.node_choice import NodeChoice
 from gateway.prefix_index import PromptBlocks
 from gateway.router import Wanted
+from gateway.validate import check_revision
 from protos.baton.v1 import common_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, rules
 
@@ -69,3 +71,21 @@ def test_blocks_of_a_prompt_have_other_names_with_each_adapter_and_revision() ->
     }
     assert len(numbers) == 5
     assert len({number for each in numbers for number in each}) == 10
+
+
+WEIGHTS = "0123456789ab"
+
+
+def test_an_answer_goes_on_with_the_revision_of_the_adapter_that_began_it() -> None:
+    begun = answer_revision(WEIGHTS, OLD)
+    assert check_revision(begun, NEW) == (WEIGHTS, OLD)
+    assert check_revision(answer_revision(WEIGHTS, None), None) == (WEIGHTS, None)
+    assert check_revision("", NEW) == ("", NEW)
+    assert check_revision(WEIGHTS, NEW) == (WEIGHTS, NEW), "from a gateway of an older version"
+
+
+@pytest.mark.parametrize(("revision", "adapter"), [(f"{WEIGHTS}+12", None), (f"{WEIGHTS}+", OLD), ("+12", OLD)])
+def test_other_revisions_are_refused(revision: str, adapter: AdapterRef | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_revision(revision, adapter)
+    assert refused.value.field == "revision"

@@ -28,7 +28,8 @@ _DEEPSEEK = FAMILIES["DeepseekV3"] | {
     "q_lora_rank": 64,
     "v_head_dim": 32,
 }
-SIZES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK}
+_MIXTRAL = FAMILIES["Mixtral"] | {"hidden_size": 64, "intermediate_size": 128}
+SIZES = {"Llama": _LLAMA, "DeepseekV3": _DEEPSEEK, "Mixtral": _MIXTRAL}
 
 
 class Numbers(NamedTuple):

@@ -129,6 +129,7 @@ def test_every_family_is_covered() -> None:
     that_also_see |= {"Mistral3ForConditionalGeneration"}  # in test_dense_families
     that_also_see |= {f"Qwen{number}VLForConditionalGeneration" for number in ("2", "2_5_", "3")}  # in test_qwen_vl
     that_also_see |= {f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe")}  # in test_qwen_vl
+    that_also_see |= {"Qwen3VLMoeForConditionalGeneration"}
     that_also_see |= tiny_gemma.ALSO_SEE  # in test_gemma_configs
     that_also_see |= {"KimiK25ForConditionalGeneration"}  # in test_moe_checkpoints
     not_in_transformers = {"Phi3SmallForCausalLM"}  # in test_phi3_small

@@ -53,6 +53,7 @@ CHECKPOINTS: dict[str, Maker] = {
     "w4a16 asymmetric reordered": lambda path: save_packed(
         "Llama", path, packed_config(symmetric=False, actorder="group")
     ),
+    "w4a16 experts by their publisher's names": lambda path: save_packed("Mixtral", path, packed_config()),
     "w8a16 by channel": lambda path: save_packed("Llama", path, packed_config(num_bits=8, strategy="channel")),
     "w8a8 dynamic": lambda path: save_packed("Llama", path, int8_config(static=False)),
     "w8a8 static": lambda path: save_packed("Llama", path, int8_config(static=True)),

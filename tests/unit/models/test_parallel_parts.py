@@ -177,3 +177,15 @@ def test_a_rank_s_rows_of_queries_keys_and_values_in_one_tensor(tmp_path: Path) 
 def test_a_rank_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank is 2 of 2"):
         TensorParallel(2, 2)
+
+
+def test_fused_layers_in_blocks_are_cut_at_blocks_or_refused(tmp_path: Path) -> None:
+    """Phi-3 has gate and up in one tensor, in which up's rows begin where gate's end."""
+    phi3 = IN_BLOCKS | {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+    scales = "model.layers.0.mlp.gate_up_proj.weight_scale_inv"
+    whole = Shares(read(tmp_path, phi3 | {"intermediate_size": 512}), TensorParallel(1, 2)).of(scales)
+    assert whole is not None
+    assert whole.ranges == (range(2, 4), range(6, 8))
+    with pytest.raises(ConfigError, match="parts of two ranks") as refused:
+        Shares(read(tmp_path, phi3), TensorParallel(1, 2)).of(scales)
+    assert refused.value.field == "tensor_parallel_size"

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from baton.errors import ConfigError
 from models.config.reader import read_config
 from models.config.rope import YarnScaling
 from models.weights.loader import load_model
@@ -97,6 +99,13 @@ CASES = {
         {"out_hidden_size": 32, "intermediate_size": 24},
         {},
     ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoe",
+        {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, "head_dim": 16}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
+        {"out_hidden_size": 32, "intermediate_size": 24, "deepstack_visual_indexes": [0]},
+        {},
+    ),
 }
 
 
@@ -138,3 +147,32 @@ def test_yarn_counts_beside_the_sections(tmp_path: Path) -> None:
     rope = read_config(tmp_path).rope
     assert rope is not None
     assert isinstance(rope.scaling, YarnScaling)
+
+
+def test_experts_are_published_inputs_first_and_saved_outputs_first(tmp_path: Path) -> None:
+    reference = CASES["qwen3-vl-moe"].save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+    assert [tuple(tensors[name].shape) for name in sorted(names)] == [(6, 32, 20), (6, 40, 32)]
+    assert_equal(tmp_path, reference)
+    published = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name in names}
+    save_file(tensors | published, tmp_path / "model.safetensors")
+    assert_equal(tmp_path, reference)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("norm_topk_prob", False),
+        ("moe_intermediate_size", 16),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ],
+)
+def test_what_qwen3_vl_moe_does_not_have_is_refused_by_name(field: str, value: object, tmp_path: Path) -> None:
+    CASES["qwen3-vl-moe"].save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["text_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path)
+    assert refused.value.field == field

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.config import CPU_CACHE_MIB, DEMO_MODELS, DecodeSettings
+from models.config.reader import read_config
+from models.needs import kv_cache_spec
 from node.doctor import link
+from node.doctor.__main__ import cache_bytes_of
 from node.doctor.link import check_link
 from node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
 from node.doctor.packages import check_packages
@@ -147,3 +151,15 @@ def test_a_gpu_is_current_before_ucx_is_opened_for_it(monkeypatch: pytest.Monkey
     calls.clear()
     link.open_as_a_node("cpu")
     assert calls == ["ucx on GPU: False"]
+
+
+def test_a_cache_in_main_memory_is_counted_as_a_node_takes_it() -> None:
+    def counted(**settings: object) -> int:
+        values = {"model": DEMO_MODELS / "llama", "device": "cpu", **settings}
+        return cache_bytes_of(DecodeSettings.model_validate(values))
+
+    spec = kv_cache_spec(read_config(DEMO_MODELS / "llama"), "float32")
+    assert counted(num_blocks=10, block_size=16, dtype="float32") == 160 * spec.bytes_per_token
+    assert counted(kv_cache_mib=3, tensor_parallel_size=2) == 6 * MIB
+    assert counted() >= CPU_CACHE_MIB * MIB
+    assert counted(model=Path("/nowhere")) == CPU_CACHE_MIB * MIB

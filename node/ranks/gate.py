@@ -76,8 +76,12 @@ class Gate:
                 field="leader_address", value=f"{leader.host}:{leader.port}",
                 cure="the port may be in use, or the address may be another host's",
             ) from None  # fmt: skip
-        await self._complete.wait()
-        server.close()
+        try:
+            await self._complete.wait()
+        finally:
+            server.close()
+            for end in self._ends.values():
+                end.close()
         while self._carried:
             await asyncio.wait(self._carried)
 

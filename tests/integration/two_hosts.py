@@ -132,7 +132,6 @@ async def requests_go_on_after_a_lost_host(start: Machines, reference: Reference
         for prompt, result in zip(prompts, results, strict=True):
             assert result.token_ids == reference.greedy(prompt, MAX_TOKENS).token_ids
         assert "this host's ranks end" in (folder / "stderr").read_text()
-        print((folder / "stderr").read_text())
 
 
 class Describe:

@@ -181,6 +181,11 @@ class NodeSettings(CommonSettings):
         description="host:port where host 0 waits for the ranks of the other hosts; default: LWS_LEADER_ADDRESS with "
         f"port {LEADER_PORT}, or MASTER_ADDR:MASTER_PORT",
     )
+    expert_parallel: bool = Field(
+        False,
+        description="give each rank whole experts of a mixture instead of some channels of all; the rest of the model "
+        "is split as before",
+    )
     threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights, for tests and benchmarks"

@@ -84,7 +84,8 @@ def run_node(
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
             if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
-                local_config(read_config(directory), TensorParallel(0, settings.tensor_parallel_size))
+                ranks = TensorParallel(0, settings.tensor_parallel_size, whole_experts=settings.expert_parallel)
+                local_config(read_config(directory), ranks)
             if hosts.count > 1:
                 tls = PeerTls.read(settings, _CERTIFIED[role])
                 if hosts.rank > 0:

@@ -41,7 +41,7 @@ def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParall
         device_id=place if on_gpu else None,
         **how,
     )
-    return TensorParallel(rank, size)
+    return TensorParallel(rank, size, whole_experts=settings.expert_parallel)
 
 
 def serve_store(host: str) -> tuple[object, Meeting]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -75,7 +76,7 @@ class Ranked:
     second: Forked
 
 
-def tls_of(folder: Path, role: str) -> Flags:
+def tls_of(folder: Path, role: str) -> dict[str, Any]:
     return {"tls_cert": folder / f"{role}.crt", "tls_key": folder / f"{role}.key", "tls_ca": folder / "ca.crt"}
 
 

@@ -114,7 +114,7 @@ async def open_gate(certificates: Path, port: int) -> AsyncIterator[tuple[dict[s
         for end in ours.values():
             end.close()
         serving.cancel()
-        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[operator]
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from baton.security.certificates import write_set
 from tests.integration import two_hosts
-from tests.integration.cluster import DEADLINE_S, Machines
+from tests.integration.cluster import DEADLINE_S, Machines, arguments
 from tests.integration.reference import Reference
 from tests.integration.two_hosts import LOOPBACK, flags_of_both, requests_go_on_after_a_lost_host, second_host
 
@@ -38,3 +38,16 @@ def test_hosts_end_with_the_first_one(start: Machines, tmp_path: Path) -> None:
         (first,) = start.nodes(("decode", both))
         assert start.end(first) == 0
         assert second.wait(DEADLINE_S) == 0
+
+
+def test_a_host_with_other_settings_is_refused_in_one_line(start: Machines, tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+    both = flags_of_both(tmp_path, LOOPBACK)
+    first = start.processes.start("decode_node", arguments({**both, "device": "cpu"}))
+    with second_host(LOOPBACK, {**both, "tensor_parallel_size": 4}, tmp_path) as second:
+        assert second.wait(DEADLINE_S) == 2
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    (refused,) = [line for line in lines if "cannot join host 0" in line]
+    assert "ranks=2" in refused
+    assert "ranks=4" in refused
+    assert start.end(first) == 0, "it still waits, and ends when it is asked to"

@@ -102,8 +102,8 @@ async def carry(local: Stream, remote: Stream) -> str:
     Returns:
         Why the remote end closed or broke; "" if it was the local one.
     """
-    up = asyncio.create_task(_copy(local, remote), name="to-host")
-    down = asyncio.create_task(_copy(remote, local), name="from-host")
+    up = asyncio.create_task(_copy(local, remote, to_local=False), name="to-host")
+    down = asyncio.create_task(_copy(remote, local, to_local=True), name="from-host")
     done, waiting = await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
@@ -111,8 +111,12 @@ async def carry(local: Stream, remote: Stream) -> str:
     return next((why for ended, why in (task.result() for task in done) if ended is remote), "")
 
 
-async def _copy(source: Stream, target: Stream) -> tuple[Stream, str]:
-    """Returns which of the two ended, and why."""
+async def _copy(source: Stream, target: Stream, *, to_local: bool) -> tuple[Stream, str]:
+    """Returns which of the two ended, and why.
+
+    NOTE: a rank that reads nothing for long, as while it captures graphs, must not stop the reading from the other
+    host: the kernel there counts a peer without room as lost (TCP_USER_TIMEOUT). So what waits for it waits here.
+    """
     while True:
         try:
             data = await source.reader.read(_READ_BYTES)
@@ -122,6 +126,7 @@ async def _copy(source: Stream, target: Stream) -> tuple[Stream, str]:
             return source, "it closed the connection"
         try:
             target.writer.write(data)
-            await target.writer.drain()
+            if not to_local:
+                await target.writer.drain()
         except OSError as error:
             return target, str(error)

@@ -42,6 +42,7 @@ _CONVERTIBLE = ("float32", "bfloat16", "float16")
 _SECONDS_MAX, _RATE_MAX = 1e9, 1e9
 _COUNT_MAX = 1 << 20
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
+LEADER_PORT = 7004  # of a leader whose environment names no port
 _ADAPTERS = 8  # slots where adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
@@ -167,6 +168,31 @@ class NodeSettings(CommonSettings):
         description="ranks that share the model; each is a process with part of the weights and KV; on GPUs, each rank "
         "has its own GPU, counted from --device",
     )
+    hosts: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="hosts that share the node's ranks in equal numbers; on each of them the same command runs, with a "
+        "host_rank of its own (elsewhere called nnodes and node_rank). Needs tls_cert. Default: LWS_GROUP_SIZE or "
+        "NNODES, else 1",
+    )
+    host_rank: int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="number of this host among hosts. Host 0 leads and serves; the others only compute. Default: "
+        "LWS_WORKER_INDEX or NODE_RANK, else 0",
+    )
+    leader_address: str | None = Field(
+        None,
+        description="host:port where host 0 waits for the ranks of the other hosts; default: LWS_LEADER_ADDRESS with "
+        f"port {LEADER_PORT}, or MASTER_ADDR:MASTER_PORT",
+    )
+    expert_parallel: bool = Field(
+        False,
+        description="give each rank whole experts of a mixture instead of some channels of all; the rest of the model "
+        "is split as before",
+    )
     threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights, for tests and benchmarks"
@@ -275,6 +301,10 @@ class NodeSettings(CommonSettings):
             return self.max_adapters
         wanted = bool(self.adapter) or self.adapter_directory is not None
         return max(_ADAPTERS, len(self.adapters)) if wanted else 0
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.tensor_parallel_size // self.hosts
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)

@@ -19,12 +19,12 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **more}
 
 
-def use_loopback_for_gloo() -> None:
-    """Makes gloo connect the ranks of one node over the loopback device, unless the environment names another.
+def use_device_for_gloo(name: str) -> None:
+    """Makes gloo connect the ranks of one node over this network device, unless the environment names another.
 
     By default gloo resolves the host's own name, which can fail in a container.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def quiet_grpc() -> None:

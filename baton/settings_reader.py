@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from baton.config import (
     CLIENT_VARIABLES,
+    LEADER_PORT,
     DecodeSettings,
     GatewaySettings,
     NodeSettings,
@@ -47,6 +48,8 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
         for name, nearest in misspelled.items():
             print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
         raise SystemExit(2)
+    if issubclass(cls, NodeSettings):
+        given = hosts_of(os.environ) | given
     try:
         return cls(**given)
     except ValidationError as error:
@@ -81,6 +84,21 @@ def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
     names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
     found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
     return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
+
+
+def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a node on several hosts as LeaderWorkerSet or torchrun's variables give them, without those that
+    have variables of our own. Empty on one host."""
+    size, rank = environ.get("LWS_GROUP_SIZE", ""), environ.get("LWS_WORKER_INDEX", "")
+    leader, port = environ.get("LWS_LEADER_ADDRESS", ""), str(LEADER_PORT)
+    if not size:
+        size, rank = environ.get("NNODES", ""), environ.get("NODE_RANK", "")
+        leader, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", port)
+    if variable("hosts") in environ or size in ("", "1"):
+        return {}
+    address = f"{leader}:{port}" if leader else ""
+    found = {"hosts": size, "host_rank": rank, "leader_address": address}
+    return {name: value for name, value in found.items() if value and variable(name) not in environ}
 
 
 def fail(program: str, error: ConfigError) -> NoReturn:

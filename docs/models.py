@@ -52,6 +52,12 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   of KV, of the same dtype. As transformers, Baton scores them in that dtype; the publisher's code turns them by a
   Hadamard matrix and rounds them to fp8 first. Of equal scores the first tokens are taken. Their kernels have only been
   run in Triton's interpreter; their speed is not measured.
+- `--expert-parallel` gives each rank of a mixture whole experts instead of some channels of all; attention, shared
+  experts and the rest are split as before. Each rank computes its experts for all tokens, which all ranks have
+  after attention, and their sum is the reduction that the layer has anyway: no tokens are exchanged. Experts of
+  2,048 channels over 8 ranks stay products of 2,048 instead of 256, scales and packed groups need not divide, and
+  the number of ranks need not divide the number of experts; against that, a step takes as long as its busiest rank.
+  All families with experts take it, in all their weights' forms.
 - `--tensor-parallel-size` splits every family: each rank has some query heads with their kv heads, some channels of
   each MLP and expert, and some rows of the vocabulary. The number of ranks has to divide the query heads and the
   channels; fp8 weights in blocks need at least one block of channels for each rank. It also has to divide the kv heads

@@ -127,8 +127,37 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.exp(-x).add_(1).reciprocal_()
 
 
-class Experts(nn.Module):
-    """All experts of a layer.
+class RoutedExperts(nn.Module):
+    """A layer's experts, or those that one rank holds: it computes these for all tokens, and the ranks' sum is whole.
+
+    Attributes:
+        held: their numbers.
+        of: the number of all experts; None: all are held.
+        places_E: place in memory of each expert, -1 for those of other ranks; None: all are held.
+    """
+
+    def __init__(self, num_experts: int, held: range) -> None:
+        super().__init__()
+        self.held = held
+        self.of = None if len(held) == num_experts else num_experts
+        self.places_E: Tensor | None
+        self.register_buffer("places_E", None, persistent=False)
+        self.locate()
+
+    def locate(self) -> None:
+        """Makes `places_E` on the current device."""
+        if self.of is not None:
+            experts_E = torch.arange(self.of)
+            mine_E = (experts_E >= self.held.start) & (experts_E < self.held.stop)
+            self.places_E = torch.where(mine_E, experts_E - self.held.start, -1)
+
+    def places(self, experts_TK: Tensor) -> Tensor:
+        """Places in memory of the chosen experts; -1: of another rank."""
+        return experts_TK if self.places_E is None else self.places_E[experts_TK]
+
+
+class Experts(RoutedExperts):
+    """All experts of a layer, or one rank's.
 
     Attributes:
         gate_up_proj_scale_inv: where `gate_up_proj` is fp8, float32 [E, rows, columns] of blocks of 128x128 numbers,
@@ -137,8 +166,18 @@ class Experts(nn.Module):
         batch_invariant: on a GPU, a token's result has the same bits in every batch.
     """
 
-    def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        num_experts: int,
+        size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        held: range | None = None,
+    ) -> None:
+        held = range(num_experts) if held is None else held
+        super().__init__(num_experts, held)
+        num_experts = len(held)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size, dtype=dtype))
         self.gate_up_proj_scale_inv: nn.Parameter | None
@@ -150,7 +189,7 @@ class Experts(nn.Module):
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """(tensor name in the checkpoint, relative to this module; what it fills)."""
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj.data, self.down_proj.data, strict=True)):
+        for expert, gate_up, down in zip(self.held, self.gate_up_proj.data, self.down_proj.data, strict=True):
             gate, up = gate_up.chunk(2)
             yield f"{expert}.gate_proj.weight", gate
             yield f"{expert}.up_proj.weight", up
@@ -163,7 +202,8 @@ class Experts(nn.Module):
         """
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
-        out_TD = weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
+        places_TK = self.places(experts_TK)
+        out_TD = weighted_sum(run_experts(x_TD, places_TK, len(self.gate_up_proj), self._one), weights_TK)
         return out_TD if plus_TD is None else out_TD + plus_TD
 
     def run_grouped(
@@ -179,12 +219,13 @@ class Experts(nn.Module):
         return run_gated_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.gate_up_proj, scales=self.gate_up_proj_scale_inv),
             ExpertWeights(self.down_proj, scales=self.down_proj_scale_inv),
             batch_invariant=self.batch_invariant,
             shared=shared,
             plus_TD=plus_TD,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
@@ -205,17 +246,18 @@ def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callabl
 
     Args:
         x_AD: one row per token, or one per assignment.
-        one: computes the outputs of an expert, given by its number, for some rows.
+        experts_TK: places of experts; the outputs of those below 0 are 0.
+        one: computes the outputs of an expert, given by its place, for some rows.
     """
     if not len(experts_TK):
         return x_AD.new_empty(*experts_TK.shape, x_AD.shape[1])
     experts_S = experts_TK.flatten()
     order_S = experts_S.argsort()
     x_SD = x_AD[order_S // (len(experts_S) // len(x_AD))]
-    counts = experts_S.bincount(minlength=num_experts).tolist()
-    parts = [one(expert, x_RD) for expert, x_RD in enumerate(torch.split(x_SD, counts)) if len(x_RD)]
+    elsewhere, *counts = (experts_S + 1).bincount(minlength=num_experts + 1).tolist()
+    parts = [one(expert, x_RD) for expert, x_RD in enumerate(torch.split(x_SD[elsewhere:], counts)) if len(x_RD)]
     out_SD = torch.empty_like(x_SD)
-    out_SD[order_S] = torch.cat(parts)
+    out_SD[order_S] = torch.cat([x_SD.new_zeros(elsewhere, x_SD.shape[1]), *parts])
     return torch.unflatten(out_SD, 0, experts_TK.shape)
 
 
@@ -231,7 +273,7 @@ class MoE(nn.Module):
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(size, moe)
-        self.experts = Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype)
+        self.experts = Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype, held=moe.held)
         self.shared_experts = (
             GatedMLP(size, moe.shared_intermediate_size, dtype=dtype) if moe.shared_intermediate_size else None
         )

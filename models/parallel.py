@@ -1,8 +1,10 @@
 """Tensor parallelism: which part of a model each rank holds, and how the ranks' results are combined.
 
 A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
-vocabulary; everything else is whole on each rank. Experts are split by channels instead of among ranks, so all ranks
-have equal work for any choice of experts.
+vocabulary; everything else is whole on each rank. Experts are split by channels, so all ranks have equal work for any
+choice of experts; or, with `whole_experts`, each rank has some of them whole: larger products and no limits on channels
+for unequal work. Either way a rank computes its part for all tokens, which every rank has after attention, and the
+ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged.
 """
 
 import math
@@ -27,11 +29,13 @@ class TensorParallel:
 
     Args:
         group: of torch.distributed, with NCCL for tensors on GPUs; None: the process's default group.
+        whole_experts: experts are split among ranks instead of by channels (expert parallelism).
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -109,6 +113,11 @@ def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range
     return range(start, min(stop, size))
 
 
+def experts(num_experts: int, parallel: TensorParallel) -> range:
+    """A rank's experts, where it holds whole ones; ranks differ by at most one."""
+    return _equal_part(num_experts, parallel)
+
+
 def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
     """The tokens whose rows the rank holds, before its padding."""
     rows = padded_rows(vocab_size, parallel)
@@ -130,9 +139,18 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
     """
     if parallel.size == 1:
         return config
-    problem = _problem(config, parallel.size)
+    whole = parallel.whole_experts
+    if whole and config.moe is None:
+        raise ConfigError(
+            f"{config.architecture} has no experts to split among ranks",
+            field="expert_parallel",
+            value=True,
+            allowed=("false",),
+        )
+    problem = _problem(config, parallel.size, whole_experts=whole)
     if problem is not None:
-        allowed = tuple(str(size) for size in range(1, _MOST_RANKS + 1) if _problem(config, size) is None)
+        sizes = range(1, _MOST_RANKS + 1)
+        allowed = tuple(str(size) for size in sizes if _problem(config, size, whole_experts=whole) is None)
         raise ConfigError(
             f"{config.architecture} cannot be split over {parallel.size} ranks: {problem}",
             field="tensor_parallel_size",
@@ -204,11 +222,11 @@ def _local_pattern(
 
 
 def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
-    return replace(
-        moe,
-        intermediate_size=len(channels(moe.intermediate_size, parallel, block=block)),
-        shared_intermediate_size=len(channels(moe.shared_intermediate_size, parallel, block=block)),
-    )
+    shared = len(channels(moe.shared_intermediate_size, parallel, block=block))
+    if parallel.whole_experts:
+        return replace(moe, own=experts(moe.num_experts, parallel), shared_intermediate_size=shared)
+    own = len(channels(moe.intermediate_size, parallel, block=block))
+    return replace(moe, intermediate_size=own, shared_intermediate_size=shared)
 
 
 def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel) -> RecurrentConfig | None:
@@ -222,7 +240,7 @@ def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel
     return replace(local, num_groups=len(kv_heads(groups, parallel)), ranks_per_group=ranks_per_group)
 
 
-def _problem(config: ModelConfig, size: int) -> str | None:
+def _problem(config: ModelConfig, size: int, *, whole_experts: bool) -> str | None:
     """Why the model cannot be split over `size` ranks; None if it can."""
     if size == 1:
         return None
@@ -242,7 +260,9 @@ def _problem(config: ModelConfig, size: int) -> str | None:
         for name, (count, is_input) in _head_channels(attention, size).items():
             if count % (multiple := math.lcm(*heads) if is_input else heads[0]):
                 return f"a rank's {count} channels of {name} are no multiple of {multiple}, which are stored together"
-    for name, count in _intermediate_sizes(config).items():
+    if whole_experts and config.moe is not None and config.moe.num_experts < size:
+        return f"it has {config.moe.num_experts} experts"
+    for name, count in _intermediate_sizes(config, whole_experts=whole_experts).items():
         if (count % size if block is None else -(-count // block) < size) and count:
             return f"{name} has {count} channels" + ("" if block is None else f" in blocks of {block}")
     return None
@@ -274,10 +294,12 @@ def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, tup
     }
 
 
-def _intermediate_sizes(config: ModelConfig) -> dict[str, int]:
+def _intermediate_sizes(config: ModelConfig, *, whole_experts: bool) -> dict[str, int]:
     moe = config.moe
     if moe is None:
         sizes = {f"the MLP of layer {index}": size for index, size in enumerate(config.intermediate_sizes)}
         return sizes or {"its MLP": config.intermediate_size}
-    sizes = {"an expert": moe.intermediate_size, "the shared expert": moe.shared_intermediate_size}
+    sizes = {"the shared expert": moe.shared_intermediate_size}
+    if not whole_experts:
+        sizes["an expert"] = moe.intermediate_size
     return sizes if all(moe.layers) else sizes | {"its MLP": config.intermediate_size}

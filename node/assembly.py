@@ -289,7 +289,7 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, superviso
     torch.set_num_threads(settings.threads)
     # All ranks have equally much to read, so one of them shows the progress.
     with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
-        device = settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank)
+        device = settings.device if parallel.size == 1 else rank_device(settings, parallel.rank)
         built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
     if not built.cache.view.is_cuda:
         return built  # it learns what steps cost while it serves

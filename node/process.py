@@ -29,6 +29,7 @@ from baton.rpc.server import (
 )
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
+from baton.security.peers import PeerTls
 from baton.security.servers import protect_node
 from baton.settings_reader import fail
 from baton.supervisor import Supervisor
@@ -39,6 +40,8 @@ from models.parallel import SINGLE, TensorParallel, local_config
 from node.adapters import Adapters
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks
+from node.ranks.host import run_host
+from node.ranks.hosts import Hosts
 from node.ranks.join import join, leave
 from node.role import Role, RoleKind
 from node.role_services import DECODE, PREFILL
@@ -71,22 +74,25 @@ def run_node(
         raise_file_limit()
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
+        hosts = Hosts.of(settings)
         supervisor = Supervisor(settings.supervisor)
         with asyncio.Runner() as runner:
             # Bound first, so that a port that is taken is an error before the model is loaded.
             server = runner.run(_bind(settings, role))
-            metrics = bind(settings.metrics_listen, field="metrics_listen")
+            metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
             supervisor.report("looking for the model", address=server.address)
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
             if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
-                local_config(read_config(directory), TensorParallel(0, settings.tensor_parallel_size))
-            with start_ranks(settings, program) as group:
-                parallel = (
-                    SINGLE
-                    if group.size == 1
-                    else join(0, group.size, store=group.meeting_place(), device=settings.device)
-                )
+                ranks = TensorParallel(0, settings.tensor_parallel_size, whole_experts=settings.expert_parallel)
+                local_config(read_config(directory), ranks)
+            if hosts.count > 1:
+                tls = PeerTls.read(settings, _CERTIFIED[role])
+                if hosts.rank > 0:
+                    services = (SERVICE_NAME, PREFILL, DECODE)
+                    sys.exit(runner.run(run_host(settings, directory, hosts, tls, server, services)))
+            with start_ranks(settings, program, _CERTIFIED[role]) as group:
+                parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
                 built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
                 runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))

@@ -23,6 +23,7 @@ class ModelSize:
         kv_bytes: of one token's KV.
         kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
         pair_flops: operations for each pair of a prompt's token and a key.
+        whole: of `dense`, what every rank holds: the projections to latents, and routers.
         windowed_share: of the layers that see only a window of recent tokens, and the window.
     """
 
@@ -39,6 +40,7 @@ class ModelSize:
     kv_heads: int
     pair_flops: float
     max_context_tokens: int
+    whole: int = 0
     windowed_share: float = 0.0
     window: int = 0
 
@@ -46,6 +48,11 @@ class ModelSize:
     def weight_bytes(self) -> int:
         linear = round((self.dense + self.experts) * self.linear_bytes)
         return linear + (self.head + self.embedding) * self.head_bytes
+
+    def rank_bytes(self, ranks: int) -> float:
+        """Weights of one of several ranks. They share the experts evenly, by channels or whole."""
+        whole = self.whole * self.linear_bytes
+        return (self.weight_bytes - whole) / ranks + whole
 
     def read_bytes(self, tokens: int) -> float:
         """The weights that a step of so many tokens reads, with even routing."""
@@ -73,11 +80,13 @@ def model_size(config: ModelConfig) -> ModelSize:
         latent = attention.kv_lora_rank + attention.qk_rope_head_dim
         per_layer = queries + hidden * latent + heads * attention.v_head_dim * hidden
         per_layer += attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+        whole = config.num_layers * hidden * (latent + (attention.q_lora_rank or 0))
         kv_numbers, kv_heads = latent, 1
         pair_flops = 2.0 * heads * (query + attention.v_head_dim)
         windows: tuple[int | None, ...] = ()
         kv_layers = config.num_layers
     else:
+        whole = 0
         per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         kv_numbers, kv_heads = 2 * attention.num_kv_heads * attention.head_dim, attention.num_kv_heads
         pair_flops = 4.0 * attention.num_heads * attention.head_dim
@@ -91,6 +100,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     dense = layers * per_layer + (layers - moe_layers) * projections * hidden * config.intermediate_size
     experts, share = 0, 0.0
     if moe is not None:
+        whole += moe_layers * hidden * moe.num_experts
         dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + moe.num_experts)
         experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
         share = moe.experts_per_token / max(1, moe.num_experts)
@@ -110,6 +120,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         kv_heads=kv_heads,
         pair_flops=layers * pair_flops,
         max_context_tokens=config.max_context_tokens,
+        whole=whole,
         windowed_share=len(bounded) / layers,
         window=max(bounded, default=0),
     )

@@ -102,5 +102,5 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
 
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
     """Tokens of KV that fit next to the weights on each of `ranks` GPUs; not above 0: the weights do not fit."""
-    free = gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.weight_bytes / ranks - _RESERVED_BYTES
+    free = gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
     return int(free / (size.kv_bytes / min(ranks, size.kv_heads)))

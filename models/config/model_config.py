@@ -182,6 +182,7 @@ class MoEConfig:
         mixer_threshold: of SPARSE_MIXER, how far below the best an expert's logit may be to be near it, as a part of
             the larger of the best logit and the expert's own absolute value.
         shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
+        own: numbers of the experts that this rank holds; None: all.
     """
 
     layers: tuple[bool, ...]
@@ -198,6 +199,12 @@ class MoEConfig:
     router_bias: bool = False
     shared_gate: bool = False
     mixer_threshold: float = 0.0
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """Numbers of the experts in memory."""
+        return range(self.num_experts) if self.own is None else self.own
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from models.families.gemma_parts import LayerInputs, LayerWithInput, SharingAtte
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from models.linear import Multiply
-from models.moe import Router, run_experts, weighted_sum
+from models.moe import RoutedExperts, Router, run_experts, weighted_sum
 from models.rotary import Rotary
 
 _GELU = Activation(tanh_gelu=True)
@@ -46,34 +46,36 @@ class Gemma4Router(nn.Module):
         return weights_TK * self.per_expert_scale[experts_TK], experts_TK
 
 
-class Gemma4Experts(nn.Module):
+class Gemma4Experts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, outputs first, all gates before all ups.
 
     Attributes: as in `models.moe.Experts`.
     """
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.intermediate_size, size, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(moe.num_experts, size, moe.intermediate_size, dtype=dtype))
+        super().__init__(moe.num_experts, moe.held)
+        self.gate_up_proj = nn.Parameter(torch.empty(len(moe.held), 2 * moe.intermediate_size, size, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(len(moe.held), size, moe.intermediate_size, dtype=dtype))
         self.multiply: Multiply = linear
         self.batch_invariant = False
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK)
-        return weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
+        places_TK = self.places(experts_TK)
+        return weighted_sum(run_experts(x_TD, places_TK, len(self.gate_up_proj), self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """`forward` on a GPU; the host waits for nothing."""
         return run_gated_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.gate_up_proj),
             ExpertWeights(self.down_proj),
             activation=_GELU,
             batch_invariant=self.batch_invariant,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:

@@ -18,22 +18,22 @@ from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_exp
 from models.kernels.packed_experts import Mxfp4Weight, run_packed_experts
 from models.layers import RMSNorm
 from models.linear import Multiply
-from models.moe import Router, run_experts, sigmoid, weighted_sum
+from models.moe import RoutedExperts, Router, run_experts, sigmoid, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 
 _SCALE_OF_TWO = 128  # as an exponent of mxfp4
 
 
-class GptOssExperts(nn.Module):
+class GptOssExperts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, inputs first, gates at even channels and ups at odd ones.
 
     Attributes: as in `models.moe.Experts`.
     """
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        num_experts, intermediate_size = moe.num_experts, moe.intermediate_size
+        super().__init__(moe.num_experts, moe.held)
+        num_experts, intermediate_size = len(moe.held), moe.intermediate_size
         self.num_experts = num_experts
         self.limit, self.alpha = switches.swiglu_limit, switches.swiglu_alpha
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, size, 2 * intermediate_size, dtype=dtype))
@@ -46,18 +46,20 @@ class GptOssExperts(nn.Module):
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK)
-        return weighted_sum(run_experts(x_TD, experts_TK, self.num_experts, self._one), weights_TK)
+        places_TK = self.places(experts_TK)
+        return weighted_sum(run_experts(x_TD, places_TK, self.num_experts, self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """`forward` on a GPU; the host waits for nothing."""
         return run_gated_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.gate_up_proj.transpose(1, 2), self.gate_up_proj_bias),
             ExpertWeights(self.down_proj.transpose(1, 2), self.down_proj_bias),
             activation=Activation(interleaved=True, limit=self.limit, alpha=self.alpha),
             batch_invariant=self.batch_invariant,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
@@ -89,15 +91,16 @@ class Mxfp4Experts(GptOssExperts):
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         with torch.device("meta"):
             super().__init__(size, moe, switches, dtype=dtype)
+        self.locate()
         del self.gate_up_proj, self.down_proj
         for name, rows, columns in (
             ("gate_up_proj", 2 * moe.intermediate_size, size),
             ("down_proj", size, moe.intermediate_size),
         ):
             groups = columns // MXFP4_BLOCK
-            blocks = torch.empty(moe.num_experts, rows, groups, mxfp4.BLOCK_BYTES, dtype=torch.uint8)
-            scales = torch.empty(moe.num_experts, rows, groups, dtype=torch.uint8)
-            bias = torch.empty(moe.num_experts, rows, dtype=dtype)
+            blocks = torch.empty(len(moe.held), rows, groups, mxfp4.BLOCK_BYTES, dtype=torch.uint8)
+            scales = torch.empty(len(moe.held), rows, groups, dtype=torch.uint8)
+            bias = torch.empty(len(moe.held), rows, dtype=dtype)
             for suffix, tensor in (("blocks", blocks), ("scales", scales), ("bias", bias)):
                 setattr(self, f"{name}_{suffix}", nn.Parameter(tensor, requires_grad=False))
 
@@ -119,13 +122,14 @@ class Mxfp4Experts(GptOssExperts):
         return run_packed_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             gate_up,
             down,
             activate=self._activate,
             gate_up_bias_EN=self.gate_up_proj_bias,
             down_bias_EN=self.down_proj_bias,
             batch_invariant=self.batch_invariant,
+            of=self.of,
         )
 
     def _weights(self, expert: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from models.families.llama4_config import Llama4Switches, TemperatureTuning
 from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
 from models.linear import FusedLinear, Linear, Multiply
-from models.moe import Router, run_experts
+from models.moe import RoutedExperts, Router, run_experts
 from models.parallel import ParallelModule
 
 
@@ -76,14 +76,24 @@ class Llama4Attention(nn.Module):
         return out_TD
 
 
-class Llama4Experts(nn.Module):
+class Llama4Experts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, inputs first, all gates before all ups.
 
     Attributes: as in `models.moe.Experts`.
     """
 
-    def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        num_experts: int,
+        size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        held: range | None = None,
+    ) -> None:
+        held = range(num_experts) if held is None else held
+        super().__init__(num_experts, held)
+        num_experts = len(held)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, size, 2 * intermediate_size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size, dtype=dtype))
         self.multiply: Multiply = linear
@@ -93,7 +103,7 @@ class Llama4Experts(nn.Module):
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         x_TKD = x_TD.unsqueeze(1) * weights_TK.unsqueeze(-1).to(x_TD.dtype)
-        out_TD = run_experts(x_TKD.flatten(0, 1), experts_TK, len(self.gate_up_proj), self._one).sum(dim=1)
+        out_TD = run_experts(x_TKD.flatten(0, 1), self.places(experts_TK), len(self.gate_up_proj), self._one).sum(dim=1)
         return out_TD if plus_TD is None else plus_TD + out_TD
 
     def run_grouped(
@@ -103,12 +113,13 @@ class Llama4Experts(nn.Module):
         return run_gated_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.gate_up_proj.transpose(1, 2)),
             ExpertWeights(self.down_proj.transpose(1, 2)),
             weights_on_input=True,
             batch_invariant=self.batch_invariant,
             plus_TD=plus_TD,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
@@ -120,7 +131,7 @@ class Llama4MoE(nn.Module):
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.router = Router(size, moe)
-        self.experts = Llama4Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype)
+        self.experts = Llama4Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype, held=moe.held)
         self.shared_expert = GatedMLP(size, moe.shared_intermediate_size, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:

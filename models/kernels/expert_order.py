@@ -45,23 +45,24 @@ def num_tiles_max(num_assignments: int, num_experts: int, tile_tokens: int) -> i
     return (num_assignments + min(num_assignments, num_experts) * (tile_tokens - 1)) // tile_tokens
 
 
-def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
+def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int, partial: bool = False) -> ExpertOrder:
     """The order of the assignments. A single token's experts all differ and need no sorting."""
     if len(experts_TK) == 1:
         return ExpertOrder(None, experts_TK)
-    return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens)
+    return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens, partial=partial)
 
 
-def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
+def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int, partial: bool = False) -> ExpertOrder:
     """Launches the sorting.
 
     Args:
         experts_TK: contiguous, at least one, each in [0, num_experts).
+        partial: some are below 0, which are no experts of this rank: they come last and have no tile.
     """
     num_assignments = experts_TK.numel()
     overlapping = overlap(experts_TK.device, rows=len(experts_TK))
-    num_tiles = num_tiles_max(num_assignments, num_experts, tile_tokens)
-    padded_experts = triton.next_power_of_2(num_experts)
+    num_tiles = num_tiles_max(num_assignments, num_experts + partial, tile_tokens)
+    padded_experts = triton.next_power_of_2(num_experts + partial)
     counts_HE = None
     chunk = _PART
     if num_assignments > _COUNTED_BY_EACH:
@@ -92,6 +93,7 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
         CHUNK=chunk,
         PART=_PART,
         TILES=_TILES,
+        PARTIAL=partial,
         INTERPRETED=interpreted(),
         **overlapping,
         num_warps=_NUM_WARPS,
@@ -106,7 +108,7 @@ def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.co
     await_predecessors(OVERLAP)
     assignments_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists_C = assignments_C < num_assignments
-    experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
+    experts_C = _experts(experts, assignments_C, exists_C, EXPERTS)
     counts_E = tl.histogram(experts_C, EXPERTS, mask=exists_C)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts_E)
 
@@ -125,6 +127,7 @@ def _place(
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
     TILES: tl.constexpr,
+    PARTIAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -137,17 +140,24 @@ def _place(
     else:
         totals_E, before_E = _add_counts(counts, num_chunks, EXPERTS, INTERPRETED)
     starts_E = tl.cumsum(totals_E, 0) - totals_E
-    _write_tiles(tiles, starts_E, totals_E, num_tiles, tile_tokens, TILES)
+    _write_tiles(tiles, starts_E, totals_E, num_tiles, tile_tokens, TILES, PARTIAL)
     next_E = starts_E + before_E
     within_C = tl.arange(0, PART)
     for part in range(0, CHUNK, PART):
         assignments_C = first + part + within_C
         exists_C = assignments_C < num_assignments
-        experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
+        experts_C = _experts(experts, assignments_C, exists_C, EXPERTS)
         is_before_CC = (experts_C[:, None] == experts_C[None, :]) & (within_C[:, None] > within_C[None, :])
         places_C = tl.gather(next_E, experts_C, 0) + tl.sum(is_before_CC.to(tl.int32), 1)
         tl.store(order + places_C, assignments_C, mask=exists_C)
         next_E += tl.histogram(experts_C, EXPERTS, mask=exists_C)
+
+
+@triton.jit
+def _experts(experts, assignments_C, exists_C, EXPERTS: tl.constexpr):
+    """The experts of assignments; the last number for those below 0."""
+    experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
+    return tl.where(experts_C < 0, EXPERTS - 1, experts_C)
 
 
 @triton.jit
@@ -159,7 +169,7 @@ def _count_all(experts, num_assignments, first, EXPERTS: tl.constexpr, INTERPRET
     for start in range(0, bound(num_assignments, INTERPRETED), STEP):
         assignments_C = start + tl.arange(0, STEP)
         exists_C = assignments_C < num_assignments
-        experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
+        experts_C = _experts(experts, assignments_C, exists_C, EXPERTS)
         totals_E += tl.histogram(experts_C, EXPERTS, mask=exists_C)
         before_E += tl.histogram(experts_C, EXPERTS, mask=exists_C & (assignments_C < first))
     return totals_E, before_E
@@ -182,14 +192,15 @@ def _add_counts(counts, num_chunks, EXPERTS: tl.constexpr, INTERPRETED: tl.const
 
 
 @triton.jit
-def _write_tiles(tiles, starts_E, totals_E, num_tiles, tile_tokens, TILES: tl.constexpr):
+def _write_tiles(tiles, starts_E, totals_E, num_tiles, tile_tokens, TILES: tl.constexpr, PARTIAL: tl.constexpr):
     EXPERTS: tl.constexpr = totals_E.shape[0]
     tiles_E = (totals_E + tile_tokens - 1) // tile_tokens
     tile_stops_E = tl.cumsum(tiles_E, 0)
     tiles_L = tl.program_id(0) * TILES + tl.arange(0, TILES)
     behind_LE = tile_stops_E[None, :] <= tiles_L[:, None]
     experts_L = tl.sum(behind_LE.to(tl.int32), 1)
-    needed_L = experts_L < EXPERTS
+    LAST: tl.constexpr = EXPERTS - 1 if PARTIAL else EXPERTS
+    needed_L = experts_L < LAST
     known_L = tl.minimum(experts_L, EXPERTS - 1)
     nth_L = tiles_L - tl.gather(tile_stops_E - tiles_E, known_L, 0)
     places_L = tl.gather(starts_E, known_L, 0) + nth_L * tile_tokens

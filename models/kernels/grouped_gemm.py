@@ -150,6 +150,7 @@ def run_gated_experts(
     batch_invariant: bool = False,
     shared: SharedWeights | None = None,
     plus_TD: Tensor | None = None,
+    of: int | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, plus its shared experts, plus `plus_TD`.
 
@@ -160,6 +161,8 @@ def run_gated_experts(
         weights_on_input: the weights multiply the experts' inputs instead of their outputs.
         batch_invariant: one shape of tiles for every number of tokens.
         shared: only together with routed experts that use silu.
+        of: number of experts among which tokens chose, where the weights are of some of them only: `experts_TK` is then
+            below 0 for the others, which count as 0.
     """
     assert shared is None or activation == SILU
     num_tokens, choices = experts_TK.shape
@@ -169,12 +172,13 @@ def run_gated_experts(
     num_experts, channels, intermediate = down.weights_ENC.shape
     tiles = tiles_for(
         num_assignments=num_tokens * choices,
-        num_experts=num_experts,
+        num_experts=num_experts if of is None else of,
         dtype=x_TD.dtype,
         fp8=gate_up.scales is not None,
         batch_invariant=batch_invariant,
     )
-    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.gate_up.tokens)
+    partial = of is not None
+    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.gate_up.tokens, partial=partial)
     num_shared = 0 if shared is None else shared.down_NC.shape[1] // intermediate
     rows = num_tokens * (choices + num_shared)
     gated_RI = x_TD.new_empty(rows, intermediate)
@@ -205,6 +209,7 @@ def run_gated_experts(
     sum_choices[(num_tokens, triton.cdiv(channels, block))](
         parts_RD,
         plus_TD,
+        experts_TK if partial else None,
         out_TD,
         num_tokens,
         0 if plus_TD is None else plus_TD.stride(0),

@@ -64,6 +64,7 @@ def run_packed_experts(
     down_bias_EN: Tensor | None = None,
     batch_invariant: bool = False,
     plus_TD: Tensor | None = None,
+    of: int | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, plus `plus_TD`.
 
@@ -72,17 +73,19 @@ def run_packed_experts(
         weights_TK: float32.
         activate: takes gate and up in the order of the first layer's outputs.
         batch_invariant: one shape of tiles for every number of tokens.
+        of: as in `run_gated_experts`.
     """
     num_tokens, choices = experts_TK.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out_TD
     num_experts = len(_stored(down))
-    mean = triton.cdiv(4 * num_tokens * choices, 3 * num_experts)
+    partial = of is not None
+    mean = triton.cdiv(4 * num_tokens * choices, 3 * (num_experts if of is None else of))
     tokens = 64 if batch_invariant else next((size for size in (16, 32) if mean <= size), 64)
     if hopper_step(gate_up, x_TD) is not None and hopper_step(down, x_TD) is not None:
         tokens = 32 if batch_invariant else _tile_of(mean).tokens
-    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tokens)
+    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tokens, partial=partial)
     common = {"tokens": tokens, "num_tokens": num_tokens, "choices": choices}
     both_RI = _launch(x_TD, gate_up, gate_up_bias_EN, order, None, is_first=True, **common)
     gated_RI = activate(both_RI)
@@ -92,6 +95,7 @@ def run_packed_experts(
     sum_choices[(num_tokens, triton.cdiv(channels, block))](
         parts_RD,
         plus_TD,
+        experts_TK if partial else None,
         out_TD,
         num_tokens,
         0 if plus_TD is None else plus_TD.stride(0),

@@ -46,6 +46,7 @@ class PackedExperts(Experts):
         dtype = replaced.down_proj.dtype
         with torch.device("meta"):
             super().__init__(num_experts, size, intermediate, dtype=dtype)
+        self.held, self.of, self.places_E = replaced.held, replaced.of, replaced.places_E
         for parameter in ("gate_up_proj", "down_proj"):
             empty = torch.empty(num_experts, 0, 0, dtype=torch.uint8, device=device)
             setattr(self, parameter, nn.Parameter(empty, requires_grad=False))
@@ -53,7 +54,7 @@ class PackedExperts(Experts):
         self.down: PackedWeight | None = None
         self._layers: list[list[tuple[str, StoredLayer]]] = []
         shapes = ((intermediate, size), (intermediate, size), (size, intermediate))
-        for expert in range(num_experts):
+        for expert in self.held:
             common: dict[str, Any] = {"dtype": dtype, "device": device, "stored": stored}
             self._layers.append(
                 [
@@ -63,7 +64,7 @@ class PackedExperts(Experts):
             )
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        for expert, layers in enumerate(self._layers):
+        for expert, layers in zip(self.held, self._layers, strict=True):
             for name, layer in layers:
                 yield from ((f"{expert}.{name}.{suffix}", view) for suffix, view in layer.views())
 
@@ -112,12 +113,13 @@ class PackedExperts(Experts):
         return run_packed_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             self.gate_up,
             self.down,
             activate=silu_and_multiply,
             batch_invariant=self.batch_invariant,
             plus_TD=plus_TD,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ def weight_scale_views(
 def _expert_scales(experts: Experts) -> Iterator[tuple[str, Tensor]]:
     assert experts.gate_up_proj_scale_inv is not None
     assert experts.down_proj_scale_inv is not None
-    pairs = zip(experts.gate_up_proj_scale_inv.data, experts.down_proj_scale_inv.data, strict=True)
-    for expert, (gate_up, down) in enumerate(pairs):
+    scales = (experts.gate_up_proj_scale_inv.data, experts.down_proj_scale_inv.data)
+    for expert, gate_up, down in zip(experts.held, *scales, strict=True):
         gate, up = gate_up.chunk(2)
         yield f"{expert}.gate_proj", gate
         yield f"{expert}.up_proj", up

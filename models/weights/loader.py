@@ -250,6 +250,8 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
     """Copies a rank's part of the parameters of the whole model's module at `path` to `model`."""
     views = dict(_module_views(path, model.get_submodule(path)))
     for name, tensor in _module_views(path, whole):
+        if shares.elsewhere(name):
+            continue
         share = shares.of(name)
         if share is None:
             views[name].copy_(tensor)
@@ -310,7 +312,7 @@ def _check(
     extra = [
         f"{tensor.name} in {tensor.file.name}"
         for name, tensor in stored.items()
-        if name not in views and not _ignorable(name, config)
+        if name not in views and not _ignorable(name, config) and not shares.elsewhere(name)
     ]
     misfits = []
     for name, view in views.items():

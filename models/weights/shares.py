@@ -18,7 +18,7 @@ from models.families.llama_switches import LlamaSwitches
 from models.families.mamba_config import MambaSwitches
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.families.table import FAMILIES
-from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
+from models.parallel import TensorParallel, channel_block, channels, experts, kv_heads, query_heads, vocabulary_rows
 from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from models.quantization.int8_config import Int8Config
 from models.quantization.mxfp4_config import MXFP4_BLOCK
@@ -26,7 +26,11 @@ from models.quantization.packed_config import PackedConfig, Stored
 from models.weights.names import renamed
 
 _LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Tensors with all of a layer's experts.
+_IN_ONE = tuple(
+    f"{layer}{suffix}" for layer in ("gate_up_proj", "down_proj") for suffix in ("", "_bias", "_blocks", "_scales")
+)
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 
@@ -53,6 +57,9 @@ class Shares:
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         quantization = config.quantization
+        self._experts: range | None = None
+        if parallel.whole_experts and config.moe is not None:
+            self._experts = experts(config.moe.num_experts, parallel)
         self._packed = quantization if isinstance(quantization, PackedConfig) else None
         self._granularity: Granularity | None = None
         if isinstance(quantization, Fp8Config):
@@ -75,6 +82,11 @@ class Shares:
         weight = _SCALE.sub(".weight", name)
         share = self._table.get(weight) or self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
         return share if share is None or weight == name else self._of_scale(share, name)
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether the tensor is of an expert that other ranks hold."""
+        expert = _EXPERT.search(name)
+        return self._experts is not None and expert is not None and int(expert[1]) not in self._experts
 
     def _of_packed(self, share: Share, layout: Stored) -> Share | None:
         """The share of a tensor of packed integers, given the share of the weight that they stand for."""
@@ -132,10 +144,14 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     for mlp in ("mlp", "feed_forward"):
         yield from _mlp(mlp, part_of(config.intermediate_size), of_first)
         if config.moe is not None:
-            yield from _mlp(f"{mlp}.experts.*", part_of(config.moe.intermediate_size), of_first)
+            if not parallel.whole_experts:
+                yield from _mlp(f"{mlp}.experts.*", part_of(config.moe.intermediate_size), of_first)
             for shared in ("shared_experts", "shared_expert"):
                 yield from _mlp(f"{mlp}.{shared}", part_of(config.moe.shared_intermediate_size), of_first)
-    if config.moe is not None:
+    if config.moe is not None and parallel.whole_experts:
+        whole = Share(0, config.moe.num_experts, (experts(config.moe.num_experts, parallel),))
+        yield from ((f"{path}experts.{name}", whole) for path in ("", "mlp.", "feed_forward.") for name in _IN_ONE)
+    elif config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
         if isinstance(config.switches, LlamaSwitches) and config.switches.stacked_experts:

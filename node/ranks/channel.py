@@ -2,7 +2,8 @@
 
 An event loop must not block on a stopped rank, and a `multiprocessing.connection.Connection` has only blocking calls.
 So steps, whose ends may block, use a `Connection` (as fast: 18-40 us for a round trip of 300 bytes to 60 kB), and calls
-use this channel. When a process ends, its peer reads end of file. Pickles are safe: no other process has these sockets.
+use this channel. When a process ends, its peer reads end of file. Pickles are safe: no other process has these sockets,
+and what comes from other hosts has passed `node.ranks.gate`, which admits certificates of the node's role only.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""The processes of a node's ranks above 0: started with the node, watched by it, ended with it.
+"""The ranks above 0 of a node: processes that are started with the node, watched by it, and ended with it.
 
-A rank that ends by itself takes the node with it, because its part of the model is gone.
+A rank that ends by itself takes the node with it, because its part of the model is gone. Those of other hosts are
+started there (`node.ranks.host`) and reach this process through its gate (`node.ranks.gate`).
 """
 
 import logging
@@ -20,7 +21,11 @@ from pathlib import Path
 from baton.config import NodeSettings
 from baton.environment import child_environment
 from baton.errors import Draining
-from node.ranks.messages import Setup
+from baton.security.roles import Role
+from node.ranks.host import worker_command
+from node.ranks.hosts import Hosts
+from node.ranks.join import serve_store
+from node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Lost, Meeting, Setup
 
 log = logging.getLogger("baton")
 
@@ -36,11 +41,12 @@ class Worker:
     """A rank above 0.
 
     Attributes:
+        popen: None: it runs on another host.
         calls, steps: this process's ends of the two connections to it. `steps` also carries `Setup` and `Up`.
     """
 
     rank: int
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | None
     calls: socket.socket
     steps: Connection
 
@@ -48,19 +54,28 @@ class Worker:
 class RankGroup:
     """The workers of this process. Made by `start_ranks`."""
 
-    def __init__(self, settings: NodeSettings, program: str) -> None:
+    def __init__(self, settings: NodeSettings, program: str, role: Role) -> None:
         self.size = settings.tensor_parallel_size
-        # A file without a name in any folder: nothing is left of it, however the processes end.
-        self._store_descriptor = os.memfd_create("baton-ranks")
-        self._store = Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}")
+        self._hosts = Hosts.of(settings)
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._failure: str | None = None
         self._on_failure: Callable[[str], None] | None = None
         self._ending = self._loaded = False
-        self.workers = tuple(self._start(rank, settings, program) for rank in range(1, self.size))
+        self._gate: subprocess.Popen[bytes] | None = None
+        # A file without a name in any folder: nothing is left of it, however the processes end.
+        self._store_descriptor = os.memfd_create("baton-ranks")
+        self._meeting = Meeting(Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}"))
+        remote: list[Worker] = []
+        if self._hosts.leader is not None:
+            self._store, self._meeting = serve_store(self._hosts.leader.host.strip("[]"))
+            remote = self._open_gate(settings, program, role)
+        self.workers = (*(self._start(rank, settings) for rank in self._hosts.local[1:]), *remote)
         for worker in self.workers:
-            threading.Thread(target=self._watch, args=(worker,), name=f"rank-{worker.rank}", daemon=True).start()
+            worker.steps.send(Setup(settings, program, worker.rank, self._meeting))
+            if worker.popen is not None:
+                name = f"rank-{worker.rank}"
+                threading.Thread(target=self._watch, args=(worker.rank, worker.popen), name=name, daemon=True).start()
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Sets who gets the first failure, on any thread; from now on it no longer ends the process."""
@@ -101,9 +116,9 @@ class RankGroup:
         logging.shutdown()
         os._exit(1)
 
-    def meeting_place(self) -> Path:
-        """A file in which the ranks find each other. Returns when all of them are about to read it: unlike torch's own
-        wait, this one ends with a signal.
+    def meeting_place(self) -> Meeting:
+        """Where the ranks find each other. Returns when all of them are about to: unlike torch's own wait, this one
+        ends with a signal.
 
         Raises:
             EOFError: a rank has ended.
@@ -113,7 +128,7 @@ class RankGroup:
                 worker.steps.recv()
             except ConnectionError:
                 raise EOFError(f"rank {worker.rank} has ended") from None
-        return self._store
+        return self._meeting
 
     def loaded(self) -> None:
         """All ranks have found each other and loaded their parts of the model."""
@@ -126,48 +141,87 @@ class RankGroup:
             worker.steps.close()
             worker.calls.close()
         deadline = time.monotonic() + (_END_TIMEOUT_S if self._loaded else 0.0)
-        for worker in self.workers:
+        for child in self._children():
             try:
-                worker.popen.wait(max(0.0, deadline - time.monotonic()))
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.debug("rank %d did not end: killed", worker.rank)
+                log.debug("process %d of this node did not end: killed", child.pid)
         self._kill()
-        for worker in self.workers:
-            worker.popen.wait()
+        for child in self._children():
+            child.wait()
         os.close(self._store_descriptor)
 
-    def _start(self, rank: int, settings: NodeSettings, program: str) -> Worker:
+    def _start(self, rank: int, settings: NodeSettings) -> Worker:
         (calls, their_calls), (our_steps, their_steps) = socket.socketpair(), socket.socketpair()
         descriptors = their_calls.fileno(), their_steps.fileno()
         popen = subprocess.Popen(
-            # NOTE: -P: without it a `models.py` in the user's working directory shadows our package.
-            [sys.executable, "-P", "-m", "node.ranks.worker", *map(str, descriptors)],
+            worker_command(*descriptors, model=settings.model),
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=child_environment(),
         )
         their_calls.close()
         their_steps.close()
-        steps = Connection(our_steps.detach())
-        steps.send(Setup(settings, program, rank, self._store, leader=os.getpid()))
-        return Worker(rank, popen, calls, steps)
+        return Worker(rank, popen, calls, Connection(our_steps.detach()))
 
-    def _watch(self, worker: Worker) -> None:
-        code = worker.popen.wait()
+    def _open_gate(self, settings: NodeSettings, program: str, role: Role) -> list[Worker]:
+        """The ranks of other hosts, which may not have come yet."""
+        pairs = {(rank, name): socket.socketpair() for rank in self._hosts.remote for name in CHANNELS}
+        control, their_control = socket.socketpair()
+        theirs = {place: end.fileno() for place, (_, end) in pairs.items()}
+        self._gate = subprocess.Popen(
+            [sys.executable, "-P", "-m", "node.ranks.gate", str(their_control.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(their_control.fileno(), *theirs.values()),
+            env=child_environment(),
+        )
+        for end in (their_control, *(end for _, end in pairs.values())):
+            end.close()
+        reports = Connection(control.detach())
+        reports.send(GateSetup(settings, program, role, theirs, os.getpid()))
+        threading.Thread(target=self._watch_gate, args=(reports,), name="gate", daemon=True).start()
+        log.info("waiting for the ranks of %d other host(s) at %s", self._hosts.count - 1, settings.leader_address)
+        return [
+            Worker(rank, None, pairs[rank, "calls"][0], Connection(pairs[rank, "steps"][0].detach()))
+            for rank in self._hosts.remote
+        ]
+
+    def _watch(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        code = popen.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.fail(f"rank {worker.rank} (pid {worker.popen.pid}) {how}: this node ends")
+        self.fail(f"rank {rank} (pid {popen.pid}) {how}: this node ends")
+
+    def _watch_gate(self, reports: Connection) -> None:
+        while True:
+            try:
+                report: GateReport = reports.recv()
+            except (EOFError, OSError):
+                self.fail("the process that carries the ranks of other hosts has ended: this node ends")
+                return
+            match report:
+                case Joined(rank, host):
+                    log.info("rank %d joined from %s", rank, host)
+                case Lost(rank, host, why):
+                    self.fail(f"rank {rank} on host {host} is gone ({why}): this node ends")
+                case Failed(error):
+                    self.fail(str(error))
+
+    def _children(self) -> list[subprocess.Popen[bytes]]:
+        popens = [worker.popen for worker in self.workers] + [self._gate]
+        return [popen for popen in popens if popen is not None]
 
     def _kill(self) -> None:
         self._ending = True
-        for worker in self.workers:
-            worker.popen.kill()
+        for child in self._children():
+            child.kill()
 
 
 @contextmanager
-def start_ranks(settings: NodeSettings, program: str) -> Iterator[RankGroup]:
+def start_ranks(settings: NodeSettings, program: str, role: Role) -> Iterator[RankGroup]:
     """Starts the ranks above 0 as child processes; a node of one rank has none. They load their parts of the model
-    while the caller loads its own. They end with this context, and with this process, however it ends."""
-    group = RankGroup(settings, program)
+    while the caller loads its own. They end with this context, and with this process, however it ends; those of other
+    hosts too, which come by themselves."""
+    group = RankGroup(settings, program, role)
     try:
         yield group
     except (EOFError, RuntimeError, Draining):  # raised by connections, torch and calls when a rank is gone

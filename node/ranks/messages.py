@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from baton.config import NodeSettings
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
+from baton.security.roles import Role
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -14,27 +15,87 @@ from kvtransfer.segments import Segment
 
 T = TypeVar("T")
 
+CHANNELS = ("calls", "steps")  # of each rank above 0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks find each other.
+
+    Attributes:
+        file: that all ranks see and that no other group has used; None: they meet at a store of rank 0's.
+        host, port: of that store.
+    """
+
+    file: Path | None
+    host: str = ""
+    port: int = 0
+
 
 @dataclass(frozen=True)
 class Setup:
     """The first message to a rank above 0.
 
     Attributes:
+        settings: rank 0's, which all ranks go by.
         program: the node's, for log lines.
-        store: a file in which the ranks find each other.
-        leader: id of rank 0's process; the rank ends with it.
     """
 
     settings: NodeSettings
     program: str
     rank: int
-    store: Path
-    leader: int
+    meeting: Meeting
 
 
 @dataclass(frozen=True)
 class Up:
     """The answer to a `Setup`: the rank is about to meet the others."""
+
+
+# ---- between rank 0 and its gate
+
+
+@dataclass(frozen=True)
+class GateSetup:
+    """The first message to the gate.
+
+    Attributes:
+        ends: numbers of the inherited sockets, by rank and channel.
+        parent: id of the process that started it.
+    """
+
+    settings: NodeSettings
+    program: str
+    role: Role
+    ends: dict[tuple[int, str], int]
+    parent: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank is connected."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was connected is gone."""
+
+    rank: int
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The gate cannot be opened."""
+
+    error: ConfigError
+
+
+GateReport = Joined | Lost | Failed
 
 
 # ---- verbs

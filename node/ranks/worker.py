@@ -1,13 +1,12 @@
 """`python -m node.ranks.worker`: a rank above 0. Follows rank 0's steps on one thread and serves its KV transfer on an
 event loop; ends with rank 0, however that ends.
 
-Only rank 0 starts it, with the numbers of two inherited sockets: one for calls, one for steps.
+Only rank 0 or its host's process starts it, with the numbers of two inherited sockets, one for calls and one for steps,
+its own process id, and the directory of the model on this host.
 """
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.logs import set_up_logging
@@ -23,12 +23,12 @@ from engine.device.out_of_memory import describe_out_of_memory
 from node.assembly import load, open_transfer
 from node.ranks.join import join, leave
 from node.ranks.messages import Setup, Up
+from node.ranks.parent import end_with, exit_at_once
 from node.ranks.serving import TransferServer
 from node.ranks.steps import follow
 
 log = logging.getLogger("baton")
 
-_PR_SET_PDEATHSIG = 1
 # Rank 0 most likely finds the same fault. It gets this long to log it and end this process, so it is logged once.
 _LEADER_FIRST_S = 1.0
 
@@ -38,52 +38,43 @@ def main() -> None:
     # A terminal's Ctrl-C and a group's SIGTERM reach every process: rank 0 drains, and then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    setup: Setup = steps.recv()
-    _end_with(setup.leader)
-    level = setup.settings.log_level
+    end_with(int(sys.argv[3]))
+    try:
+        setup: Setup = steps.recv()
+    except (EOFError, OSError):
+        exit_at_once(1)
+    settings = setup.settings.model_copy(update={"model": Path(sys.argv[4])})
+    level = settings.log_level
     # Rank 0 logs what all ranks do.
     set_up_logging(
         "warning" if level == "info" else level,
         role=setup.program,
-        name=f"{setup.settings.name or ''} rank {setup.rank}".strip(),
-        form=setup.settings.log_format,
+        name=f"{settings.name or ''} rank {setup.rank}".strip(),
+        form=settings.log_format,
     )
-    size = setup.settings.tensor_parallel_size
     steps.send(Up())
     try:
-        parallel = join(setup.rank, size, store=setup.store, device=setup.settings.device)
-        built = load(setup.settings, parallel=parallel)
+        parallel = join(setup.rank, settings, meeting=setup.meeting)
+        built = load(settings, parallel=parallel)
         thread = threading.Thread(target=_follow, args=(steps, built), name="device", daemon=True)
         thread.start()
-        asyncio.run(TransferServer(setup.rank, partial(open_transfer, setup.settings, built)).serve(calls))
+        asyncio.run(TransferServer(setup.rank, partial(open_transfer, settings, built)).serve(calls))
     except ConfigError as error:
         time.sleep(_LEADER_FIRST_S)
         log.error("%s", error)
-        _exit(2)
+        exit_at_once(2)
     except EOFError:
-        _exit(1)
+        exit_at_once(1)
     except Exception as error:
         if (line := describe_out_of_memory(error)) is None:
             log.exception("rank %d failed", setup.rank)
         else:
             time.sleep(_LEADER_FIRST_S)
             log.error("%s", line)
-        _exit(1)
+        exit_at_once(1)
     thread.join()
     leave()
-    _exit(0)
-
-
-def _end_with(leader: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != leader:  # the leader ended before that was set
-        _exit(1)
-
-
-def _exit(code: int) -> None:
-    """Exits without cleanup: other threads may wait for a GPU that waits for a rank that is gone."""
-    logging.shutdown()
-    os._exit(code)
+    exit_at_once(0)
 
 
 def _follow(steps: Connection, built: Built) -> None:
@@ -94,7 +85,7 @@ def _follow(steps: Connection, built: Built) -> None:
             log.exception("an engine step failed")
         else:
             log.error("an engine step failed: %s", line)
-        _exit(1)
+        exit_at_once(1)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def sets() -> Rendered:
 
 
 @pytest.fixture(scope="session")
+def several_hosts() -> Rendered:
+    return render(OVERLAYS / "nvidia-several-hosts")
+
+
+@pytest.fixture(scope="session")
 def disaggregated() -> Rendered:
     return render(OVERLAYS / "nvidia-disaggregated-set")
 

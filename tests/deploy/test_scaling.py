@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, validate
+from tests.deploy.manifests import FIELDS, KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, validate
 from tests.unit.baton.hub import hub
 
 NAMES = {metric.name for metric in METRICS}
@@ -207,3 +207,18 @@ def test_the_wait_for_the_model_leaves_other_init_containers(tmp_path: Path) -> 
     found = render(here)
     for role in ROLES:
         assert {item["name"] for item in found.pod(role)["initContainers"]} == {"mine", "wait-for-model"}
+
+
+def test_a_node_of_several_hosts_is_a_group_whose_first_pod_serves(several_hosts: Rendered) -> None:
+    for role in NODE_ROLES:
+        template = several_hosts.find("LeaderWorkerSet", f"baton-{role}")["spec"]["leaderWorkerTemplate"]
+        (container,) = template["workerTemplate"]["spec"]["containers"]
+        settings = several_hosts.environment_of(container, FIELDS)
+        assert (
+            int(settings["BATON_TENSOR_PARALLEL_SIZE"])
+            == template["size"] * container["resources"]["limits"]["nvidia.com/gpu"]
+        )
+        assert settings["BATON_TLS_CERT"]
+        selector = several_hosts.find("Service", f"baton-{role}")["spec"]["selector"]
+        assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+        validate(several_hosts.find("LeaderWorkerSet", f"baton-{role}"))

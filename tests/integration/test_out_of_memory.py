@@ -38,8 +38,9 @@ def limit_workers(limit_bytes: int) -> None:
     group._EXPLAINED_S = DEADLINE_S
     start = RankGroup._start
 
-    def start_limited(self: RankGroup, rank: int, settings: NodeSettings, program: str) -> Worker:
-        worker = start(self, rank, settings, program)
+    def start_limited(self: RankGroup, rank: int, settings: NodeSettings) -> Worker:
+        worker = start(self, rank, settings)
+        assert worker.popen is not None
         resource.prlimit(worker.popen.pid, resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         return worker
 

@@ -15,6 +15,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.config import DecodeSettings
+from baton.security.roles import Role
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
 from node.ranks.group import start_ranks
@@ -205,7 +206,7 @@ def test_ranks_start_where_the_users_files_are_named_like_our_packages(
     monkeypatch.setenv("PYTHONPATH", python_path)
     settings = DecodeSettings.model_validate({"tensor_parallel_size": 2, "device": "cpu"})
     imported = False
-    with start_ranks(settings, "decode_node") as group:
+    with start_ranks(settings, "decode_node", Role.DECODE) as group:
         group.on_failure(lambda reason: None)
         with suppress(EOFError):
             imported = bool(group.meeting_place())

@@ -55,13 +55,20 @@ def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: s
 
 
 def run_split(
-    rank: TensorParallel, models: Mapping[str, Path], sizes: Mapping[str, tuple[int, ...]]
+    rank: TensorParallel,
+    models: Mapping[str, Path],
+    sizes: Mapping[str, tuple[int, ...]],
+    whole_experts: frozenset[str] = frozenset(),
 ) -> dict[tuple[str, int], Run]:
-    """Every model over each of its numbers of ranks, by name and number; a rank has those that it is part of."""
+    """Every model over each of its numbers of ranks, by name and number; a rank has those that it is part of.
+
+    Args:
+        whole_experts: names of the models whose ranks hold whole experts.
+    """
     groups = {
         size: dist.new_group(list(range(size))) for size in sorted({size for each in sizes.values() for size in each})
     }
-    return dict(_runs(rank, models, sizes, groups))
+    return dict(_runs(rank, models, sizes, groups, whole_experts))
 
 
 def _runs(
@@ -69,8 +76,10 @@ def _runs(
     models: Mapping[str, Path],
     sizes: Mapping[str, tuple[int, ...]],
     groups: Mapping[int, dist.ProcessGroup],
+    whole_experts: frozenset[str],
 ) -> Iterator[tuple[tuple[str, int], Run]]:
     for name, directory in models.items():
         for size in sizes[name]:
             if rank.rank < size:
-                yield (name, size), run_model(directory, TensorParallel(rank.rank, size, groups[size]))
+                own = TensorParallel(rank.rank, size, groups[size], whole_experts=name in whole_experts)
+                yield (name, size), run_model(directory, own)

@@ -1,16 +1,21 @@
 """The roofline against measured steps of an H200 in `bench/results/engine.md`."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from baton.errors import ConfigError
 from models.config.reader import read_config
+from models.parallel import TensorParallel, local_config
+from models.weights.loader import _build
 from planner.model_size import ModelSize, model_size
 from planner.roofline import GPUS, cache_tokens, gpu_of, roofline
+from tests.unit.models.paged import backend_for
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "bench/engine/configs"
@@ -53,6 +58,28 @@ def test_sizes_are_those_of_the_published_models() -> None:
     assert llama.weight_bytes == pytest.approx(16.06e9, rel=1e-3)
     assert llama.kv_bytes == 131072
     assert size_of("deepseek-v2-lite").weight_bytes == pytest.approx(31.4e9, rel=1e-2)
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_a_rank_of_deepseek_v3_weighs_what_is_computed(whole_experts: bool) -> None:
+    config = read_config(CONFIGS / "deepseek-v3-4-layers")
+    local = local_config(config, TensorParallel(0, 8, whole_experts=whole_experts))
+    model = _build(local, backend=backend_for(local), dtype=torch.bfloat16, device="meta")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert model_size(config).rank_bytes(8) == pytest.approx(weights, rel=0.01)
+
+
+def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
+    """As published: 61 layers, 671 billion parameters in fp8, of which every rank holds a billion."""
+    fields = json.loads((CONFIGS / "deepseek-v3-4-layers" / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    fields |= {"num_hidden_layers": 61, "quantization_config": fp8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    size = model_size(read_config(tmp_path))
+    assert size.weight_bytes == pytest.approx(673e9, rel=0.01)
+    assert size.rank_bytes(8) == pytest.approx(85e9, rel=0.01)
+    assert cache_tokens(size, GPUS["h200"], 8) == pytest.approx(539_000, rel=0.02)
+    assert cache_tokens(size, GPUS["h200"], 4) < 0
 
 
 def test_the_cache_is_what_the_weights_leave() -> None:

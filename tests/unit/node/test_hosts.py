@@ -1,0 +1,186 @@
+"""The hosts of one node: who belongs to it, and who is let in."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import __version__
+from baton.config import DecodeSettings
+from baton.errors import BatonError, ConfigError
+from baton.security.certificates import write_set
+from baton.security.peers import PeerTls
+from baton.security.roles import Role
+from baton.settings_reader import hosts_of
+from node.ranks.carry import Greeting, read_line
+from node.ranks.gate import Gate
+from node.ranks.hosts import Hosts
+from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "a"}, {}),
+        (
+            {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "set-0.set.baton"},
+            {"hosts": "2", "host_rank": "1", "leader_address": "set-0.set.baton:7004"},
+        ),
+        (
+            {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+            {"hosts": "4", "host_rank": "3", "leader_address": "10.0.0.1:29500"},
+        ),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "BATON_LEADER_ADDRESS": "b:1"},
+            {"hosts": "2", "host_rank": "1"},
+        ),
+        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "BATON_HOSTS": "1"}, {}),
+    ],
+)  # fmt: skip
+def test_hosts_are_found_in_the_environment(environ: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    assert hosts_of(environ) == expected
+
+
+def settings(**fields: Any) -> DecodeSettings:
+    return DecodeSettings.model_validate(
+        {"tensor_parallel_size": 4, "hosts": 2, "leader_address": "127.0.0.1:7004"} | fields
+    )
+
+
+def test_each_host_has_as_many_ranks() -> None:
+    hosts = Hosts.of(settings(host_rank=1))
+    assert (hosts.local, hosts.remote) == (range(2, 4), range(2, 4))
+    assert Hosts.of(settings()).local == range(2)
+    assert Hosts.of(settings(hosts=1)).remote == range(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host_rank": 2}, "host_rank|BATON_HOST_RANK .*2.* there are 2 hosts"),
+        ({"tensor_parallel_size": 3}, "equal numbers"),
+        ({"leader_address": None}, "BATON_LEADER_ADDRESS"),
+        ({"leader_address": "here:0"}, "free port"),
+        ({"leader_address": "here"}, "leader_address"),
+    ],
+)
+def test_hosts_that_make_no_node_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Hosts.of(settings(**fields))
+
+
+def test_hosts_need_certificates() -> None:
+    with pytest.raises(ConfigError, match="BATON_TLS_CERT"):
+        PeerTls.read(settings(), Role.DECODE)
+
+
+# ---- the gate
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certs")
+    write_set(folder, hosts=["127.0.0.1"], days=1)
+    return folder
+
+
+def of_role(certificates: Path, role: str, port: int) -> DecodeSettings:
+    names = {"tls_cert": f"{role}.crt", "tls_key": f"{role}.key", "tls_ca": "ca.crt"}
+    files = {field: certificates / name for field, name in names.items()}
+    return settings(tensor_parallel_size=2, leader_address=f"127.0.0.1:{port}", **files)
+
+
+@asynccontextmanager
+async def open_gate(certificates: Path, port: int) -> AsyncIterator[tuple[dict[str, socket.socket], Connection]]:
+    """This process's ends of rank 1's connections, and of the control connection."""
+    ours, theirs = {}, {}
+    for channel in CHANNELS:
+        ours[channel], end = socket.socketpair()
+        theirs[1, channel] = end.detach()
+    control, its_control = Pipe()
+    setup = GateSetup(of_role(certificates, "decode", port), "decode_node", Role.DECODE, theirs, 0)
+    serving = asyncio.create_task(Gate(setup, its_control).serve())
+    try:
+        yield ours, control
+    finally:
+        for end in ours.values():
+            end.close()
+        serving.cancel()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+@asynccontextmanager
+async def greet(
+    tls: PeerTls | None, port: int, greeting: bytes
+) -> AsyncIterator[tuple[dict[str, object], asyncio.StreamWriter]]:
+    while True:
+        try:
+            name = None if tls is None else Role.DECODE + ".baton"
+            context = None if tls is None else tls.client
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+            break
+        except ConnectionRefusedError:  # it does not listen yet
+            await asyncio.sleep(0.01)
+    writer.write(greeting)
+    try:
+        yield await read_line(reader), writer
+    finally:
+        writer.transport.abort()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+GREETING = Greeting(__version__, 1, "calls", 2, 2)
+
+
+async def test_a_gate_carries_a_rank_until_its_host_is_gone(certificates: Path) -> None:
+    port = free_port()
+    tls = PeerTls.read(of_role(certificates, "decode", port), Role.DECODE)
+    calls, steps = (greet(tls, port, replace(GREETING, channel=channel).to_line()) for channel in CHANNELS)
+    async with open_gate(certificates, port) as (ends, control), calls as (first, _), steps as (second, writer):
+        assert first == second == {}
+        assert isinstance(await asyncio.to_thread(control.recv), Joined)
+        writer.write(b"step")
+        assert await asyncio.to_thread(ends["steps"].recv, 4) == b"step"
+        writer.transport.abort()
+        assert isinstance(await asyncio.to_thread(control.recv), Lost)
+        assert await asyncio.to_thread(ends["steps"].recv, 4) == b""
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"not json\n", b"[]\n", b"{}\n", b"{" + b"x" * 100_000 + b"\n", replace(GREETING, rank=0).to_line(),
+        replace(GREETING, channel="other").to_line(), replace(GREETING, ranks=4).to_line(),
+        replace(GREETING, version="0").to_line(), GREETING.to_line().replace(b"1", b"true", 1),
+    ],
+)  # fmt: skip
+async def test_a_gate_refuses_what_is_no_rank_of_its_node(certificates: Path, greeting: bytes) -> None:
+    port = free_port()
+    tls = PeerTls.read(of_role(certificates, "decode", port), Role.DECODE)
+    async with open_gate(certificates, port), greet(tls, port, greeting) as (answer, _):
+        assert "error" in answer
+
+
+@pytest.mark.parametrize("role", ["prefill", "gateway", "operator", None])
+async def test_a_gate_reads_nothing_from_strangers(certificates: Path, role: str | None) -> None:
+    port = free_port()
+    tls = None if role is None else PeerTls.read(of_role(certificates, role, port), Role(role))
+    async with open_gate(certificates, port):
+        try:
+            async with greet(tls, port, GREETING.to_line()) as (answer, _):
+                assert "certificate" in str(answer["error"])
+        except (BatonError, ssl.SSLError, ConnectionError):
+            assert role is None, "without TLS the gate closes the connection"

@@ -256,6 +256,8 @@ def _problem(config: ModelConfig, size: int, *, whole_experts: bool) -> str | No
         return f"its recurrent layers have {config.recurrent.num_heads} heads"
     if config.recurrent is not None and (groups := config.recurrent.num_groups) and groups % size and size % groups:
         return f"its recurrent layers have {groups} groups of heads"
+    if heads is not None and config.recurrent is not None and config.recurrent.num_groups:
+        return "its state-space layers would be cut within numbers that are stored together"
     if heads is not None:
         for name, (count, is_input) in _head_channels(attention, size).items():
             if count % (multiple := math.lcm(*heads) if is_input else heads[0]):

@@ -223,6 +223,7 @@ class _NemotronHFields(DecoderFields):
     n_group: Heads = 1
     topk_group: Heads = 1
     norm_topk_prob: bool = True
+    num_nextn_predict_layers: CountOrZero = 0
 
     def kinds(self) -> tuple[str, ...]:
         kinds = tuple(_KINDS.get(kind, kind) for kind in self.layers_block_type)
@@ -281,6 +282,7 @@ def read_nemotron_h(file: ConfigFile) -> ModelConfig:
         intermediate_size=fields.intermediate_size,
         norm_eps=fields.layer_norm_epsilon,
         moe=fields.experts(tuple(kind == "moe" for kind in kinds)),
+        mtp_layers=fields.num_nextn_predict_layers,
         switches=switches,
     )
     recurrent = switches.recurrent(

@@ -312,7 +312,9 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
             experts=True,
         ),
         "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
-        "NemotronHForCausalLM": Features("layers of Mamba-2, attention or an MLP, without positions"),
+        "NemotronHForCausalLM": Features(
+            "layers of Mamba-2, attention, an MLP or a mixture of experts, without positions and gates"
+        ),
         "GPT2LMHeadModel": Features("learnt positions", layer_norm=True),
         "GPTNeoXForCausalLM": Features("attention and MLP in parallel or in sequence", layer_norm=True),
         "OPTForCausalLM": Features("learnt positions", layer_norm=True),

@@ -195,6 +195,14 @@ def test_refusals_name_the_field(tmp_path: Path, values: dict[str, Any], problem
     assert caught.value.field == problem
 
 
+def test_ranks_do_not_cut_blocks_of_fp8(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = read(tmp_path, GRANITE_4_SMALL | {"quantization_config": fp8})
+    with pytest.raises(ConfigError, match="stored together") as caught:
+        local_config(config, TensorParallel(0, 2))
+    assert caught.value.allowed == ("1",)
+
+
 def test_experts_of_nemotron_are_chosen_by_sigmoids(tmp_path: Path) -> None:
     moe = read(tmp_path, NEMOTRON_H_8B | {"hybrid_override_pattern": "M*E-", "n_routed_experts": 16}).moe
     assert moe is not None

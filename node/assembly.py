@@ -216,6 +216,7 @@ class Node:
             f"{ranks}, "
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens"
+            + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
 
     def status(self, *, draining: bool) -> node_pb2.NodeStatus:

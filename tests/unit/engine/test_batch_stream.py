@@ -43,6 +43,13 @@ def test_a_row_arrives_as_it_was(params: SamplingParams) -> None:
     assert arrived == batch
 
 
+def test_copies_of_states_arrive() -> None:
+    row = decode("a", 3, [1])._replace(state_slot=5)
+    batch = Batch(1, (row,), restores=((2, 5),), snapshots=((5, 3), (4, 1)))
+    ((arrived, _),) = sent([batch])
+    assert arrived == batch
+
+
 def test_rows_that_stay_are_not_sent_and_stay_the_same_objects() -> None:
     rows = tuple(decode(f"request {index}", 20, list(range(100)), since=1) for index in range(200))
     (first, _), (second, num_bytes) = sent([Batch(1, rows), Batch(2, rows)])

@@ -29,7 +29,7 @@ def numbers(*sizes: int, seed: int) -> Tensor:
 def states(width: int) -> Tensor:
     """Other channels lie between those of the heads; stale numbers are in all of them."""
     wide = torch.full((SLOTS, HEADS, CHANNELS * (width - 1) + 9), torch.nan, device=DEVICE)
-    return wide[..., 4:-5].unflatten(-1, (CHANNELS, width - 1))
+    return torch.unflatten(wide[..., 4:-5], -1, (CHANNELS, width - 1))
 
 
 def ints(values: list[int]) -> Tensor:

@@ -28,6 +28,7 @@ from protos.baton.v1 import common_pb2 as pb
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 _GRAMMAR_KINDS = {pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}"): kind for kind in GrammarKind}
+_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL, Path.SPLIT: pb.PATH_SPLIT}
 _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
@@ -187,6 +188,17 @@ def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
     if not all(math.isfinite(number) and number >= 0 for number in (points[-1][1], *others)):
         return None
     return StepCosts(points, *others)
+
+
+def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
+    """What a node keeps of each token, as if no layer had a window, and of each request besides: its recurrent state.
+
+    The spec may be a newer peer's: kinds and dtypes that are not known count like usual ones.
+    """
+    per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind in (pb.KV_KIND_MLA, pb.KV_KIND_STATE) else 2)
+    per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number
+    per_token += kept_bytes(spec.index)[0] if spec.HasField("index") else 0
+    return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0
 
 
 def usage_to_proto(usage: Usage) -> pb.Usage:

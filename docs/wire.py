@@ -65,8 +65,9 @@ From the decode node:
 ## Versions
 
 A build speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes speak,
-and is refused if there is none. Since version 4 segments are sealed with their lease's key. New protobuf fields need no
-new version: older nodes ignore them, and `make check` refuses any change that is not an addition.
+and is refused if there is none. Since version 4 segments are sealed with their lease's key. Since version 5 a cache may
+have parts beside KV, an index and a state, and a model that has one refuses peers of older versions. New protobuf
+fields need no new version: older nodes ignore them, and `make check` refuses any change that is not an addition.
 
 ## Leases and tickets
 
@@ -91,9 +92,13 @@ and heads in the order layer, key/value, token, head, channel, in the dtype of t
 serialized `Segment` whose fields all have a fixed size:
 
 {_message(common_pb2.Segment)}
-`layer_stop`, `token_stop` and `head_stop` are exclusive. The digest is that of the payload, which
-[digest.py](../kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other fields, modulo 2^64. With
-a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the incarnation.
+`layer_stop`, `token_stop` and `head_stop` are exclusive. Layers are numbered in one row over all parts of a cache: KV,
+then the index of sparse attention, then the state of recurrent layers. A segment lies in one part. Each part has heads
+of its own, which ranks split. The index has the tokens of KV; a state is sent once for each lease, at the last token
+that is in it, so that one of another length is refused. Index and state keep their dtypes. The digest is that of the
+payload, which [digest.py](../kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other fields,
+modulo 2^64. With a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the
+incarnation.
 
 The UCX tag has 64 bits, from the highest:
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from baton.convert import costs_from_proto
+from baton.convert import costs_from_proto, kept_bytes
 from baton.errors import shortened
 from baton.revisions import revision_of
 from baton.types import AdapterRef
@@ -22,7 +22,6 @@ from protos.baton.v1 import common_pb2, node_pb2
 
 Role: TypeAlias = common_pb2.Role.ValueType
 
-_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Phases of a pair that last.
 SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
@@ -183,6 +182,7 @@ def _to_view(
     address: str, revision: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]
 ) -> NodeView:
     info = status.info
+    per_token, per_request = kept_bytes(info.cache_spec)
     ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
@@ -202,12 +202,7 @@ def _to_view(
         max_batch_requests=status.max_batch_requests,
         max_batch_tokens=status.max_batch_tokens,
         adapters=frozenset(AdapterRef(each.name, each.revision) for each in status.adapters),
-        kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
+        kv_bytes_per_token=per_token,
+        state_bytes=per_request,
         peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
     )
-
-
-def _kv_bytes_per_token(spec: common_pb2.CacheSpec) -> int:
-    """Of all layers, as if none had a sliding window."""
-    per_head = spec.head_dim * _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind == common_pb2.KV_KIND_MLA else 2)
-    return spec.num_layers * spec.num_kv_heads * per_head

@@ -30,9 +30,9 @@ def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> fl
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
-    """The time to send the KV of so many tokens over the pair's link."""
+    """The time to send the KV of so many tokens, and a state, over the pair's link."""
     speed = prefill.peer_bytes_per_s.get(decode.incarnation) or _DEFAULT_BYTES_PER_S
-    return max(0, tokens) * prefill.kv_bytes_per_token / speed
+    return (max(0, tokens) * prefill.kv_bytes_per_token + prefill.state_bytes) / speed
 
 
 def hand_over_s(prefill: NodeView, decode: NodeView, wanted: Wanted) -> float:

@@ -57,6 +57,7 @@ class NodeView:
     adapters: frozenset[AdapterRef] = frozenset()
     cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0  # of a request's recurrent state
     # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.
     peer_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
 

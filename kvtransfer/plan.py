@@ -18,7 +18,7 @@ _WIRE_PARTS = 5
 
 def wire_oldest(spec: KVCacheSpec) -> int:
     """The oldest wire version in which a model with that cache travels whole."""
-    return WIRE_OLDEST if spec.parts == (spec,) else _WIRE_PARTS
+    return WIRE_OLDEST if len(spec.parts) == 1 else _WIRE_PARTS
 
 
 @dataclass(frozen=True)

@@ -238,11 +238,12 @@ class Simulation:
         self._go(node, node.arrival(now_s))
 
     def _send(self, node: Node, job: Job, now_s: float) -> None:
-        """A chunk's KV goes over the link while the next chunk computes; the last chunk's hand-over follows."""
-        spec = self._spec
+        """A chunk's KV goes over the link while the next chunk computes; the last chunk's is followed by a recurrent
+        state, and by the hand-over."""
         tokens = max(0, job.at - job.sent)
         job.sent += tokens
-        node.link_free_s = max(node.link_free_s, now_s) + tokens * node.spec.kv_bytes_per_token / spec.link_bytes_per_s
+        num_bytes = tokens * node.spec.kv_bytes_per_token + (node.spec.state_bytes if job.at >= job.stop else 0)
+        node.link_free_s = max(node.link_free_s, now_s) + num_bytes / self._spec.link_bytes_per_s
 
     def _computed(self, node: Node, job: Job, now_s: float) -> None:
         """All of a prompt, or its part, is computed on this node."""

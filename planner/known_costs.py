@@ -8,15 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from baton.convert import costs_from_proto
+from baton.convert import costs_from_proto, kept_bytes
 from baton.costs import StepCosts
 from baton.errors import ConfigError
 from baton.rpc.describe import describe
-from kvcache.spec import KV_DTYPE_BYTES
 from planner.model_size import ModelSize
 from planner.plan import NodeKind
 from planner.roofline import Gpu, cache_tokens, roofline
-from protos.baton.v1 import common_pb2, node_pb2
+from protos.baton.v1 import node_pb2
 
 _RANKS_MAX = 16
 # The cache of a node holds the longest request, and at least so many mean ones.
@@ -80,14 +79,14 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         known[status.info.role] = status, costs
     # The number of the prefill role is the smaller one.
     (prefill, prefill_costs), (decode, decode_costs) = known[min(known)], known[max(known)]
-    spec = decode.info.cache_spec
-    factor = 1 if spec.kind == common_pb2.KV_KIND_MLA else 2
+    per_token, per_request = kept_bytes(decode.info.cache_spec)
     return NodeKind(
         gpus=decode.info.tensor_parallel_size or 1,
         prefill=prefill_costs,
         decode=decode_costs,
         kv_tokens=decode.blocks_total * decode.info.cache_shape.block_size,
-        kv_bytes_per_token=spec.num_layers * factor * spec.num_kv_heads * spec.head_dim * KV_DTYPE_BYTES[spec.dtype],
+        kv_bytes_per_token=per_token,
+        state_bytes=per_request,
         link_bytes_per_s=link_bytes_per_s,
         seats=decode.max_batch_requests or 512,
         prefill_seats=prefill.max_batch_requests or 512,

@@ -83,6 +83,8 @@ def model_size(config: ModelConfig) -> ModelSize:
         pair_flops = 4.0 * attention.num_heads * attention.head_dim
         windows = attention.sliding_windows
         kv_layers = attention.num_kv_layers
+    if config.recurrent is not None:
+        kv_layers -= config.recurrent.num_layers
     projections = 2 if config.architecture in _UNGATED else 3
     moe, layers = config.moe, config.num_layers
     moe_layers = 0 if moe is None else sum(moe.layers)

@@ -49,6 +49,7 @@ class NodeSpec:
     steps_ahead: int = 0
     reports_factor: float = 1.0
     kv_bytes_per_token: int = 131072
+    state_bytes: int = 0
     block_size: int = 16
 
     def seconds(self, work: StepWork) -> float:
@@ -238,6 +239,7 @@ class Node:
             max_batch_requests=spec.seats,
             max_batch_tokens=spec.step_tokens,
             kv_bytes_per_token=spec.kv_bytes_per_token,
+            state_bytes=spec.state_bytes,
             peer_bytes_per_s=speeds,
         )
 

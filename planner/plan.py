@@ -33,6 +33,7 @@ class NodeKind:
         gpus: of one node.
         prefill, decode: costs of a node of each role.
         also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
+        state_bytes: of a request's recurrent state.
     """
 
     gpus: int
@@ -44,6 +45,7 @@ class NodeKind:
     seats: int = 512
     prefill_seats: int = 512
     also_decodes: bool = True
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class _Search:
             seats=kind.prefill_seats,
             kv_tokens=kind.kv_tokens,
             kv_bytes_per_token=kind.kv_bytes_per_token,
+            state_bytes=kind.state_bytes,
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)

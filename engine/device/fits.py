@@ -16,12 +16,18 @@ def memory_of(device: torch.device) -> int:
 
 
 def check_fits(
-    settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | None, state_slots: int = 0, device: torch.device
+    settings: NodeSettings,
+    spec: KVCacheSpec,
+    *,
+    num_blocks: int | None,
+    device: torch.device,
+    state_slots: int = 0,
 ) -> None:
     """Checks one rank's cache and staging buffers against all memory of its device.
 
     Args:
         num_blocks: None: a profile chooses it.
+        state_slots: places for recurrent states.
 
     Raises:
         ConfigError: they are larger, whatever else runs there.
@@ -36,9 +42,10 @@ def check_fits(
             value=settings.staging_slots,
             cure="lower --staging-slots or --segment-mib",
         )
-    cache, states = (num_blocks or 0) * settings.block_size * spec.bytes_per_token, state_slots * spec.bytes_per_slot
-    if cache + states + staging > memory:
-        most = max(0, (memory - states - staging) // (settings.block_size * spec.bytes_per_token))
+    states = state_slots * spec.bytes_per_slot
+    cache = states + (num_blocks or 0) * settings.block_size * spec.bytes_per_token
+    if cache + staging > memory:
+        most = max(0, (memory - staging - states) // (settings.block_size * spec.bytes_per_token))
         raise ConfigError(
             f"num_blocks is {num_blocks}, a KV cache of {_mib(cache)} where {device} has {_mib(memory)}",
             field="num_blocks",

@@ -15,7 +15,7 @@ from engine.scheduling.state import Phase, RequestState
 from engine.scheduling.state_slots import NO_SLOT, StateSlots
 from engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# A cut before its end costs a prompt one more step. Prompts that are shorter, in units, have none.
+# A cut before its end costs a prompt one more step, so there is none for shorter prefixes, in units.
 _LEAST_CUT_UNITS = 4
 
 
@@ -59,7 +59,7 @@ class RequestStates:
         if self._keeps and not self._aligned:
             last = (state.prefill_stop - 1) // self.unit * self.unit
             departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
-            state.cuts = tuple(sorted({departs, last if last >= _LEAST_CUT_UNITS * self.unit else 0}))
+            state.cuts = tuple(sorted(cut for cut in {departs, last} if cut >= _LEAST_CUT_UNITS * self.unit))
 
     def received(self, state: RequestState) -> None:
         """The request's state has come from elsewhere."""
@@ -103,8 +103,11 @@ class RequestStates:
         """
         for state, stop, key, slot in step.snapshots:
             # The step of a request that has failed or ended meanwhile computed nothing of use.
-            written = results is not None and state.phase is Phase.RUNNING
-            written = written and not isinstance(results[step.states.index(state)], BatonError)
+            written = (
+                results is not None
+                and state.phase is Phase.RUNNING
+                and not isinstance(results[step.states.index(state)], BatonError)
+            )
             if slot != NO_SLOT:
                 self.slots.end_snapshot(key, slot, written=written)
             if not written or not self.slots.has(key):

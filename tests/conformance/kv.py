@@ -29,6 +29,7 @@ MLA = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=6, dtype="b
 
 PREFILL_INCARNATION = 0x1111
 DECODE_INCARNATION = 0x2222
+STATE_SLOTS = 5
 # On D the peer is the sender number that it drew for P; on P it is P's own number for D.
 SENDER = 7
 PEER = 3
@@ -40,7 +41,8 @@ TRANSPORT_NAMES = (*TRANSPORTS, "loopback" + LATE)
 
 
 def make_cache(spec: KVCacheSpec, layout: KVCacheLayout, block_size: int, num_tokens: int = 64) -> PagedKVCache:
-    return PagedKVCache(spec, KVCacheShape(layout, block_size, num_blocks=2 * num_tokens // block_size))
+    slots = 0 if spec.state is None else STATE_SLOTS
+    return PagedKVCache(spec, KVCacheShape(layout, block_size, 2 * num_tokens // block_size, slots))
 
 
 def scattered_blocks(cache: PagedKVCache, num_tokens: int, seed: int) -> tuple[int, ...]:
@@ -181,6 +183,7 @@ def job(
     first_segment: int = 0,
     peer: int = PEER,
     sender_number: int = SENDER,
+    state_slot: int = -1,
 ) -> SendJob:
     return SendJob(
         peer=peer,
@@ -192,4 +195,5 @@ def job(
         token_stop=token_stop,
         resume_at=token_stop if resume_at is None else resume_at,
         block_ids=block_ids,
+        state_slot=state_slot,
     )

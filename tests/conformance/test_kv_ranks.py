@@ -4,35 +4,20 @@ The ranks share this process; their transfers, and the channels between rank 0 a
 """
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from baton.errors import DataLoss, Draining, InternalError, PeerRefused, UnknownLease
-from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.flows import Flow, RankPair, heads_of, part_flows
-from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
-from kvtransfer.rank_transfer import OnFilled, OnRefused
-from kvtransfer.ranked import MakeTransfer, RankedTransfer
-from kvtransfer.segments import TRAILER_BYTES
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transfer import KVTransfer
-from node.ranks.remote import RemoteTransfer
-from node.ranks.serving import TransferServer
+from kvtransfer.flows import RankPair, heads_of, part_flows
+from kvtransfer.leases import LeaseGrant, Refusal
 from tests.conformance.kv import (
     DEADLINE_S,
-    DECODE_INCARNATION,
-    PREFILL_INCARNATION,
-    NodeEvents,
     as_bytes,
     eventually,
     job,
@@ -41,97 +26,13 @@ from tests.conformance.kv import (
     scattered_blocks,
     tokens_of,
 )
+from tests.conformance.ranked_nodes import PEER, SENDER, RankedNode, fill, linked
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=5, num_kv_heads=4, head_dim=4, dtype="float32")
 MQA = replace(GQA, num_kv_heads=1)
 MLA = KVCacheSpec(KVKind.MLA, num_layers=5, num_kv_heads=1, head_dim=6, dtype="bfloat16")
 RANKS = (1, 2, 4)
 TOKENS = 37
-SEGMENT_BYTES = 900
-# As the receiver draws them for the sender's ranks, and as the sender numbers the receiver's.
-SENDER, PEER = 7, 64
-
-
-@dataclass(frozen=True)
-class RankedNode:
-    """A node of several ranks, in one process.
-
-    Attributes:
-        followers: the ranks above 0.
-    """
-
-    transfer: RankedTransfer
-    caches: list[PagedKVCache]
-    events: NodeEvents
-    followers: list[asyncio.Task[None]]
-
-
-@asynccontextmanager
-async def ranked_node(
-    spec: KVCacheSpec, ranks: int, layout: KVCacheLayout, block_size: int, *, transport: str, incarnation: int
-) -> AsyncIterator[RankedNode]:
-    heads = [heads_of(rank, ranks=ranks, num_kv_heads=spec.num_kv_heads) for rank in range(ranks)]
-    caches = [make_cache(replace(spec, num_kv_heads=len(held)), layout, block_size) for held in heads]
-
-    def make(rank: int, of_incarnation: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
-        settings = TransferSettings(
-            incarnation=of_incarnation,
-            transport=transport,
-            peers_are_known=True,
-            segment_bytes=SEGMENT_BYTES,
-            staging_slots=3,
-            digests=True,
-            heads=(heads[rank],),
-        )
-        return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
-
-    async def follow(rank: int, calls: socket.socket) -> None:
-        with suppress(EOFError):
-            await TransferServer(rank, partial(make, rank)).serve(calls)
-
-    events = NodeEvents()
-    makers: list[MakeTransfer] = [partial(make, 0, incarnation)]
-    followers = []
-    for rank in range(1, ranks):
-        ours, theirs = socket.socketpair()
-        makers.append(partial(RemoteTransfer, rank, ours, incarnation))
-        followers.append(asyncio.create_task(follow(rank, theirs)))
-    transfer = RankedTransfer(makers, message_bytes=SEGMENT_BYTES + TRAILER_BYTES)
-    transfer.deliver_to(events.filled.append, events.refused.append)
-    async with transfer:
-        yield RankedNode(transfer, caches, events, followers)
-    await asyncio.gather(*followers)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    prefill: RankedNode
-    decode: RankedNode
-    links: dict[RankPair, tuple[Flow, ...]]
-
-
-@asynccontextmanager
-async def linked(
-    spec: KVCacheSpec,
-    senders: int,
-    receivers: int,
-    *,
-    transport: str,
-    layouts: tuple[KVCacheLayout, KVCacheLayout] = (KVCacheLayout.NHD, KVCacheLayout.NHD),
-    block_sizes: tuple[int, int] = (8, 4),
-) -> AsyncIterator[Nodes]:
-    """Two nodes, paired as a prefill and a decode node are."""
-    links = dict(part_flows(spec, senders=senders, receivers=receivers))
-    begin = partial(ranked_node, spec, transport=transport)
-    async with (
-        begin(senders, layouts[0], block_sizes[0], incarnation=PREFILL_INCARNATION) as prefill,
-        begin(receivers, layouts[1], block_sizes[1], incarnation=DECODE_INCARNATION) as decode,
-    ):
-        theirs = await decode.transfer.listen(SENDER, links, sends=False)
-        ours = await prefill.transfer.listen(PEER, links, sends=True)
-        await decode.transfer.connect(SENDER, ours)
-        await prefill.transfer.connect(PEER, theirs, message_bytes=decode.transfer.message_bytes)
-        yield Nodes(prefill, decode, links)
 
 
 def plant_whole(spec: KVCacheSpec, node: RankedNode, blocks: tuple[int, ...]) -> Tensor:
@@ -143,23 +44,6 @@ def plant_whole(spec: KVCacheSpec, node: RankedNode, blocks: tuple[int, ...]) ->
         held = heads_of(rank, ranks=len(node.caches), num_kv_heads=spec.num_kv_heads)
         cache.view.copy_(whole.view[..., held.start : held.stop, :])
     return tokens_of(whole, blocks, TOKENS)
-
-
-async def fill(nodes: Nodes, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...], *cuts: int) -> LeaseTotals:
-    """One lease over [cuts[0], cuts[-1]), sent in the chunks between the cuts; its totals."""
-    number = len(nodes.decode.events.filled)
-    await nodes.decode.transfer.open_lease(LeaseGrant(number, blocks_d, cuts[0], cuts[-1]))
-    first, sent_bytes = 0, 0
-    for start, stop in pairwise(cuts):
-        sent = await nodes.prefill.transfer.send(
-            job(number, blocks_p, start, stop, first_segment=first, peer=PEER, sender_number=SENDER)
-        )
-        first = 1 + max(segment.number for segment in sent)
-        sent_bytes += sum(segment.payload_bytes for segment in sent)
-    await eventually(lambda: len(nodes.decode.events.filled) > number)
-    filled = nodes.decode.events.filled[number]
-    assert filled.bytes == sent_bytes
-    return filled
 
 
 @pytest.fixture(params=["loopback", "ucx"])

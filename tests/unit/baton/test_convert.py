@@ -123,3 +123,25 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
     costs = StepCosts(((1, 0.5), (8, 0.5), (64, 1.0)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-6)
     assert convert.costs_from_proto(convert.costs_to_proto(costs)) == costs
     assert convert.costs_from_proto(convert.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (pb.CacheSpec(kind=pb.KV_KIND_GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16"), (256, 0)),
+        (
+            pb.CacheSpec(
+                kind=pb.KV_KIND_MLA,
+                num_layers=4,
+                num_kv_heads=1,
+                head_dim=8,
+                dtype="float8_e4m3fn",
+                index=pb.CacheSpec(kind=pb.KV_KIND_MLA, num_layers=4, num_kv_heads=1, head_dim=3, dtype="bfloat16"),
+                state=pb.CacheSpec(kind=pb.KV_KIND_STATE, num_layers=2, num_kv_heads=5, head_dim=7, dtype="float32"),
+            ),
+            (32 + 24, 280),
+        ),
+    ],
+)
+def test_what_a_node_keeps_counts_every_part(spec: pb.CacheSpec, expected: tuple[int, int]) -> None:
+    assert convert.kept_bytes(spec) == expected

@@ -1,6 +1,7 @@
 """Requests on a decode node as lists of events, and the commands that follow each event."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,13 @@ def test_a_request_gets_blocks_then_a_lease_then_its_ticket(scene: Scene) -> Non
     assert (ticket.decode_node, ticket.decode_address) == ("decode-0", "127.0.0.1:7002")
     assert (ticket.token_start, ticket.token_stop, ticket.resume_at) == (16, 102, 90)
     assert (answer.reserved.key, answer.reserved.cached_tokens, answer.reserved.queue_s) == (1, 16, 0.5)
+
+
+def test_a_lease_has_the_slot_of_the_reservation(scene: Scene) -> None:
+    scene.submit(1, output=[8, 9])
+    (opened,) = scene.on(Reserved(f"{SESSION}.1", replace(reservation(1), state_slot=5)))
+    assert isinstance(opened, OpenLease)
+    assert opened.grant.state_slot == 5
 
 
 @pytest.mark.parametrize("filled_first", [True, False])

@@ -30,6 +30,7 @@ class _Sequence:
     num_prompt: int
     computed: int = 0
     blocks: IntArray = field(default_factory=int_array)
+    state_slot: int = -1
     source: int | None = None
     outputs: list[TokenOutput] = field(default_factory=list)
 
@@ -61,7 +62,8 @@ class Driver:
 
     def add(self, name: str, prompt: Sequence[int], **sampling: Any) -> None:
         params = SamplingParams(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
-        self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt))
+        slot = len(self._sequences) if self.runner.facts.state_slots else -1
+        self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt), state_slot=slot)
 
     def move(self, name: str) -> None:
         """Gives the request other blocks, so that its KV must be computed again."""
@@ -126,6 +128,7 @@ class Driver:
             sequence.blocks,
             self._sample_row(sequence) if sampled else None,
             sequence.source,
+            state_slot=sequence.state_slot,
         )
 
     def _sample_row(self, sequence: _Sequence) -> SampleRow:

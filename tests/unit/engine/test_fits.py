@@ -1,5 +1,7 @@
 """Sizes that a machine cannot hold are refused from its figures alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,17 @@ def test_a_cache_that_fits_is_accepted_up_to_the_last_block() -> None:
     check_fits(given, SPEC, num_blocks=most, device=CPU)
     with pytest.raises(ConfigError, match=rf"num_blocks is {most + 1}, a KV cache of .* allowed: up to {most}"):
         check_fits(given, SPEC, num_blocks=most + 1, device=CPU)
+
+
+def test_states_take_their_share_of_the_memory() -> None:
+    given = settings()
+    state = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=1 << 14, dtype="float32")
+    spec = replace(SPEC, state=state)
+    room = memory_of(CPU) - given.staging_bytes(on_gpu=False) - 7 * spec.bytes_per_slot
+    most = room // (given.block_size * spec.bytes_per_token)
+    check_fits(given, spec, num_blocks=most, device=CPU, state_slots=7)
+    with pytest.raises(ConfigError, match=rf"allowed: up to {most}"):
+        check_fits(given, spec, num_blocks=most + 1, device=CPU, state_slots=7)
 
 
 def test_staging_buffers_that_never_fit_are_named() -> None:

@@ -6,8 +6,10 @@ whatever steps are queued.
 """
 
 from hypothesis import settings
-from hypothesis.stateful import invariant
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
 
+from baton.errors import Overloaded
 from engine.batch import BatchRow
 from engine.request import Reservation
 from engine.scheduling.state_slots import NO_SLOT
@@ -20,6 +22,28 @@ class RecurrentMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, Tokens | None] = {}  # None: no state of any sequence
+
+    @rule(length=st.integers(3, 9), last=st.integers(0, 1), count=st.integers(1, 3), elsewhere=st.booleans())
+    def come_again(self, length: int, last: int, count: int, elsewhere: bool) -> None:
+        """Prompts with common prefixes come, and some steps run."""
+        prompt = (0,) * (length - 1) + (last,)
+        if elsewhere:
+            self.reserve_plain(prompt)
+        else:
+            self.submit(prompt=prompt, max_tokens=2, prefill_only=False)
+        for _ in range(count):
+            self.schedule()
+            if self.in_flight:
+                self.finish(1)
+
+    def reserve_plain(self, prompt: Tokens) -> None:
+        request = self.request(prompt, 3)
+        try:
+            reservation = self.scheduler.reserve(request, self.now)
+        except Overloaded:
+            return
+        self.live.add(request.request_id)
+        self.reserved[request.request_id] = reservation
 
     def run(self, step: Running, drawn: list[int]) -> None:
         assert not {target for _, target in step.batch.restores} & {source for source, _ in step.batch.restores}

@@ -1,6 +1,7 @@
 """Blocks are copied and swapped whole, in all layers, and nothing else moves."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvcache.block_ops import copy_blocks, swap_blocks
 from kvcache.cache import PagedKVCache
 from kvcache.kernels.blocks import copy
 from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import block_sizes, copy_of, dtypes, layouts, new_cache, spec_of
 
@@ -43,6 +45,21 @@ def test_copies_equal_their_source(
     expected = before.by_block[:, [0, 5, 2, 0, 4, 5, 6, 7, 0]]
     for cache in caches:
         assert torch.equal(cache.by_block.cpu(), expected)
+
+
+def test_the_index_of_blocks_is_copied_and_swapped_with_them() -> None:
+    spec = spec_of(KVCacheLayout.NHD, "bfloat16")
+    spec = replace(spec, index=KVCacheSpec(KVKind.MLA, 2, 1, 5, "float32"))
+    cache, other = (PagedKVCache(spec, KVCacheShape(KVCacheLayout.NHD, 4, 9)) for _ in range(2))
+    for part in cache.blockwise:
+        part.view.copy_(torch.arange(part.view.numel()).view(part.view.shape))
+    before = [part.by_block.clone() for part in cache.blockwise]
+    swap_blocks(cache, other, {2: 1})
+    copy_blocks([cache], {0: [3, 8], 5: [1]})
+    for part, swapped, old in zip(cache.blockwise, other.blockwise, before, strict=True):
+        assert torch.equal(part.by_block, old[:, [0, 5, 2, 0, 4, 5, 6, 7, 0]])
+        assert torch.equal(swapped.by_block[:, 1], old[:, 2])
+        assert not swapped.by_block[:, [0, *range(2, 9)]].any()
 
 
 @settings(max_examples=20, deadline=None)

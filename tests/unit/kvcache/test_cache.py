@@ -43,3 +43,28 @@ def test_adjacent_bytes_of_a_block_are_the_whole_block_or_one_part(layout: KVCac
     assert written[:, :, 3].all()
     assert int(written.sum()) == 5 * cache.spec.bytes_per_token
     assert cache.by_block.shape[0] == (1 if layout.label.startswith("BL") else 2 * cache.spec.kv_factor)
+
+
+WHOLE = KVCacheSpec(
+    KVKind.GQA,
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=4,
+    dtype="bfloat16",
+    index=KVCacheSpec(KVKind.MLA, num_layers=2, num_kv_heads=1, head_dim=5, dtype="float32"),
+    state=KVCacheSpec(KVKind.STATE, num_layers=4, num_kv_heads=6, head_dim=7, dtype="float32"),
+)
+
+
+def test_the_index_has_the_blocks_of_kv_and_the_state_has_slots() -> None:
+    cache = PagedKVCache(WHOLE, KVCacheShape(KVCacheLayout.NHD, 5, 7, state_slots=3))
+    kv, index, state = cache.parts
+    assert kv is cache
+    assert [part.view.shape for part in cache.parts] == [(2, 2, 7, 5, 3, 4), (2, 1, 7, 5, 1, 5), (4, 1, 3, 1, 6, 7)]
+    assert sum(part.size_bytes for part in (kv, index)) == 35 * WHOLE.bytes_per_token
+    assert state.size_bytes == 3 * WHOLE.bytes_per_slot
+
+
+def test_layers_of_all_parts_are_numbered_in_one_row() -> None:
+    assert WHOLE.part_layers == (range(2), range(2, 4), range(4, 8))
+    assert replace(WHOLE, index=None, state=None).part_layers == (range(2),)

@@ -1,5 +1,7 @@
 """The kernel between cache and wire moves the bytes that its twin moves, and digests them on the way."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 from kvcache.wire.digest import COLUMNS, constant_term, digest
 from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvcache.wire.kernels.digest import CONSTANTS
@@ -24,7 +27,10 @@ def _transfers(draw: st.DrawFn) -> tuple[PagedKVCache, torch.Tensor, tuple[int, 
     """A cache, a request's blocks, and the ranges to move."""
     layout = draw(layouts)
     head_dim = draw(st.sampled_from((2, 5, 16, 64)))
-    cache = new_cache(spec_of(layout, draw(dtypes), head_dim=head_dim), layout, draw(block_sizes), NUM_BLOCKS)
+    spec = spec_of(layout, draw(dtypes), head_dim=head_dim)
+    if spec.kind is KVKind.GQA and draw(st.booleans()):
+        spec = replace(spec, kind=KVKind.STATE)
+    cache = new_cache(spec, layout, draw(block_sizes), NUM_BLOCKS)
     block_ids = torch.tensor(draw(st.permutations(range(NUM_BLOCKS))))[: draw(st.integers(1, 6))]
     held = len(block_ids) * cache.shape.block_size
     start = draw(st.integers(0, held - 1))

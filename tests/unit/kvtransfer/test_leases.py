@@ -39,6 +39,62 @@ def table_with(*grants: LeaseGrant) -> LeaseTable:
 
 
 LEASE = LeaseGrant(4, (0, 1), 0, 8)
+STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=4, head_dim=5, dtype="float32")
+INDEX = KVCacheSpec(KVKind.MLA, num_layers=2, num_kv_heads=1, head_dim=3, dtype="float32")
+WHOLE = replace(SPEC, index=INDEX, state=STATE)
+
+
+def of_part(number: int, part: int, *, layers: range, tokens: tuple[int, int], heads: tuple[int, int]) -> Segment:
+    spec = WHOLE.parts[part]
+    size = payload_bytes(spec, layers=len(layers), tokens=tokens[1] - tokens[0], heads=heads[1] - heads[0])
+    return Segment(OURS, 4, number, layers.start, layers.stop, *tokens, *heads, size)
+
+
+def test_a_lease_is_filled_by_kv_index_and_one_state() -> None:
+    table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
+    table.open(replace(LEASE, token_start=3, state_slot=1))
+    parts = [
+        of_part(0, 0, layers=range(2), tokens=(3, 8), heads=(0, 2)),
+        of_part(1, 1, layers=range(2, 4), tokens=(3, 8), heads=(0, 1)),
+        of_part(2, 2, layers=range(4, 7), tokens=(7, 8), heads=(0, 3)),
+        of_part(3, 2, layers=range(4, 7), tokens=(7, 8), heads=(3, 4)),
+    ]
+    for part in parts:
+        assert table.start_scatter(Tag(1, 4, part.number), part) is None
+        done = table.finish_scatter(part, 0.0)
+        assert (done.filled is not None) == (part is parts[-1])
+    assert done.filled is not None
+    assert done.filled.bytes == 5 * WHOLE.bytes_per_token + WHOLE.bytes_per_slot
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        of_part(0, 2, layers=range(4, 7), tokens=(6, 7), heads=(0, 4)),  # a state of fewer tokens
+        of_part(0, 2, layers=range(4, 7), tokens=(6, 8), heads=(0, 4)),
+        of_part(0, 2, layers=range(4, 8), tokens=(7, 8), heads=(0, 4)),
+        of_part(0, 1, layers=range(2, 5), tokens=(0, 8), heads=(0, 1)),  # more than one part
+        of_part(0, 0, layers=range(1, 3), tokens=(0, 8), heads=(0, 1)),
+        of_part(0, 1, layers=range(2, 4), tokens=(0, 8), heads=(0, 2)),
+    ],
+)
+def test_a_segment_lies_in_one_part_and_has_the_states_one_token(wrong: Segment) -> None:
+    table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
+    table.open(replace(LEASE, state_slot=1))
+    assert table.start_scatter(Tag(1, 4, 0), wrong) is Refusal.OUT_OF_RANGE
+
+
+def test_a_state_is_taken_once() -> None:
+    table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
+    table.open(replace(LEASE, state_slot=1))
+    once, again = (of_part(number, 2, layers=range(4, 7), tokens=(7, 8), heads=(0, 4)) for number in range(2))
+    assert table.start_scatter(Tag(1, 4, 0), once) is None
+    assert table.start_scatter(Tag(1, 4, 1), again) is Refusal.OVERLAP
+
+
+def test_a_lease_without_tokens_wants_no_state() -> None:
+    table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
+    assert table.open(LeaseGrant(4, (0,), 8, 8, state_slot=1)) is not None
 
 
 def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> None:

@@ -7,8 +7,8 @@ import pytest
 from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.flows import RankPair
-from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
+from kvtransfer.flows import Flow, RankPair, part_flows
+from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between, wire_oldest
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 NODE = NodeDescription(
@@ -195,6 +195,67 @@ def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:
     (mismatch,) = refused.value.mismatches
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("tensor_parallel_size", "1", "3")
     assert "divisor or a multiple" in mismatch.cure
+
+
+INDEX = KVCacheSpec(KVKind.MLA, num_layers=4, num_kv_heads=1, head_dim=6, dtype="bfloat16")
+STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=8, head_dim=10, dtype="float32")
+WHOLE = replace(NODE, spec=replace(SPEC, index=INDEX, state=STATE), wire_oldest=wire_oldest(replace(SPEC, index=INDEX)))
+
+
+@pytest.mark.parametrize(
+    ("part", "theirs", "field"),
+    [
+        ("index", None, "index"),
+        ("state", None, "state"),
+        ("index", replace(INDEX, dtype="float32"), "index.dtype"),
+        ("index", replace(INDEX, head_dim=5), "index.head_dim"),
+        ("state", replace(STATE, num_layers=2), "state.num_layers"),
+        ("state", replace(STATE, num_kv_heads=4), "state.num_kv_heads"),
+    ],
+)
+def test_another_index_or_state_is_refused(part: str, theirs: KVCacheSpec | None, field: str) -> None:
+    assert agree(WHOLE, WHOLE).spec == WHOLE.spec
+    other = replace(WHOLE, spec=replace(WHOLE.spec, **{part: theirs}))  # type: ignore[arg-type]
+    for ours, peer in ((WHOLE, other), (other, WHOLE)):
+        with pytest.raises(PlanRefused) as refused:
+            agree(ours, peer)
+        (mismatch,) = refused.value.mismatches
+        assert mismatch.field == field
+        assert mismatch.cure
+
+
+def test_index_and_state_travel_as_they_are_where_kv_is_converted() -> None:
+    receiver = replace(WHOLE, spec=replace(WHOLE.spec, dtype="float32"), converted_kv_dtypes=("bfloat16",))
+    plan = agree(WHOLE, receiver)
+    assert (plan.spec.dtype, plan.spec.index, plan.spec.state) == ("float32", INDEX, STATE)
+
+
+def test_a_peer_that_knows_only_kv_is_refused_by_a_model_with_more() -> None:
+    """Its description has neither index nor state."""
+    older = replace(NODE, wire_newest=4)
+    with pytest.raises(PlanRefused) as refused:
+        agree(WHOLE, older)
+    assert {mismatch.field for mismatch in refused.value.mismatches} == {"index", "state", "wire"}
+    assert agree(NODE, older).wire_version == 4
+
+
+def test_each_part_is_dealt_out_by_its_own_heads() -> None:
+    links = links_between(replace(WHOLE, tensor_parallel_size=1), replace(WHOLE, tensor_parallel_size=4))
+    assert list(links) == [RankPair(0, rank) for rank in range(4)]
+    assert links[RankPair(0, 3)] == (
+        Flow(range(4), range(1, 2)),
+        Flow(range(4, 8), range(1)),
+        Flow(range(8, 11), range(6, 8)),
+    )
+
+
+def test_a_link_may_carry_one_part_only() -> None:
+    spec = replace(INDEX, num_layers=1, state=STATE)
+    links = part_flows(spec, senders=2, receivers=1)
+    assert links == {
+        RankPair(0, 0): (Flow(range(1, 4), range(4)),),
+        RankPair(1, 0): (Flow(range(1), range(1)), Flow(range(1, 4), range(4, 8))),
+    }
 
 
 def test_segments_are_sealed_unless_one_node_is_older_than_seals() -> None:

@@ -28,7 +28,7 @@ from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_delta, tiny_dense, tiny_gemma, tiny_moe, tiny_ssm
+from tests.unit.models import tiny, tiny_delta, tiny_dense, tiny_gemma, tiny_hybrid, tiny_moe, tiny_ssm
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,
@@ -65,6 +65,7 @@ SPLIT = (
     *BY_TWO,
     *tiny_dense.SPLIT,
     *tiny_delta.SPLIT,
+    *tiny_hybrid.SPLIT,
 )
 # Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
@@ -103,13 +104,15 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
-    | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys(
+        (*BY_TWO, *tiny_hybrid.SPLIT, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4)
+    )
     | dict.fromkeys(tiny_ssm.SPLIT, (2, 4))
     | dict.fromkeys(("phi3-window", "stablelm", *tiny_delta.BY_TWO), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
 )
 SIZES = {**PLAIN, **QUANTIZED}
-RECURRENT = (*tiny_ssm.SPLIT, *tiny_delta.SPLIT, *tiny_delta.BY_TWO)
+RECURRENT = (*tiny_hybrid.SPLIT, *tiny_ssm.SPLIT, *tiny_delta.SPLIT, *tiny_delta.BY_TWO)
 WIDE_LLAMA = {"head_dim": 128}
 WIDE_QWEN2_MOE = {"head_dim": 128, "shared_expert_intermediate_size": 256, "moe_intermediate_size": 272}
 WIDE_DEEPSEEK = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}

@@ -31,3 +31,6 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "lfm2-moe-no-correction": ("Lfm2Moe", _MOE | {"use_expert_bias": False, "norm_topk_prob": False}),
     }
 )
+
+# The models of the tests of tensor parallelism.
+SPLIT = ("lfm2-wide-filter-biases-adjusted-mlp", "lfm2-moe")

@@ -1,6 +1,7 @@
 """A peer's description of itself is checked before anything is derived from it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,11 @@ def an_info() -> common_pb2.NodeInfo:
         cache_spec=common_pb2.CacheSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", windows=[0, 16]),
         cache_shape=common_pb2.CacheShape(layout="NHD", block_size=16, num_blocks=64),
     )
+
+
+def a_part(**fields: Any) -> common_pb2.CacheSpec:
+    right: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+    return common_pb2.CacheSpec(**{**right, **fields})
 
 
 def set_to(path: str, value: object) -> Change:
@@ -54,6 +60,11 @@ def test_a_nodes_description_is_taken() -> None:
         ("cache_shape.block_size", set_to("cache_shape.block_size", 0)),
         ("cache_shape.num_blocks", set_to("cache_shape.num_blocks", 1 << 60)),
         ("cache_spec.windows", lambda info: info.cache_spec.windows.append(4)),
+        ("cache_spec.index.num_layers", set_to("cache_spec.index.head_dim", 4)),
+        ("cache_spec.state.head_dim", lambda info: info.cache_spec.state.CopyFrom(a_part(head_dim=1 << 25))),
+        ("cache_spec.state.dtype", lambda info: info.cache_spec.state.CopyFrom(a_part(dtype="float\n32"))),
+        ("cache_spec.index", lambda info: info.cache_spec.index.CopyFrom(a_part(windows=[1, 1]))),
+        ("cache_spec.index", lambda info: info.cache_spec.index.CopyFrom(a_part(state=a_part()))),
         ("converted_kv_dtypes", lambda info: info.converted_kv_dtypes.extend(["x"] * 17)),
         ("info", lambda info: info.cache_spec.windows.extend([1] * (1 << 17))),
     ],

@@ -1,6 +1,7 @@
 """One call's states: when KV and the hand-over are sent, and how a call that fails ends."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from baton.error_detail import from_detail
 from baton.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
 from baton.types import FinishReason, PromptLogprob
 from engine.events import PromptScored, RequestFailed
+from kvcache.spec import KVCacheSpec, KVKind
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import (
     Aborted,
@@ -33,6 +35,7 @@ from tests.unit.prefill_node.calls import (
     LAYERS,
     PEER,
     PROMPT,
+    SPEC,
     called,
     chunk,
     layers,
@@ -150,6 +153,22 @@ def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
         (range(1), 4, 8),
         (range(1, LAYERS), 0, 4),
     ]
+
+
+def test_a_state_is_sent_last_from_the_slot_of_the_last_chunk() -> None:
+    state = KVCacheSpec(KVKind.STATE, 2, num_kv_heads=2, head_dim=5, dtype="float32")
+    node = machine(replace(SPEC, state=state))
+    first = send(play(node, called(), step(replace(chunk(4), state_slot=6)))).job
+    assert (first.layers, first.state_slot) == (range(LAYERS), -1)
+    play(node, step(replace(chunk(8), state_slot=3), sampled()))
+    second = send(play(node, Sent(1, segments_of(first)))).job
+    assert second.layers == range(LAYERS)
+    last = play(node, Sent(1, segments_of(second)))
+    assert hand_overs(last) == []
+    third = send(last).job
+    assert (third.layers, third.token_start, third.token_stop) == (range(LAYERS, LAYERS + 2), 7, 8)
+    assert third.state_slot == 3
+    assert len(hand_overs(play(node, Sent(1, segments_of(third))))) == 1
 
 
 def test_segment_numbers_continue() -> None:

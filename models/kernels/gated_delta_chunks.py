@@ -138,7 +138,8 @@ def _systems(
         k_IK = _units(k_ptr, tokens_I, head, k_stride_T, k_stride_H, k_K, has_IK)
         beta_I = tl.load(beta_ptr + gates_I, mask=has_I, other=0.0)
         if BY_CHANNEL:
-            total_IK = tl.cumsum(_decays(decay_ptr, gates_I, k_K, has_I, has_IK, KEYS, BY_CHANNEL), axis=0)
+            decay_IK = tl.load(decay_ptr + gates_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
+            total_IK = tl.cumsum(decay_IK, axis=0)
             keys_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
             products_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
             for j in range(bound(count, INTERPRETED)):
@@ -243,9 +244,14 @@ def _scan(
             v_ptrs_I = v_ptr + tokens_I * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
             v_IV = tl.load(v_ptrs_I[:, None] + v_V[None, :], mask=has_IV, other=0.0).to(tl.float32)
             beta_I = tl.load(beta_ptr + gates_I, mask=has_I, other=0.0)
-            decay_IX = _decays(decay_ptr, gates_I, k_K, has_I, has_IK, KEYS, BY_CHANNEL)
-            total_IX = tl.cumsum(decay_IX, axis=0)
-            last_X = tl.sum(decay_IX, axis=0)
+            if BY_CHANNEL:
+                decay_IK = tl.load(decay_ptr + gates_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
+                total_IX = tl.cumsum(decay_IK, axis=0)
+                last_X = tl.sum(decay_IK, axis=0)
+            else:  # Triton 3.6 adds up [I, 1] wrongly
+                decay_I = tl.load(decay_ptr + gates_I, mask=has_I, other=0.0)
+                total_IX = tl.cumsum(decay_I, axis=0)[:, None]
+                last_X = tl.zeros([1], tl.float32) + tl.sum(decay_I, axis=0)
             fade_IX = tl.exp(total_IX)
             answer_IV = tl.dot(k_IK * fade_IX, state_KV, input_precision=PRECISION)
             inverse_IJ = tl.load(inverses_ptr + places_IJ, mask=has_I[:, None], other=0.0)
@@ -268,13 +274,3 @@ def _units(ptr, tokens_I, head, stride_T, stride_H, k_K, has_IK):
     ptrs_IK = ptr + (tokens_I * stride_T + head * stride_H)[:, None] + k_K[None, :]
     x_IK = tl.load(ptrs_IK, mask=has_IK, other=0.0).to(tl.float32)
     return x_IK * tl.rsqrt(tl.sum(x_IK * x_IK, axis=1) + 1e-6)[:, None]
-
-
-@triton.jit
-def _decays(decay_ptr, gates_I, k_K, has_I, has_IK, KEYS: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """[I, K], or [I, 1] where channels of a key fade alike; 0 after the last token."""
-    if BY_CHANNEL:
-        decay_IX = tl.load(decay_ptr + gates_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
-    else:
-        decay_IX = tl.load(decay_ptr + gates_I, mask=has_I, other=0.0)[:, None]
-    return decay_IX

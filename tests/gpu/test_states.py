@@ -13,7 +13,8 @@ from tests.unit.models.tiny import save_tiny
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-MODELS = ("lfm2", "qwen3-next", "kimi-linear", "granite-hybrid", "nemotron-h-experts", "deepseek-v32")
+LATENT = ("kimi-linear", "deepseek-v32")  # steps with prompts are not captured
+MODELS = ("lfm2", "qwen3-next", "granite-hybrid", "nemotron-h-experts", *LATENT)
 LENGTHS = (1, 7, 66, 130, 200)
 
 
@@ -36,4 +37,4 @@ def test_tokens_are_those_of_the_engine_on_the_cpu(name: str, tmp_path: Path) ->
         together = [output.token_ids for output in generate(built, prompts(), GREEDY)]
         assert together == expected
         assert (built.runner.launches["decode_graph"] > 0) == cuda_graphs
-        assert (built.runner.launches["prompt_graph"] > 0) == cuda_graphs
+        assert (built.runner.launches["prompt_graph"] > 0) == (cuda_graphs and name not in LATENT)

@@ -161,7 +161,9 @@ def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     assert out.dtype is dtype
     tolerance = 1e-4 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance / 10)
-    torch.testing.assert_close(ours.cpu(), kept, rtol=1e-4, atol=1e-5)
+    # The products of models in 16 bits are in tf32 where the kernel is compiled.
+    tolerance = 1e-4 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(ours.cpu(), kept, rtol=tolerance, atol=1e-5 if dtype is torch.float32 else tolerance)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -34,7 +34,7 @@ class _SparseFields(DeepseekV3Fields):
         interleaved: how the indexer's queries and keys turn.
         layers: whether each layer has an indexer.
         """
-        self.types_of_layers("indexed_attention")
+        self.types_of_layers("indexed_attention", "deepseek_sparse_attention")  # one thing, by its new and old name
         if self.index_head_dim < self.qk_rope_head_dim or self.index_head_dim % 2:
             raise self.refuse("index_head_dim", f"an even number of at least qk_rope_head_dim, {self.qk_rope_head_dim}")
         index = IndexConfig(self.index_n_heads, self.index_head_dim, self.index_topk, interleaved, layers)

@@ -136,6 +136,11 @@ def test_which_layers_of_glm_5_select(fields: dict[str, Any], layers: str, tmp_p
     assert index.cache_layer(3) == layers[:3].count("F")
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_names_of_layers_that_select_are_read(kind: str, tmp_path: Path) -> None:
+    assert read(tmp_path, GLM_5 | {"layer_types": [kind] * 78}) == read(tmp_path, GLM_5)
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -149,6 +154,7 @@ def test_which_layers_of_glm_5_select(fields: dict[str, Any], layers: str, tmp_p
         ({"rope_interleave": False}, "rope_interleave"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
         ({"layer_types": ["full_attention"] * 78}, "layer_types"),
+        ({"layer_types": ["deepseek_sparse_attention"]}, "layer_types"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], name: str, tmp_path: Path) -> None:

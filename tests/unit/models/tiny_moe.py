@@ -128,7 +128,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
         "olmoe": ("Olmoe", _SHARED | {"num_experts": 6, "attention_bias": True}),
         "olmoe-normalized": ("Olmoe", _SHARED | {"num_experts": 5, "norm_topk_prob": True}),
-        "minimax-m2": ("MiniMaxM2", _SHARED | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}),
+        # rotary_dim is what checkpoints have, and the factor what transformers before 5.18 reads.
+        "minimax-m2": (
+            "MiniMaxM2",
+            _SHARED | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": 0.5},
+        ),
         "hunyuan-moe": ("HunYuanMoEV1", _HUNYUAN),
         "hunyuan-moe-biases": ("HunYuanMoEV1", _HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True}),
         "kimi-k2": ("DeepseekV3", _KIMI),

@@ -168,7 +168,7 @@ class NodeSettings(CommonSettings):
         description="ranks that share the model; each is a process with part of the weights and KV; on GPUs, each rank "
         "has its own GPU, counted from --device",
     )
-    hosts: int = Field(
+    num_hosts: int = Field(
         1,
         ge=1,
         le=64,
@@ -180,7 +180,7 @@ class NodeSettings(CommonSettings):
         0,
         ge=0,
         le=63,
-        description="number of this host among hosts. Host 0 leads and serves; the others only compute. Default: "
+        description="number of this host among num_hosts. Host 0 leads and serves; the others only compute. Default: "
         "LWS_WORKER_INDEX or NODE_RANK, else 0",
     )
     leader_address: str | None = Field(
@@ -304,7 +304,7 @@ class NodeSettings(CommonSettings):
 
     @property
     def ranks_per_host(self) -> int:
-        return self.tensor_parallel_size // self.hosts
+        return self.tensor_parallel_size // self.num_hosts
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)

@@ -94,10 +94,10 @@ def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
     if not size:
         size, rank = environ.get("NNODES", ""), environ.get("NODE_RANK", "")
         leader, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", port)
-    if variable("hosts") in environ or size in ("", "1"):
+    if variable("num_hosts") in environ or size in ("", "1"):
         return {}
     address = f"{leader}:{port}" if leader else ""
-    found = {"hosts": size, "host_rank": rank, "leader_address": address}
+    found = {"num_hosts": size, "host_rank": rank, "leader_address": address}
     return {name: value for name, value in found.items() if value and variable(name) not in environ}
 
 

@@ -27,12 +27,12 @@ class Hosts:
         """Raises:
         ConfigError: the settings contradict each other.
         """
-        ranks, count, rank = settings.tensor_parallel_size, settings.hosts, settings.host_rank
+        ranks, count, rank = settings.tensor_parallel_size, settings.num_hosts, settings.host_rank
         if rank >= count:
             raise _wrong("host_rank", rank, f"there are {count} hosts", allowed=(f"0 to {count - 1}",))
         if ranks % count:
             message = f"{ranks} ranks (--tensor-parallel-size) cannot be shared in equal numbers"
-            raise _wrong("hosts", count, message, allowed=tuple(str(n) for n in range(1, ranks + 1) if not ranks % n))
+            raise _wrong("num_hosts", count, message, allowed=tuple(str(n) for n in range(1, ranks + 1) if not ranks % n))
         if count == 1:
             return cls(1, 0, ranks, None)
         if settings.leader_address is None:

@@ -94,7 +94,7 @@ def flags_of_both(folder: Path, place: Place) -> Flags:
     with socket.socket() as probe:
         probe.bind((place.first, 0))
         port = probe.getsockname()[1]
-    shared = {"tensor_parallel_size": 2, "hosts": 2, "leader_address": f"{place.first}:{port}", "keepalive_s": 3.0}
+    shared = {"tensor_parallel_size": 2, "num_hosts": 2, "leader_address": f"{place.first}:{port}", "keepalive_s": 3.0}
     return {**NODE, **tls_of(folder, "decode"), **shared}
 
 

@@ -32,17 +32,17 @@ from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost
         ({"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "a"}, {}),
         (
             {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "set-0.set.baton"},
-            {"hosts": "2", "host_rank": "1", "leader_address": "set-0.set.baton:7004"},
+            {"num_hosts": "2", "host_rank": "1", "leader_address": "set-0.set.baton:7004"},
         ),
         (
             {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
-            {"hosts": "4", "host_rank": "3", "leader_address": "10.0.0.1:29500"},
+            {"num_hosts": "4", "host_rank": "3", "leader_address": "10.0.0.1:29500"},
         ),
         (
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "BATON_LEADER_ADDRESS": "b:1"},
-            {"hosts": "2", "host_rank": "1"},
+            {"num_hosts": "2", "host_rank": "1"},
         ),
-        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "BATON_HOSTS": "1"}, {}),
+        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "BATON_NUM_HOSTS": "1"}, {}),
     ],
 )  # fmt: skip
 def test_hosts_are_found_in_the_environment(environ: Mapping[str, str], expected: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ def test_hosts_are_found_in_the_environment(environ: Mapping[str, str], expected
 
 def settings(**fields: Any) -> DecodeSettings:
     return DecodeSettings.model_validate(
-        {"tensor_parallel_size": 4, "hosts": 2, "leader_address": "127.0.0.1:7004"} | fields
+        {"tensor_parallel_size": 4, "num_hosts": 2, "leader_address": "127.0.0.1:7004"} | fields
     )
 
 
@@ -59,7 +59,7 @@ def test_each_host_has_as_many_ranks() -> None:
     hosts = Hosts.of(settings(host_rank=1))
     assert (hosts.local, hosts.remote) == (range(2, 4), range(2, 4))
     assert Hosts.of(settings()).local == range(2)
-    assert Hosts.of(settings(hosts=1)).remote == range(4, 4)
+    assert Hosts.of(settings(num_hosts=1)).remote == range(4, 4)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ lengths, slots and block tables. It may prefetch anything into L2. A kernel whos
 `start_dependents` only after that (see `attention.kernels.mla.hopper`).
 """
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
+
+_log = logging.getLogger(__name__)
 
 # Whole decode steps on an H200, at a context of 1024 tokens. Llama-3.1-8B with the library's products: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256; products for few rows need it up to 32,
@@ -26,14 +29,21 @@ MOST_OVERLAPPING_ROWS = 32
 _GLUON_VERSIONS = ("3.6.",)
 
 
+@cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether the kernels written in Gluon run on this device. Import their modules only then: with another Triton the
-    import may fail."""
-    return (
-        device.type == "cuda"
-        and triton.__version__.startswith(_GLUON_VERSIONS)
-        and torch.cuda.get_device_capability(device) == (9, 0)
+    import may fail. The first call warns where only the version of Triton is in the way."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if triton.__version__.startswith(_GLUON_VERSIONS):
+        return True
+    _log.warning(
+        "Triton is %s, and the kernels for Hopper were made and tested with %sx: slower kernels take their place. "
+        "PyTorch 2.11 comes with Triton 3.6",
+        triton.__version__,
+        _GLUON_VERSIONS[0],
     )
+    return False
 
 
 def interpreted() -> bool:

@@ -162,7 +162,7 @@ def cases() -> dict[str, Case]:
     found = [_tiny_case(name) for name in TINY]
     found += [_tiny_case(name, architecture) for architecture, name in _PUBLISHED_NAMES.items()]
     found += [
-        Case(name, f"{case.family}ForConditionalGeneration", partial(_save_qwen, case))
+        Case(name, f"{case.family}ForConditionalGeneration", partial(_save_qwen, case), case.text)
         for name, case in QWEN_VL.items()
     ]
     found.append(Case("phi3-small", "Phi3SmallForCausalLM", _save_phi3_small))

@@ -26,6 +26,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _DTYPES = ("F32", "F16", "BF16")
+_BACKBONE = {"model.": "backbone."}
 _REVISION_CHARACTERS = 32
 
 
@@ -125,10 +126,10 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
 
 
 def _own_name(name: str, layers: Mapping[str, LayerShape]) -> str:
-    """The model's name of a layer, which PEFT calls as transformers does: within a multimodal model, or by the
-    publisher's name of a shared expert."""
+    """The model's name of a layer, which PEFT calls as transformers does: within a multimodal model, by the
+    publisher's name of a shared expert, or with `model.` where Nemotron-H's files have `backbone.`."""
     inner = renamed(name, LANGUAGE_MODEL)
-    spellings = (name, inner, our_name(f"{inner}.").removesuffix("."))
+    spellings = (name, inner, our_name(f"{inner}.").removesuffix("."), renamed(inner, _BACKBONE))
     return next((each for each in spellings if each in layers), name)
 
 

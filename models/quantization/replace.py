@@ -27,8 +27,10 @@ from models.quantization.packed_config import PackedConfig
 from models.quantization.packed_experts import PackedExperts
 from models.quantization.packed_linear import PackedLinear
 from models.weights.checkpoint import StoredTensor
+from models.weights.names import LANGUAGE_MODEL, renamed
 from models.weights.tensor_reader import read_tensor
 
+_WEIGHTS = ("weight", "weight_packed", "qweight")
 # Spellings of DeepSeek and transformers, and of AutoFP8 and compressed-tensors.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -84,7 +86,7 @@ def quantize(
 
     def covers(name: str) -> bool:
         is_plain = isinstance(quantization, PackedConfig) and f"{name}.weight" in stored
-        return not is_plain and quantization.covers(name)
+        return not is_plain and all(quantization.covers(each) for each in _publisher_names(name, stored))
 
     for path, module in list(model.named_modules()):
         name = checkpoint_name(path)
@@ -101,6 +103,16 @@ def quantize(
             if child in replacements:
                 setattr(parent, name, replacements[child])
     _allocate(model, device)
+
+
+def _publisher_names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    """The spellings that a publisher's list of unquantized layers may have for our layer `name`: as in the files, and
+    without what a multimodal model has before it. Ours, where the files have no such layer."""
+    for suffix in _WEIGHTS:
+        if tensor := stored.get(f"{name}.{suffix}"):
+            theirs = tensor.name.removesuffix(f".{suffix}")
+            return theirs, renamed(theirs, LANGUAGE_MODEL)
+    return (name,)
 
 
 def _allocate(model: nn.Module, device: torch.device | str) -> None:

@@ -16,7 +16,7 @@ from tests.conformance.families.run import FAILED, Outcome, run_case, run_two_ra
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-families", description=__doc__)
     parser.add_argument(
-        "--models", default="", help="only the models with these names, comma-separated; writes no file"
+        "--models", default="", help="only the models with these names, comma-separated; others keep their outcomes"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -32,8 +32,7 @@ def main() -> int:
             row["tp2"] = together[name]
             cells.setdefault(known[name].architecture, {})[name] = row
             print(f"{name}: " + ", ".join(f"{column} {outcome}" for column, outcome in row.items()), flush=True)
-    if not arguments.models:
-        results.write(cells)
+    results.write(results.updated(results.read(), cells, known.values()) if arguments.models else cells)
     return int(
         any(outcome.what == FAILED for models in cells.values() for row in models.values() for outcome in row.values())
     )

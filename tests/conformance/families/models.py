@@ -161,16 +161,14 @@ def cases() -> dict[str, Case]:
     """By name; at least one for each architecture of the table."""
     found = [_tiny_case(name) for name in TINY]
     found += [_tiny_case(name, architecture) for architecture, name in _PUBLISHED_NAMES.items()]
-    found += [
-        Case(name, f"{case.family}ForConditionalGeneration", partial(_save_qwen, case))
-        for name, case in QWEN_VL.items()
-    ]
+    found += [_qwen_case(name, case) for name, case in QWEN_VL.items()]
     found.append(Case("phi3-small", "Phi3SmallForCausalLM", _save_phi3_small))
     covered = {case.architecture: case.name for case in reversed(found)}
     for architecture in FAMILIES.keys() - covered.keys():
         text = architecture.replace("ForConditionalGeneration", "ForCausalLM")
         found.append(_tiny_case(_NESTED.get(architecture) or covered[text], architecture))
     order = {architecture: number for number, architecture in enumerate(FAMILIES)}
+    assert len({case.name for case in found}) == len(found), "two tiny models have one name"
     return {case.name: case for case in sorted(found, key=lambda case: order[case.architecture])}
 
 
@@ -188,6 +186,12 @@ def _tiny_case(name: str, architecture: str = "") -> Case:
     return Case(
         own, architecture or architecture_of(family), partial(_save_tiny, name), fields, published=bool(architecture)
     )
+
+
+def _qwen_case(name: str, case: QwenCase) -> Case:
+    architecture = f"{case.family}ForConditionalGeneration"
+    own = f"{name} as {architecture}" if name in TINY else name
+    return Case(own, architecture, partial(_save_qwen, case), case.text)
 
 
 def _save_tiny(name: str, directory: Path, fields: Mapping[str, Any]) -> Any:

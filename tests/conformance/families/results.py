@@ -1,12 +1,13 @@
-"""The file with the outcomes of the last whole run, from which docs/models.md gets its table."""
+"""The file with the last outcomes of each model, from which docs/models.md gets its table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from baton import __version__
+from tests.conformance.families.models import Case
 from tests.conformance.families.run import Outcome
 
 FILE = Path(__file__).resolve().parents[3] / "bench" / "results" / "families.json"
@@ -30,6 +31,18 @@ def write(cells: Cells, path: Path = FILE) -> None:
         for architecture, models in cells.items()
     }
     path.write_text(json.dumps(about | {"cells": plain}, indent=1) + "\n")
+
+
+def updated(cells: Cells, rerun: Cells, known: Iterable[Case]) -> Cells:
+    """The cells with those of another run in place of theirs, in the order of the known models and without others."""
+    merged: dict[str, dict[str, Mapping[str, Outcome]]] = {}
+    for case in known:
+        for found in (rerun, cells):
+            row = found.get(case.architecture, {}).get(case.name)
+            if row is not None:
+                merged.setdefault(case.architecture, {})[case.name] = row
+                break
+    return merged
 
 
 def read(path: Path = FILE) -> Cells:

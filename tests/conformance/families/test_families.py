@@ -35,6 +35,14 @@ def test_each_architecture_has_a_tiny_model(known: dict[str, Case]) -> None:
     assert {case.architecture for case in known.values()} == FAMILIES.keys()
 
 
+def test_a_run_of_some_models_keeps_the_others_outcomes(known: dict[str, Case]) -> None:
+    before, after = {"engine": Outcome(FAILED, "why")}, {"engine": PASSES}
+    cells = {"LlamaForCausalLM": {"llama": before, "of old": before}, "BloomForCausalLM": {"bloom": before}}
+    rerun = {"LlamaForCausalLM": {"llama": after}}
+    merged = results.updated(cells, rerun, [known["llama"], known["bloom"]])
+    assert merged == {"LlamaForCausalLM": {"llama": after}, "BloomForCausalLM": {"bloom": before}}
+
+
 def test_the_last_whole_run_had_each_architecture_in_each_column_and_nothing_failed() -> None:
     cells = results.read()
     assert cells.keys() == FAMILIES.keys(), "run make test-families, and commit bench/results/families.json"

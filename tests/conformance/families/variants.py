@@ -47,6 +47,8 @@ _FP8_CHANNELS = {
 }
 # Parts of layers' names that PEFT takes for experts' in models that have experts.
 _LIKE_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# Layers that PEFT refuses by the type of model, as kernels read their weights without calling them.
+_REFUSED_BY_PEFT = {"nemotron_h": (".out_proj",)}
 _MOST_GROUP, _LEAST_GROUP = 32, 8
 
 
@@ -58,11 +60,11 @@ class Adapted(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Weights of a checkpoint's linear layers, by name, and whether experts are among them or in one tensor."""
+    """Weights of a checkpoint's linear layers, whether experts are among them, and tensors that have all experts."""
 
     linear: list[str]
     has_experts: bool
-    stacked_experts: bool
+    stacked_experts: tuple[str, ...]
 
 
 def in_fp8(case: Case, directory: Path) -> Model:
@@ -93,7 +95,7 @@ def in_int4(case: Case, directory: Path) -> Model:
     parts = parts._replace(linear=[name for name in parts.linear if name not in narrow])
     group = math.gcd(_MOST_GROUP, *(inputs[name] for name in parts.linear))
     config = packed_config(group_size=group)
-    config["ignore"] += [_ours(name).removesuffix(".weight") for name in narrow]
+    config["ignore"] += [name.removesuffix(".weight") for name in narrow]
     return _quantized(case, whole, directory, parts, config, packer(config))
 
 
@@ -107,12 +109,14 @@ def with_adapter(case: Case, directory: Path) -> Adapted:
         save_adapter(whole.directory, adapter, seed=0, targets=sorted(adaptable))
         merged = reload(whole, merge(whole.directory, adapter, directory / "merged"))
         return Adapted(replace(merged, directory=whole.directory), adapter)
+    like_experts = _LIKE_EXPERTS if parts.has_experts else ()
+    refused = _REFUSED_BY_PEFT.get(whole.reference.config.model_type, ())
     ours = {
         name: module
         for name, module in whole.reference.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and _ours(f"{name}.weight") in {_ours(f"{each}.weight") for each in adaptable}
-        and not name.endswith((".kv_b_proj", "project_out", *(_LIKE_EXPERTS if parts.has_experts else ())))
+        and not name.endswith((".kv_b_proj", "project_out", *like_experts, *refused))
     }
     transposed = any(isinstance(module, Conv1D) for module in ours.values())
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=list(ours), fan_in_fan_out=transposed)
@@ -158,7 +162,10 @@ def _quantized(case: Case, whole: Model, directory: Path, parts: Parts, config: 
     file = quantized / "config.json"
     if parts.stacked_experts:
         left_out = "ignore" if "ignore" in config else "modules_to_not_convert"
-        config = {**config, left_out: [*config.get(left_out, ()), "re:.*experts.*"]}
+        config = {
+            **config,
+            left_out: [*config.get(left_out, ()), *(name.removesuffix(".weight") for name in parts.stacked_experts)],
+        }
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     case.publish(quantized)
     return replace(reload(whole, plain), directory=quantized)
@@ -167,18 +174,18 @@ def _quantized(case: Case, whole: Model, directory: Path, parts: Parts, config: 
 def _parts_of(directory: Path) -> Parts:
     config = read_config(directory)
     model = load_model(directory, config, backend=backend_for(config), dtype="float32", device="cpu")
-    known = set(_linear_names(model))
-    linear, stacked = [], False
+    known = {_ours(name) for name in _linear_names(model)}
+    linear, stacked = [], []
     for name, tensor in load_file(directory / "model.safetensors").items():
         ours = _ours(name)
         linear += [name] if ours in known and tensor.dim() == 2 else []
-        stacked |= tensor.dim() == 3 and ".experts." in ours
-    return Parts(linear, any(".experts." in our_name(name) for name in linear), stacked)
+        stacked += [name] if tensor.dim() == 3 and ".experts." in ours else []
+    return Parts(linear, any(".experts." in our_name(name) for name in linear), tuple(stacked))
 
 
 def _ours(name: str) -> str:
-    """A tensor's name as our modules have it."""
-    return our_name(renamed(name, LANGUAGE_MODEL))
+    """One spelling of a tensor's name in files and in transformers' modules."""
+    return our_name(renamed(name, {**LANGUAGE_MODEL, "backbone.": "model."}))
 
 
 def _linear_names(model: CausalLM) -> list[str]:

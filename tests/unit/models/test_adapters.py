@@ -213,18 +213,23 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.shared_expert.up_proj", "model.language_model.layers.0.mlp.shared_mlp.up_proj"]
+    ("name", "own"),
+    [
+        ("model.layers.0.mlp.shared_expert.up_proj", "model.layers.0.mlp.shared_experts.up_proj"),
+        ("model.language_model.layers.0.mlp.shared_mlp.up_proj", "model.layers.0.mlp.shared_experts.up_proj"),
+        ("model.layers.0.mixer.up_proj", "backbone.layers.0.mixer.up_proj"),
+        ("backbone.layers.0.mixer.up_proj", "backbone.layers.0.mixer.up_proj"),
+    ],
 )
-def test_a_publisher_s_name_of_a_layer_is_understood(name: str, tmp_path: Path) -> None:
-    """`alpha_pattern` goes by that name, too."""
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 1, "alpha_pattern": {name.rpartition("mlp.")[2]: 6}}
+def test_other_names_of_a_layer_are_understood(name: str, own: str, tmp_path: Path) -> None:
+    """Those of publishers and of transformers; `alpha_pattern` goes by them, too."""
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 1, "alpha_pattern": {name.partition("layers.0.")[2]: 6}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     sides = {"A": torch.ones(2, 3), "B": torch.ones(4, 2)}
     save_file(
         {f"base_model.model.{name}.lora_{side}.weight": each for side, each in sides.items()},
         tmp_path / "adapter_model.safetensors",
     )
-    own = "model.layers.0.mlp.shared_experts.up_proj"
     assert read_adapter(tmp_path, {own: LayerShape(3, 4)}, max_rank=2).layers[own].scale == 3
 
 

@@ -66,6 +66,14 @@ CHECKPOINTS: dict[str, Maker] = {
         scale_name="weight_scale_inv",
         left_out=("model.layers.1.self_attn.",),
     ),
+    "qwen2-moe-blocks-but-a-layer-by-its-publisher-s-name": lambda path: save_fp8(
+        "Qwen2Moe",
+        path,
+        by_block,
+        DEEPSEEK | {"modules_to_not_convert": ["model.layers.0.mlp.shared_expert"]},
+        scale_name="weight_scale_inv",
+        left_out=("model.layers.0.mlp.shared_expert.",),
+    ),
 }
 
 

@@ -1,8 +1,8 @@
 """Products of few rows with weights of 4 bits on Hopper, in Gluon: integers less their zeros, or mxfp4.
 
-Each thread loads the bytes of the numbers that it multiplies, so a number goes from memory to the tensor cores through
-registers alone, and four of them are unpacked at once. The low and the high halves of a tile's bytes are the channels
-of two products (`models.quantization.packed`), and a byte's place is the same in both.
+Stages of weights are copied to shared memory ahead of their use. From there each thread loads the bytes of just those
+numbers that it multiplies, and unpacks four of them at once. The low and the high halves of a tile's bytes are the
+channels of two products (`models.quantization.packed`), and a byte's place is the same in both.
 
 Gluon's tuples grow by addition alone. Legend: N output channel, T token, B byte of packed numbers; `_A`, `_X` and `_C`
 are in the layouts of the weight, the activations and the result.

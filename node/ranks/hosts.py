@@ -32,7 +32,8 @@ class Hosts:
             raise _wrong("host_rank", rank, f"there are {count} hosts", allowed=(f"0 to {count - 1}",))
         if ranks % count:
             message = f"{ranks} ranks (--tensor-parallel-size) cannot be shared in equal numbers"
-            raise _wrong("num_hosts", count, message, allowed=tuple(str(n) for n in range(1, ranks + 1) if not ranks % n))
+            fitting = tuple(str(number) for number in range(1, ranks + 1) if not ranks % number)
+            raise _wrong("num_hosts", count, message, allowed=fitting)
         if count == 1:
             return cls(1, 0, ranks, None)
         if settings.leader_address is None:

@@ -104,10 +104,10 @@ def test_an_unreadable_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_lists_the_known_ones_and_names_the_nearest(tmp_path: Path) -> None:
-    config = '{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_attention_heads": 16}'
+    config = '{"architectures": ["Qwen4ForCausalLM"], "model_type": "qwen4", "num_attention_heads": 16}'
     (tmp_path / "config.json").write_text(config)
     line = error_line(run_warm("decode_node", "--model", str(tmp_path)), "decode_node")
-    assert "Qwen3NextForCausalLM" in line
+    assert "Qwen4ForCausalLM" in line
     assert "the nearest supported one is Qwen3" in line
     assert "DeepseekV2ForCausalLM" in line
     assert "LlamaForCausalLM" in line

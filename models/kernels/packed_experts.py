@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import assignments, places, store, sum_choices, tile_and_block
-from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile
+from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile, can_be_staged
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 from models.quantization.packed import RUN, PackedWeight
 from tritonlib.launch import await_predecessors, has_hopper_kernels, interpreted, overlap, start_dependents
@@ -176,6 +176,7 @@ def _launch(
             STEP=step,
             AT_ONCE=tile.at_once,
             STAGES=tile.stages,
+            STAGED_X=tile.staged_x and can_be_staged(x_RC),
             **overlap(x_RC.device, rows=num_tokens),
             num_warps=WARPS,
         )

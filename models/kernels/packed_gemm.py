@@ -51,6 +51,7 @@ class HopperTile(NamedTuple):
         stages: those whose weights are in shared memory or on their way there; a power of two.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
         least_steps: of a program that shares a tile.
+        staged_x: activations go through shared memory as weights do.
     """
 
     tokens: int
@@ -59,6 +60,7 @@ class HopperTile(NamedTuple):
     at_once: int = 1
     stages: int = 4
     least_steps: int = 4
+    staged_x: bool = False
 
 
 # On an H200, the four products of a layer of Llama-3.1-8B with groups of 128: 1 token 61 us, 16 tokens 80, 32 tokens
@@ -77,6 +79,11 @@ _MAX_TOKENS_ON_HOPPER = 160
 def choose_tile(num_tokens: int) -> HopperTile:
     """The tile for this number of tokens."""
     return next((tile for tokens, tile in _TILES.items() if num_tokens <= tokens), _TILE_OF_MANY)
+
+
+def can_be_staged(x_TK: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, in which the kernel for Hopper copies them."""
+    return x_TK.stride(0) % 16 == 0 and x_TK.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +228,7 @@ class Product:
             STEP=step,
             AT_ONCE=tile.at_once,
             STAGES=tile.stages,
+            STAGED_X=tile.staged_x and can_be_staged(x_TK),
             **overlap(x_TK.device, rows=num_tokens),
             num_warps=WARPS,
         )

@@ -6,6 +6,7 @@ heads, L latent channels.
 """
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, Pair, has_hopper_kernels
 
 TILE = 64
 LOG2_E = 1.4426950408889634
@@ -80,7 +81,18 @@ def requests_of_a_block(num_reqs: int) -> int:
 
 
 def _hopper_kernel(device: torch.device) -> ModuleType | None:
-    return importlib.import_module("attention.kernels.mla.hopper") if has_hopper_kernels(device) else None
+    if not has_hopper_kernels(device, _HOPPER):
+        return None
+    return importlib.import_module("attention.kernels.mla.hopper")
+
+
+def _compare(device: torch.device) -> Iterable[Pair]:
+    from attention.kernels.mla.probe import compare_on_hopper  # it makes plans
+
+    return compare_on_hopper(device)
+
+
+_HOPPER = HopperKernels("decode over a latent cache", _compare)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""With the Triton that is installed here, measured or not, the kernels for Hopper give what the portable kernels give."""
+"""With the Triton that is installed, measured or not, the kernels for Hopper give what the portable kernels give."""
 
 from collections.abc import Callable, Iterable
 

@@ -6,6 +6,7 @@ for the process and the device. Import the modules of such kernels only after it
 fail.
 """
 
+import importlib
 import logging
 import math
 import time
@@ -58,6 +59,16 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return self.difference <= LARGEST_DIFFERENCE
+
+
+def probe_of(module: str, function: str = "compare_on_hopper") -> Callable[[torch.device], Iterable[Pair]]:
+    """A family's `compare`, whose module is imported when it is called: it imports the modules that ask for it."""
+
+    def compare(device: torch.device) -> Iterable[Pair]:
+        pairs: Iterable[Pair] = getattr(importlib.import_module(module), function)(device)
+        return pairs
+
+    return compare
 
 
 def is_hopper(device: torch.device) -> bool:

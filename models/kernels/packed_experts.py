@@ -5,7 +5,7 @@ A weight is (number - zero) * scale, or an mxfp4 number times a power of two; bo
 dtype, as their twins in torch round them. Legend: as in `grouped_gemm`; B byte of packed numbers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from models.kernels.grouped_gemm_kernel import assignments, places, store, sum_c
 from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 from models.quantization.packed import RUN, PackedWeight
-from tritonlib.hopper_check import HopperKernels, Pair, has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
@@ -135,13 +135,9 @@ def _stored(weight: PackedWeight | Mxfp4Weight) -> Tensor:
     return weight.stored_ENB if isinstance(weight, Mxfp4Weight) else weight.stored_NB
 
 
-def _compare(device: torch.device) -> Iterable[Pair]:
-    from models.kernels.packed_probe import compare_experts_on_hopper  # it calls `multiply_experts`
-
-    return compare_experts_on_hopper(device)
-
-
-_HOPPER = HopperKernels("experts with weights of 4 bits", _compare)
+_HOPPER = HopperKernels(
+    "experts with weights of 4 bits", probe_of("models.kernels.packed_probe", "compare_experts_on_hopper")
+)
 
 
 def multiply_experts(

@@ -7,7 +7,6 @@ are written in the activations' dtype, as `PackedWeight.dequantized` has them, a
 Legend: T token, N output channel, K input channel, B byte of packed numbers.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch.nn.functional import linear
 
 from models.kernels.matmul import multiply_invariant
 from models.quantization.packed import RUN, PackedWeight
-from tritonlib.hopper_check import HopperKernels, Pair, has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import (
     await_predecessors,
     bound,
@@ -263,13 +262,9 @@ class Product:
         return out_NK
 
 
-def _compare(device: torch.device) -> Iterable[Pair]:
-    from models.kernels.packed_probe import compare_products_on_hopper  # it makes products
-
-    return compare_products_on_hopper(device)
-
-
-_HOPPER = HopperKernels("products with weights of 4 bits", _compare)
+_HOPPER = HopperKernels(
+    "products with weights of 4 bits", probe_of("models.kernels.packed_probe", "compare_products_on_hopper")
+)
 
 
 def _multiply_plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:

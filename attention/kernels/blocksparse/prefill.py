@@ -12,7 +12,6 @@ order, and read BLOCK_N keys at a time as if they were adjacent:
 So no list of blocks is ever made, and only the ends of the local blocks need a mask.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse.pattern import LOG2E, KernelPattern, kernel_pattern
 from attention.kernels.tma_rows import as_rows
-from tritonlib.hopper_check import HopperKernels, Pair, has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import bound, interpreted
 
 
@@ -126,13 +125,7 @@ def blocksparse_prefill(
     )
 
 
-def _compare(device: torch.device) -> Iterable[Pair]:
-    from attention.kernels.blocksparse.probe import compare_on_hopper  # it calls `blocksparse_prefill`
-
-    return compare_on_hopper(device)
-
-
-_HOPPER = HopperKernels("block-sparse prompts", _compare)
+_HOPPER = HopperKernels("block-sparse prompts", probe_of("attention.kernels.blocksparse.probe"))
 
 
 def can_read_directly(kv_THD: Tensor, params: BlocksparseParams | None) -> bool:

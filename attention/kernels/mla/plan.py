@@ -6,7 +6,6 @@ heads, L latent channels.
 """
 
 import importlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.hopper_check import HopperKernels, Pair, has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 
 TILE = 64
 LOG2_E = 1.4426950408889634
@@ -86,13 +85,7 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
     return importlib.import_module("attention.kernels.mla.hopper")
 
 
-def _compare(device: torch.device) -> Iterable[Pair]:
-    from attention.kernels.mla.probe import compare_on_hopper  # it makes plans
-
-    return compare_on_hopper(device)
-
-
-_HOPPER = HopperKernels("decode over a latent cache", _compare)
+_HOPPER = HopperKernels("decode over a latent cache", probe_of("attention.kernels.mla.probe"))
 
 
 @triton.jit

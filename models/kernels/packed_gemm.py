@@ -18,10 +18,10 @@ from torch.nn.functional import linear
 
 from models.kernels.matmul import multiply_invariant
 from models.quantization.packed import RUN, PackedWeight
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import (
     await_predecessors,
     bound,
-    has_hopper_kernels,
     interpreted,
     overlap,
     start_dependents,
@@ -126,7 +126,7 @@ class Product:
         weight = self.weight
         if weight.bits != 4 or self.depth is None or dtype != torch.bfloat16:
             return None
-        if not has_hopper_kernels(weight.stored_NB.device):
+        if not has_hopper_kernels(weight.stored_NB.device, _HOPPER):
             return None
         step = min(_DEPTH, self.depth, weight.columns & -weight.columns)
         return step if step >= HOPPER_STEP_MIN else None
@@ -154,7 +154,7 @@ class Product:
         if not num_tokens:
             return out_TN
         if (step := self.hopper_step(x_TK.dtype)) is not None:
-            self._on_hopper(x_TK, bias_N, out_TN, step, splits=splits, tile=choose_tile(num_tokens))
+            self.launch_on_hopper(x_TK, bias_N, out_TN, step, splits=splits)
             return out_TN
         tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
         tiles_N, tiles_T = triton.cdiv(rows, _ROWS), triton.cdiv(num_tokens, tokens)
@@ -191,13 +191,15 @@ class Product:
         )
         return out_TN
 
-    def _on_hopper(
-        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None, tile: HopperTile
+    def launch_on_hopper(
+        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None
     ) -> None:
+        """Writes `out_TN`, whether or not `hopper_step` says so; arguments as those of `by_kernel`."""
         # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
         from models.kernels.packed_hopper import WARPS, multiply_packed
 
         weight, (num_tokens, columns), rows = self.weight, x_TK.shape, self.rows
+        tile = choose_tile(num_tokens)
         tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)
         steps = columns // step
         if splits is None:
@@ -266,6 +268,11 @@ class Product:
             num_warps=4,
         )
         return out_NK
+
+
+_HOPPER = HopperKernels(
+    "products with weights of 4 bits", probe_of("models.kernels.packed_probe", "compare_products_on_hopper")
+)
 
 
 def _multiply_plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 
 TILE = 64
 LOG2_E = 1.4426950408889634
@@ -80,7 +80,12 @@ def requests_of_a_block(num_reqs: int) -> int:
 
 
 def _hopper_kernel(device: torch.device) -> ModuleType | None:
-    return importlib.import_module("attention.kernels.mla.hopper") if has_hopper_kernels(device) else None
+    if not has_hopper_kernels(device, _HOPPER):
+        return None
+    return importlib.import_module("attention.kernels.mla.hopper")
+
+
+_HOPPER = HopperKernels("decode over a latent cache", probe_of("attention.kernels.mla.probe"))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Where a layer's experts are when ranks hold whole ones: which rank has which, and which are there several times. Pure.
+"""Where a layer's experts are when ranks hold whole ones: which rank has which, and which have copies. Pure.
 
 Redundant experts are copies: a layer has `num_experts + redundant` places, divided over the ranks, and an expert that
 gets many tokens takes several of them, on different ranks. The plan follows from the tokens of each expert.
@@ -72,6 +72,10 @@ class ExpertPlacement:
         places = self.layers[index]
         assert places is not None, "the layer has experts"
         return places
+
+    def num_places(self, rank: int) -> int:
+        """Of one rank, in each layer."""
+        return next((len(places.ranks[rank]) for places in self.layers if places is not None), 0)
 
     @property
     def mixtures(self) -> Iterator[tuple[int, LayerPlaces]]:

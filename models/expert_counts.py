@@ -23,7 +23,7 @@ class ExpertCounts:
 
     Attributes:
         tokens_LP: int64; they only rise, until `reset`.
-        slots_T: of the step that is computed or captured, below 0 for padding; None: no step is counted. The memory that
+        slots_T: of the step that is computed or captured, below 0 for padding; None: it is not counted. The memory that
             a captured step reads stays where it is.
     """
 
@@ -47,13 +47,8 @@ class ExpertCounts:
 class LayerCounts:
     """One layer's counters, for its experts. `tokens_P` is a view."""
 
-    counts: ExpertCounts
+    of_model: ExpertCounts
     tokens_P: Tensor
-
-    @property
-    def slots_T(self) -> Tensor | None:
-        """See `ExpertCounts`."""
-        return self.counts.slots_T
 
 
 class FetchedCounts:

@@ -181,7 +181,7 @@ class RoutedExperts(nn.Module):
         """Places in memory of the chosen experts; -1: of another rank. Counts the step's tokens."""
         if self.turns_EC is None or self.copies_E is None:
             return experts_TK
-        slots_T = None if self.counts is None else self.counts.slots_T
+        slots_T = None if self.counts is None else self.counts.of_model.slots_T
         counts_P = None if self.counts is None or slots_T is None else self.counts.tokens_P
         assert slots_T is None or len(slots_T) == len(experts_TK), "the slots are those of the step's rows"
         if experts_TK.is_cuda:

@@ -144,7 +144,7 @@ def with_experts_placed(
             "copies of experts balance ranks that hold whole experts, and here "
             + ("there is one rank" if parallel.size == 1 else "each rank holds some channels of all"),
             field="redundant_experts" if redundant else "expert_load",
-            value=redundant or load and load.model,
+            value=redundant or (load and load.model),
             allowed=("0",) if redundant else ("none",),
             cure="take --expert-parallel with a --tensor-parallel-size of 2 or more",
         )

@@ -165,6 +165,7 @@ class ModelRunner:
             self._warm_up()  # now in the buffers of the graphs
         else:
             self._capture(progress)
+        self.reset_expert_counts()
         self._is_prepared = True
 
     def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
@@ -189,6 +190,11 @@ class ModelRunner:
         """
         counts = self.model.expert_counts
         return None if counts is None else counts.fetch()
+
+    def reset_expert_counts(self) -> None:
+        """After steps that serve nobody."""
+        if self.model.expert_counts is not None:
+            self.model.expert_counts.reset()
 
     def run(self, batch: Batch) -> list[RowResult]:
         """Launches a step and waits for it."""

@@ -153,8 +153,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
             for shared in ("shared_experts", "shared_expert"):
                 yield from _mlp(f"{mlp}.{shared}", part_of(config.moe.shared_intermediate_size), of_first)
     if config.moe is not None and parallel.whole_experts:
-        for index, own in enumerate(_experts_by_layer(config.moe, parallel)):
-            whole = Share(0, config.moe.num_experts, tuple(_runs(own)))
+        for index, held in enumerate(_experts_by_layer(config.moe, parallel)):
+            whole = Share(0, config.moe.num_experts, tuple(_runs(held)))
             paths = ("experts.", "mlp.experts.", "feed_forward.experts.")
             yield from _of_layer(index, ((path + name, whole) for path in paths for name in _IN_ONE))
     elif config.moe is not None:

@@ -80,9 +80,7 @@ def routed_by(model: CausalLM) -> dict[int, Tensor]:
         for module in layer.modules():
             if isinstance(module, Router):
                 routed[index] = torch.zeros(module.moe.num_experts, dtype=torch.int64)
-                module.register_forward_hook(
-                    lambda router, _, chosen, index=index: count(index, router, chosen)  # type: ignore[misc]
-                )
+                module.register_forward_hook(lambda router, _, chosen, index=index: count(index, router, chosen))
     return routed
 
 

@@ -1,4 +1,4 @@
-"""Ranks with copies of experts compute the whole model's tokens, and count each expert's tokens as routers give them."""
+"""Ranks with copies of experts compute the whole model's tokens, and count each expert's as the routers give them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.unit.models.test_quantization import DEEPSEEK
 from tests.unit.models.test_qwen_vl import CASES
 from tests.unit.models.tiny import save_tiny
 
-# Copies in each layer. Five experts (granite-moe, llama4, gemma4, mixtral-like olmoe) and nine (kimi-k2) are odd.
+# Copies in each layer. Five experts (granite-moe, llama4, gemma4) and nine (kimi-k2) are odd numbers.
 PLAIN: Mapping[str, int] = MappingProxyType(
     {
         "qwen3-moe": 2,

@@ -1,7 +1,6 @@
 """What a node knows of its experts' load: read from the device every few seconds, for status, metrics and operators."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 
 from baton.convert import expert_load_to_proto
@@ -12,8 +11,6 @@ from engine.device.device_thread import ExpertCounts
 from models.expert_counts import expert_load
 from models.expert_places import ExpertPlacement
 from protos.baton.v1 import node_pb2 as pb
-
-log = logging.getLogger("baton")
 
 READ_EVERY_S = 5.0
 
@@ -51,7 +48,18 @@ class ExpertLoads:
             except BatonError:  # the engine is ending, and says why itself
                 return
 
-    async def read(self) -> ExpertLoad:
+    async def read(self) -> None:
+        """Brings the summary up to date.
+
+        Raises:
+            InvalidRequest: nothing is counted here.
+        """
+        total = await self.load()
+        recent = total if self._total is None else total.since(self._total)
+        if any(recent.rank_tokens):
+            self._total, self._recent, self._rank_tokens = total, recent, total.rank_tokens
+
+    async def load(self) -> ExpertLoad:
         """The load since the start, up to the steps that are launched by now.
 
         Raises:
@@ -65,15 +73,11 @@ class ExpertLoads:
                 allowed=("true",),
                 cure="ask a node with --expert-parallel and a --tensor-parallel-size of 2 or more, and a mixture",
             )
-        total = expert_load(self._placement, await self._read(), model=self._model)
-        recent = total if self._total is None else total.since(self._total)
-        if any(recent.rank_tokens):
-            self._total, self._recent, self._rank_tokens = total, recent, total.rank_tokens
-        return total
+        return expert_load(self._placement, await self._read(), model=self._model)
 
     async def message(self) -> pb.GetExpertLoadResponse:
-        """As `read`."""
-        return expert_load_to_proto(await self.read())
+        """As `load`."""
+        return expert_load_to_proto(await self.load())
 
     def summary(self) -> pb.ExpertBalance | None:
         """What a status says; None: nothing is counted."""

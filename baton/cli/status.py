@@ -309,14 +309,13 @@ def _adapters(status: node_pb2.NodeStatus) -> str:
 def _experts(status: node_pb2.NodeStatus) -> str:
     """How evenly the ranks share the tokens of experts."""
     balance = status.expert_balance
-    copies = f", {balance.redundant_experts} redundant" if balance.redundant_experts else ""
+    copies = f"; {balance.redundant_experts} redundant" if balance.redundant_experts else ""
     if not balance.imbalance_max:
-        return f"whole experts on each rank{copies}, no tokens yet"
-    total = sum(balance.rank_tokens)
-    shares = ", ".join(f"{tokens / total:.1%}" for tokens in balance.rank_tokens)
+        return f"experts: whole ones on each rank, no tokens yet{copies}"
+    shares = [tokens / sum(balance.rank_tokens) for tokens in balance.rank_tokens]
     return (
-        f"whole experts on each rank{copies}, tokens {shares}; busiest rank {balance.imbalance_mean:.2f} x mean, "
-        f"{balance.imbalance_max:.2f} x in the worst layer"
+        f"experts: {100 * min(shares):.0f} to {100 * max(shares):.0f} % a rank; busiest {balance.imbalance_mean:.2f} x "
+        f"mean, at worst {balance.imbalance_max:.2f} x{copies}"
     )
 
 

@@ -257,10 +257,10 @@ def _local_pattern(
 def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
     shared = len(channels(moe.shared_intermediate_size, parallel, block=block))
     if parallel.whole_experts:
-        own = experts(moe.num_experts, parallel)
+        held = experts(moe.num_experts, parallel)
         if parallel.placement is not None:
-            own = range(parallel.placement.num_places(parallel.rank))
-        return replace(moe, own=own, shared_intermediate_size=shared)
+            held = range(parallel.placement.num_places(parallel.rank))
+        return replace(moe, own=held, shared_intermediate_size=shared)
     own = len(channels(moe.intermediate_size, parallel, block=block))
     return replace(moe, intermediate_size=own, shared_intermediate_size=shared)
 

@@ -289,7 +289,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_expert_tokens_total", C, "tokens",
            "Tokens that each rank's experts computed, over all layers; a token counts once for each of its experts. "
            "Read every few seconds; 0 where ranks do not hold whole experts", NODES, (_RANK,)),
-    Metric("baton_expert_imbalance", G, "ratio",
+    Metric("baton_expert_imbalance", G, "",
            "Tokens of a layer's busiest rank per token of its mean rank, in the last seconds with traffic: the mean "
            "over the layers, and the largest. 1 is even; 0 where ranks do not hold whole experts", NODES, (_LAYERS,)),
     # ---- transfer

@@ -1,7 +1,7 @@
 """Every metric of every process: one table, from which docs/metrics.md is written and the exposition is built. Pure.
 
 Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`. Label values come
-from closed sets, or are names of paired nodes, so that the number of series is bounded.
+from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
 """
 
 from dataclasses import dataclass

@@ -140,13 +140,17 @@ def with_experts_placed(
         plan = place_experts(moe.layers, moe.num_experts, ranks=parallel.size, redundant=redundant, load=load)
         return replace(parallel, placement=plan)
     if redundant or load is not None:
+        why = "each rank holds some channels of all"
+        if config.moe is None:
+            why = f"{config.architecture} has none"
+        elif parallel.size == 1:
+            why = "there is one rank"
         raise ConfigError(
-            "copies of experts balance ranks that hold whole experts, and here "
-            + ("there is one rank" if parallel.size == 1 else "each rank holds some channels of all"),
+            f"experts are placed and copied to balance ranks that hold whole ones; here {why}",
             field="redundant_experts" if redundant else "expert_load",
             value=redundant or (load and load.model),
             allowed=("0",) if redundant else ("none",),
-            cure="take --expert-parallel with a --tensor-parallel-size of 2 or more",
+            cure="take a mixture, --expert-parallel, and a --tensor-parallel-size of 2 or more",
         )
     return parallel
 

@@ -147,7 +147,7 @@ def test_copies_have_the_weights_of_their_expert(models: dict[str, Path]) -> Non
 
 def test_a_node_without_whole_experts_has_no_copies(models: dict[str, Path]) -> None:
     config = read_config(models["qwen3-moe"])
-    with pytest.raises(ConfigError, match="there is one rank") as refused:
+    with pytest.raises(ConfigError, match="here there is one rank") as refused:
         with_experts_placed(TensorParallel(), config, redundant=1, load=None)
     assert refused.value.field == "redundant_experts"
     with pytest.raises(ConfigError, match="some channels of all"):

@@ -191,7 +191,8 @@ class RoutedExperts(nn.Module):
         rows_T1 = torch.arange(len(experts_TK)).unsqueeze(1)
         places_TK = self.turns_EC[experts_TK, rows_T1 % self.copies_E[experts_TK]]
         if counts_P is not None and slots_T is not None:
-            counts_P += places_TK[slots_T >= 0].flatten().bincount(minlength=len(counts_P))
+            counted_S = places_TK[slots_T >= 0].flatten()
+            counts_P += counted_S[counted_S >= 0].bincount(minlength=len(counts_P))
         is_own_TK = (places_TK >= self.own.start) & (places_TK < self.own.stop)
         return torch.where(is_own_TK, places_TK - self.own.start, -1)
 

@@ -25,7 +25,8 @@ def find_places(
     """int32 [T,K]: the number of each expert's place on this rank; -1: the place is another rank's.
 
     Args:
-        turns_EC: int32, the places of each expert's copies. The row of a token says which one takes it, in turn.
+        turns_EC: int32, the places of each expert's copies. The row of a token says which one takes it, in turn. Below
+            0: the expert has no place.
         copies_E: int32, how many of them there are.
         own: this rank's places.
         counts_P: int64; each place gets its assignments added. Additions commute, so the counts are exact.
@@ -82,7 +83,7 @@ def _find_places(
     is_own_S = (places_S >= own_start) & (places_S < own_stop)
     tl.store(places + assignments_S, tl.where(is_own_S, places_S - own_start, -1), mask=exists_S)
     if counts is not None:
-        counted_S = exists_S
+        counted_S = exists_S & (places_S >= 0)
         if slots is not None:
             counted_S = counted_S & (tl.load(slots + rows_S, mask=exists_S, other=-1) >= 0)
         ones_S = tl.full([BLOCK], 1, tl.int64)

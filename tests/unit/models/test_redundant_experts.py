@@ -196,6 +196,19 @@ def test_places_and_counts_on_a_gpu_are_those_on_a_cpu(num_tokens: int, choices:
         assert torch.equal(torch.tensor(own)[chosen[rank][mine]], experts_TK[mine])
 
 
+def test_an_expert_without_a_place_is_no_rank_s_and_not_counted() -> None:
+    turns_EC = torch.tensor([[0], [-1], [1]], dtype=torch.int32, device=DEVICE)
+    copies_E, slots_T = (
+        torch.ones(3, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+    )
+    experts_TK = torch.tensor([[0, 1], [2, 1]], dtype=torch.int32, device=DEVICE)
+    counts_P = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    places = find_places(experts_TK, turns_EC, copies_E, own=range(1, 2), counts_P=counts_P, slots_T=slots_T)
+    assert places.tolist() == [[-1, -1], [0, -1]]
+    assert counts_P.tolist() == [1, 1]
+
+
 def test_copies_take_the_rows_of_a_step_in_turn() -> None:
     places = place_layer([9, 1], ranks=2, redundant=2)
     experts = Experts(2, 4, 4, dtype=torch.float32, held=range(2))

@@ -41,6 +41,7 @@ from engine.device.step_costs import (
     served_steps,
     step_sizes,
 )
+from engine.expert_plan import check_same_plan, plan_experts
 from engine.request import ModelFacts
 from engine.state_room import choose_state_slots
 from grammar.compiler import GrammarCompiler
@@ -151,6 +152,8 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
+    parallel = plan_experts(parallel, config, settings)
+    check_same_plan(parallel, device)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):
@@ -266,6 +269,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     )
     with allocating("steps of the largest size"):
         costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
+    runner.reset_expert_counts()
     built = built._replace(costs=costs, largest=largest)
     limits = step_limits(built, settings)
     limits = replace(limits, max_batch_tokens=parallel.smallest(limits.max_batch_tokens, device))

@@ -35,6 +35,7 @@ from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
+from engine.expert_plan import plan_experts
 from models.config.reader import read_config
 from models.parallel import SINGLE, TensorParallel, local_config
 from node.adapters import Adapters
@@ -85,7 +86,8 @@ def run_node(
             settings = settings.model_copy(update={"model": directory})
             if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
                 ranks = TensorParallel(0, settings.tensor_parallel_size, whole_experts=settings.expert_parallel)
-                local_config(read_config(directory), ranks)
+                config = read_config(directory)
+                local_config(config, plan_experts(ranks, config, settings))
             if hosts.count > 1:
                 tls = PeerTls.read(settings, _CERTIFIED[role])
                 if hosts.rank > 0:
@@ -225,6 +227,7 @@ async def serve(
         cache=switch.cache,
         load_adapter=adapters.load,
         unload_adapter=adapters.unload,
+        expert_load=node.experts.message,
     )
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     switch.services.add_to(server.grpc)
@@ -240,6 +243,7 @@ async def serve(
         supervisor.report("ready", address=server.address, metrics=port.url)
         watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
         watch_adapters = asyncio.create_task(adapters.watch(), name="watch-adapters")
+        watch_experts = asyncio.create_task(node.experts.watch(), name="watch-experts")
         try:
             await stop.wait()
             watch.cancel()
@@ -250,6 +254,7 @@ async def serve(
             await until(lambda: not switch.role.busy, timeout_s=grace_s)
         finally:
             watch_adapters.cancel()
+            watch_experts.cancel()
             await switch.role.close()
             service.close()
     log.info("drained")

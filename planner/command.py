@@ -55,6 +55,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="GPUs of one node. Default: as few as hold weights and a useful cache."),
     ] = None,
+    redundant_experts: Annotated[
+        int, typer.Option(min=0, help="Copies of experts in each layer of every node; they take memory from the cache.")
+    ] = 0,
     costs_from: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,7 +82,7 @@ def plan(
     )  # fmt: skip
     shape.check()
     directory = find_model(model, weights=False)
-    size = model_size(read_config(directory))
+    size = model_size(read_config(directory), redundant_experts=redundant_experts)
     load, own_rate = _fitting(shape, size.max_context_tokens)
     wanted = own_rate if rate is None and trace is not None and gpus is None else rate
     if wanted is None and gpus is None:

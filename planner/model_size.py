@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from baton.errors import ConfigError
 from kvcache.spec import DTYPE_BYTES
 from models.config.model_config import MLAConfig, ModelConfig
 
@@ -24,6 +25,8 @@ class ModelSize:
         kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
         pair_flops: operations for each pair of a prompt's token and a key.
         whole: of `dense`, what every rank holds: the projections to latents, and routers.
+        copies: of redundant experts, in addition to `experts`.
+        ranks_min: ranks over which each expert is at most once on a rank.
         windowed_share: of the layers that see only a window of recent tokens, and the window.
     """
 
@@ -41,6 +44,8 @@ class ModelSize:
     pair_flops: float
     max_context_tokens: int
     whole: int = 0
+    copies: int = 0
+    ranks_min: int = 1
     windowed_share: float = 0.0
     window: int = 0
 
@@ -50,9 +55,9 @@ class ModelSize:
         return linear + (self.head + self.embedding) * self.head_bytes
 
     def rank_bytes(self, ranks: int) -> float:
-        """Weights of one of several ranks. They share the experts evenly, by channels or whole."""
+        """Weights of one of several ranks. They share the experts evenly, by channels or whole, with their copies."""
         whole = self.whole * self.linear_bytes
-        return (self.weight_bytes - whole) / ranks + whole
+        return (self.weight_bytes + self.copies * self.linear_bytes - whole) / ranks + whole
 
     def read_bytes(self, tokens: int) -> float:
         """The weights that a step of so many tokens reads, with even routing."""
@@ -67,8 +72,22 @@ class ModelSize:
         return 2.0 * tokens * self.expert_share * self.experts
 
 
-def model_size(config: ModelConfig) -> ModelSize:
-    """The sizes of a model that runs in its own dtype."""
+def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
+    """The sizes of a model that runs in its own dtype.
+
+    Args:
+        redundant_experts: copies in each layer.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    if redundant_experts and config.moe is None:
+        raise ConfigError(
+            f"{config.architecture} has no experts to copy",
+            field="redundant_experts",
+            value=redundant_experts,
+            allowed=("0",),
+        )
     hidden = config.hidden_size
     attention = config.attention
     if isinstance(attention, MLAConfig):
@@ -98,11 +117,12 @@ def model_size(config: ModelConfig) -> ModelSize:
     moe, layers = config.moe, config.num_layers
     moe_layers = 0 if moe is None else sum(moe.layers)
     dense = layers * per_layer + (layers - moe_layers) * projections * hidden * config.intermediate_size
-    experts, share = 0, 0.0
+    experts, copies, share = 0, 0, 0.0
     if moe is not None:
         whole += moe_layers * hidden * moe.num_experts
         dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + moe.num_experts)
         experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
+        copies = redundant_experts * experts // moe.num_experts
         share = moe.experts_per_token / max(1, moe.num_experts)
     head_bytes = DTYPE_BYTES[config.dtype]
     bounded = [window for window in windows if window]
@@ -121,6 +141,8 @@ def model_size(config: ModelConfig) -> ModelSize:
         pair_flops=layers * pair_flops,
         max_context_tokens=config.max_context_tokens,
         whole=whole,
+        copies=copies,
+        ranks_min=1 if moe is None else 1 + -(-redundant_experts // moe.num_experts),
         windowed_share=len(bounded) / layers,
         window=max(bounded, default=0),
     )

@@ -34,11 +34,11 @@ kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kerne
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 if triton.__version__.startswith(_GLUON_VERSIONS):
     from attention.kernels.blocksparse import hopper as blocksparse_hopper
-    from attention.kernels.mla import hopper as mla_decode_hopper
+    from attention.kernels.mla import gathered, hopper as mla_decode_hopper
     from attention.kernels.paged import hopper
     from attention.kernels.paged import persistent
     paged_launches += [hopper.launch, launch_persistent]
-    kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
+    kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
 after_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
@@ -52,7 +52,7 @@ def compiled_for(kernel, moved, width):
     for param in kernel.params:
         if param.name in after_decodes:
             values[param.name] = memory[moved:] if param.name in moving else memory
-        elif param.name in ("stride_table_r", "table_stride_R", "table_stride"):
+        elif param.name in ("stride_table_r", "table_stride_R", "table_stride", "slots_stride_R"):
             values[param.name] = width
         else:
             values[param.name] = 0

@@ -3,9 +3,9 @@ in float32, for the cores themselves keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
 arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
-on multiprocessors that it needs (1 to 5 us more, measured). On Hopper, products
-of few rows are `models.kernels.decode_matmul_8bit`'s, where a token's bits may depend on the batch. The twin is
-`models.quantization.fp8.multiply`.
+on multiprocessors that it needs (1 to 5 us more, measured). The twin is `models.quantization.fp8.multiply`.
+
+On Hopper, `models.kernels.decode_matmul_8bit` has the products of few rows, where bits may depend on the batch.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """

@@ -17,8 +17,8 @@ _TILE = 64
 # Keys of a program: with few queries, many programs share one query's keys; with many, a program keeps its queries.
 _KEYS_FEW, _KEYS_MANY = 512, 2048
 _MANY_QUERIES = 64
-# Queries that share the keys that a program reads, where there are many. For one query alone, a key of 256 bytes is read
-# for 16 KFLOP, and L2 is the bound.
+# Queries that share the keys that a program reads, where there are many. For one query alone, a key of 256 bytes is
+# read for 16 KFLOP, and L2 is the bound.
 _QUERIES = 4
 
 

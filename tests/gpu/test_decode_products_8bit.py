@@ -8,7 +8,10 @@ from torch import Tensor
 from models.kernels import fp8_gemm, fp8_quantize, int8_gemm
 from models.kernels.decode_matmul_8bit import multiply
 from models.kernels.fp8_gemm import Weight
+from models.linear import Linear
 from models.quantization import fp8
+from models.quantization.int8_config import Int8Config
+from models.quantization.int8_linear import Int8Linear
 from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +72,21 @@ def test_integers_have_the_bits_of_the_kernel_for_any_rows(rows: int, channels: 
         )
         assert torch.equal(multiply(*quantized, weight, dtype=torch.bfloat16), expected_TN), num_tokens
         assert not arrived.any(), num_tokens
+
+
+def test_a_layer_takes_it_for_few_rows_and_the_kernel_for_any_rows_for_more() -> None:
+    replaced = Linear(4096, 6144, dtype=torch.bfloat16)
+    config = Int8Config("int8", by_channel=True, static_inputs=False)
+    layer = Int8Linear(replaced, "o_proj", config, device=DEVICE)
+    layer.weight.random_(-127, 128)
+    for _, scale, _ in layer.checkpoint_scales():
+        scale.uniform_(0.01, 0.02)
+    layer.finish()
+    for num_tokens in (*TOKENS, 33):
+        x_TK = torch.randn(num_tokens, 4096, device=DEVICE, dtype=torch.bfloat16)
+        # Padding of the batch takes the other kernel.
+        padded_TK = torch.cat([x_TK, x_TK.new_zeros(40, 4096)])
+        assert torch.equal(layer(x_TK), layer(padded_TK)[:num_tokens]), num_tokens
 
 
 @pytest.mark.parametrize(("rows", "channels"), SHAPES)

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from attention.kernels.blocksparse import decode as blocksparse_decode, hopper as blocksparse_hopper
 from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
-from attention.kernels.mla import hopper as mla_decode_hopper, portable as mla_decode_plain
+from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
 from attention.kernels.paged import hopper, persistent, portable
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
@@ -31,7 +31,7 @@ def launch_persistent(call):
 paged_launches = [portable.launch, launch_list, hopper.launch, launch_persistent]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
-kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
+kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
 after_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
@@ -45,7 +45,7 @@ def compiled_for(kernel, moved, width):
     for param in kernel.params:
         if param.name in after_decodes:
             values[param.name] = memory[moved:] if param.name in moving else memory
-        elif param.name in ("stride_table_r", "table_stride_R", "table_stride"):
+        elif param.name in ("stride_table_r", "table_stride_R", "table_stride", "slots_stride_R"):
             values[param.name] = width
         else:
             values[param.name] = 0

@@ -19,7 +19,7 @@ from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 TILE = 64
 LOG2_E = 1.4426950408889634
 # Whether selected tokens are attended to by the kernel for Hopper. Off until tests/gpu/test_gathered.py has passed.
-GATHERS_ON_HOPPER = False
+GATHERS_ON_HOPPER = True
 
 
 @dataclass(frozen=True)

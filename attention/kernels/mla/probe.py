@@ -40,6 +40,7 @@ def compare(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]
             partial_output=torch.zeros(2 * _NUM_WORKERS, heads, _LATENT, device=device),
             partial_lse=torch.zeros(2 * _NUM_WORKERS, heads, device=device),
             hopper=None,
+            gathered=None,
         )
         shape_RHL, scale = (len(_SEQ_LENS), heads, _LATENT), _CHANNELS**-0.5
         expected_RHL, out_RHL = torch.zeros(2, *shape_RHL, dtype=torch.bfloat16, device=device)

@@ -88,6 +88,12 @@ class Batch:
     restores: tuple[tuple[int, int], ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
 
+    def of_owners(self, count: int) -> "Batch":
+        """The same rows for each of so many owners, for measurements; without what else there is."""
+        if count == 1:
+            return self
+        return Batch(self.step, tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count)))
+
     @property
     def rows(self) -> tuple[BatchRow, ...]:
         """The rows as they are in this step. Makes new rows; hot paths use `shared_rows`."""

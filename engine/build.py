@@ -165,6 +165,14 @@ def build_runner(
     rank_config = local_config(config, parallel)
     if settings.batch_invariant:
         refuse_batch_invariance(parallel)
+    if parallel.own_attention and settings.adapter_slots:
+        raise ConfigError(
+            "attention_data_parallel is on, and the node has slots for adapters",
+            field="attention_data_parallel",
+            value=True,
+            allowed=("false",),
+            cure="leave out one of them: adapters need ranks that compute all tokens together",
+        )
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
@@ -197,7 +205,8 @@ def build_runner(
             parallel=parallel,
             progress=progress,
         )
-    facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
+    known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
+    facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
 
     adapters: AdapterBank | None = None
     if settings.adapter_slots:
@@ -360,7 +369,9 @@ def _profiled_sizes(
     return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
 
 
-def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str) -> ModelFacts:
+def _facts(
+    config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str, *, num_owners: int
+) -> ModelFacts:
     return ModelFacts(
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
@@ -371,6 +382,7 @@ def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity
         identity=identity,
         window_tokens=max(spec.windows, default=0),
         state_slots=shape.state_slots,
+        num_owners=num_owners,
     )
 
 

@@ -113,7 +113,7 @@ class Reservation:
             the sequence.
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
         state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
-        owner: the rank with the blocks, where each has blocks of its own.
+        owner: the rank with the blocks; None: every rank has blocks of these numbers.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class Reservation:
     cached_tokens: int
     resume_at: int
     state_slot: int = -1
-    owner: int = 0
+    owner: int | None = None
 
 
 @dataclass(frozen=True)

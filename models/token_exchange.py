@@ -63,7 +63,7 @@ class TokenExchange:
         self.shares = shares
 
     def gather(self, own_TD: Tensor) -> Tensor:
-        """[A, D], the same bits on each rank. Padding holds anything finite."""
+        """[A, D], the same bits on each rank. Padding holds anything."""
         shares, count = self.shares, len(own_TD)
         if not shares.width:
             all_AD = own_TD.new_zeros(shares.num_places, *own_TD.shape[1:])

@@ -336,10 +336,11 @@ def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> 
         weights_digest=identity.weights_digest,
         spec=built.model_spec,
         shape=shape,
-        wire_oldest=wire_oldest(built.model_spec),
+        wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=built.parallel.num_owners > 1),
         wire_newest=WIRE_NEWEST,
         package_version=__version__,
         batch_invariant=settings.batch_invariant,
         tensor_parallel_size=built.parallel.size,
         converted_kv_dtypes=settings.converted_kv_dtypes,
+        attention_data_parallel=built.parallel.num_owners > 1,
     )

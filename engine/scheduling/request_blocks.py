@@ -20,7 +20,7 @@ from engine.scheduling.state import RequestState
 class Place(NamedTuple):
     """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it."""
 
-    owner: int
+    pool: int
     cached: list[int]
 
 
@@ -133,7 +133,7 @@ class RequestBlocks:
     def room(self, spare: Counter[int], before: Iterable[RequestState] = ()) -> list[int]:
         """Free blocks of each pool, less those to spare, and less those that the requests `before` need, if each takes
         the pool with most room. May be below 0."""
-        room = [pool.num_free - spare[owner] for owner, pool in enumerate(self._pools)]
+        room = [pool.num_free - spare[number] for number, pool in enumerate(self._pools)]
         for state in before:
             room[room.index(max(room))] -= self.needed(state)
         return room
@@ -148,19 +148,20 @@ class RequestBlocks:
         if not self.states.has_room(others=before):
             return None
         fitting: list[tuple[int, int, Place]] = []
-        for owner, pool in enumerate(self._pools):
+        for number, pool in enumerate(self._pools):
             cached = self._cached(state, pool)
             held_anew = pool.num_free - pool.num_free_without(cached)
-            if room[owner] - held_anew >= self.needed(state) - len(cached):
-                fitting.append((-len(cached), -room[owner], Place(owner, cached)))
+            if room[number] - held_anew >= self.needed(state) - len(cached):
+                fitting.append((-len(cached), -room[number], Place(number, cached)))
         return min(fitting)[2] if fitting else None
 
     def take(self, state: RequestState, place: Place) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""
-        pool, cached = self._pools[place.owner], place.cached
+        pool, cached = self._pools[place.pool], place.cached
         known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0
         blocks = pool.take(cached, self.needed(state) - len(cached))
-        state.hold(blocks, owner=place.owner, num_cached_blocks=len(cached), block_size=self._block_size)
+        owner = place.pool if len(self._pools) > 1 else None
+        state.hold(blocks, owner=owner, num_cached_blocks=len(cached), block_size=self._block_size)
         self.states.take(state, len(cached), known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
@@ -168,7 +169,7 @@ class RequestBlocks:
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
-        missing, pool = self._blocks_for(num_slots) - len(state.blocks), self._pools[state.owner]
+        missing, pool = self._blocks_for(num_slots) - len(state.blocks), self._pools[state.pool]
         if missing > pool.num_free:
             return False
         if missing > 0:
@@ -177,8 +178,8 @@ class RequestBlocks:
 
     def can_extend(self, states: Iterable[RequestState]) -> bool:
         """Whether each of the requests finds one more block."""
-        wanted = Counter(state.owner for state in states)
-        return all(count <= self._pools[owner].num_free for owner, count in wanted.items())
+        wanted = Counter(state.pool for state in states)
+        return all(count <= self._pools[pool].num_free for pool, count in wanted.items())
 
     def register(self, state: RequestState) -> None:
         """Offers the request's full, computed blocks to later requests."""
@@ -188,7 +189,7 @@ class RequestBlocks:
         if self.states.unit:  # nobody could continue after later blocks
             num_tokens = min(num_tokens, state.state_tokens)
         for index in range(state.num_registered, num_tokens // self._block_size):
-            self._pools[state.owner].register(
+            self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),
                 windowless=index * self._block_size < state.windows_from,
@@ -197,7 +198,7 @@ class RequestBlocks:
 
     def forget(self, state: RequestState) -> None:
         """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
-        self._pools[state.owner].forget(state.blocks)
+        self._pools[state.pool].forget(state.blocks)
         self.states.forget(state)
 
     @property
@@ -206,7 +207,7 @@ class RequestBlocks:
         return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:
-        self._pools[state.owner].give_back(state.drop_blocks())
+        self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
 
     def _reusable_tokens(self, state: RequestState) -> int:

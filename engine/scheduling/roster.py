@@ -43,10 +43,10 @@ class Roster:
         return not self.ready and self.num_reserved < self.seats
 
     def decoders(self) -> Counter[int]:
-        """Requests with a seat, or waiting for one, that decode now or later, by owner. A newcomer leaves each of them
+        """Requests with a seat, or waiting for one, that decode now or later, by pool. A newcomer leaves each of them
         a free block."""
-        owners = [state.owner for state in self.running if not state.prefill_only]
-        return Counter(owners + [state.owner for state in self.ready])
+        pools = [state.pool for state in self.running if not state.prefill_only]
+        return Counter(pools + [state.pool for state in self.ready])
 
     @property
     def num_streams(self) -> int:
@@ -58,9 +58,9 @@ class Roster:
         """Blocks of `prefill_only` requests; blocks that two of them share count twice."""
         return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
 
-    def last_decoder(self, owner: int) -> RequestState:
-        """The owner's running request that gives up its blocks first: the one at the last place."""
-        return next(state for state in reversed(self.running) if state.owner == owner and not state.prefill_only)
+    def last_decoder(self, pool: int) -> RequestState:
+        """The pool's running request that gives up its blocks first: the one at the last place."""
+        return next(state for state in reversed(self.running) if state.pool == pool and not state.prefill_only)
 
     @property
     def num_leased(self) -> int:
@@ -68,7 +68,7 @@ class Roster:
         leased: defaultdict[int, set[int]] = defaultdict(set)
         for state in self._by_id.values():
             if state.phase in (Phase.RESERVED, Phase.HELD):
-                leased[state.owner].update(state.blocks)
+                leased[state.pool].update(state.blocks)
         return sum(map(len, leased.values()))
 
     def decoding(self) -> list[RequestState]:

@@ -389,7 +389,7 @@ class Scheduler:
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._preempt(self._roster.last_decoder(state.owner), now)
+                self._preempt(self._roster.last_decoder(state.pool), now)
         for state in decoding:
             if state.phase is Phase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
@@ -462,7 +462,7 @@ class Scheduler:
             if place is None:
                 break
             kept += 1
-            room[place.owner] -= self._blocks.needed(state)
+            room[place.pool] -= self._blocks.needed(state)
         roster.fill_seats(kept=kept)
 
     def _stop_running(self, state: RequestState) -> None:

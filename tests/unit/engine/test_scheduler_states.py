@@ -257,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sent_back == 0
         if batch is None:
             able = [state for state in running if state.phase is Phase.RUNNING and (state.prefilling or state.decoding)]
-            wanted = Counter(state.owner for state in able)
+            wanted = Counter(state.pool for state in able)
             assert not able or (self.in_flight and any(free[owner] < count for owner, count in wanted.items()))
             return
         lengths = [len(row.token_ids) for row in batch.rows]
@@ -317,7 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_equal_holders(self) -> None:
-        held = Counter((state.owner, block_id) for state in self.holders() for block_id in state.blocks)
+        held = Counter((state.pool, block_id) for state in self.holders() for block_id in state.blocks)
         for owner, pool in enumerate(self.pools()):
             assert pool._references == [held[owner, block_id] for block_id in range(NUM_BLOCKS)]
         assert self.scheduler.load().blocks_free == self.owners * NUM_BLOCKS - len(held)
@@ -333,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for state in self.holders():
             if state.phase is not Phase.HELD:
                 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
-                    assert self.pools()[state.owner]._references[block_id] == 1
+                    assert self.pools()[state.pool]._references[block_id] == 1
 
     @invariant()
     def a_step_in_flight_reads_what_is_held_and_writes_what_nobody_can_match(self) -> None:
@@ -508,7 +508,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The state after `stop` tokens has come; 0: part of one."""
 
     def slot(self, of: BatchRow | Reservation, position: int) -> tuple[int, int]:
-        return of.owner, of.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        return of.owner or 0, of.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
     def write(self, sequence: Tokens, of: BatchRow | Reservation, start: int, stop: int) -> None:
         for position in range(start, stop):

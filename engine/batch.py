@@ -89,10 +89,9 @@ class Batch:
     snapshots: tuple[tuple[int, int], ...] = ()
 
     def of_owners(self, count: int) -> "Batch":
-        """The same rows for each of so many owners, for measurements; without what else there is."""
-        if count == 1:
-            return self
-        return Batch(self.step, tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count)))
+        """The same rows for each of so many owners, to warm up."""
+        rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
+        return Batch(self.step, rows, scores=tuple((place * count, score) for place, score in self.scores))
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

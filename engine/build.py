@@ -322,7 +322,8 @@ def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device
         known = None if num_blocks is None else num_blocks * settings.block_size
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         share_bytes = int(total_bytes * settings.gpu_memory_fraction * _CACHE_SHARE)
-        seats = gpu_seats(settings, share_bytes // spec.bytes_per_token if known is None else known)
+        owners = settings.tensor_parallel_size if settings.attention_data_parallel else 1
+        seats = gpu_seats(settings, owners * (share_bytes // spec.bytes_per_token if known is None else known))
     return _Sizes(
         settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
         seats or CPU_BATCH_REQUESTS,

@@ -4,8 +4,8 @@ A rank has some query heads with their kv heads, some channels of every MLP and 
 vocabulary; everything else is whole on each rank. Experts are split by channels, so all ranks have equal work for any
 choice of experts; or, with `whole_experts`, each rank has some of them whole: larger products and no limits on channels
 for unequal work. Either way a rank computes its part for all tokens, which every rank has after attention, and the
-ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged. With `own_attention`, attention is whole
-on each rank, for its own tokens only (`models.token_exchange`).
+ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged. With `own_attention`, attention is
+whole on each rank, for its own tokens only (`models.token_exchange`).
 """
 
 import math

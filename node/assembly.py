@@ -210,12 +210,13 @@ class Node:
     def summary(self) -> str:
         """One line for the log."""
         shape, spec = self.built.cache.shape, self.built.cache.spec
+        owners = " on each rank for its own requests" if self.built.parallel.num_owners > 1 else ""
         ranks = f" with {len(self._workers)} more rank(s)" if self._workers else ""
         return (
             f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}"
             f"{ranks}, "
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
-            f"{shape.num_blocks} blocks of {shape.block_size} tokens"
+            f"{shape.num_blocks} blocks of {shape.block_size} tokens{owners}"
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
 

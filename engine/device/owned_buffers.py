@@ -1,7 +1,7 @@
-"""The tensors of captured decode steps with attention data parallelism: the rows of this rank, and where all ranks' rows
-are. They are filled from the buffers of all rows, on the device, as the first part of each step.
+"""The tensors of captured decode steps with attention data parallelism: this rank's rows, and where all ranks' rows are.
+They are filled from the buffers of all rows, on the device, as the first part of each step.
 
-Legend: S rows of a rank including padding, A rows of all ranks in their order, N most rows of a step, B blocks of a row.
+Legend: R row of the step, A row of any rank in the order of ranks, with padding, N most rows of a step.
 """
 
 from collections.abc import Sequence

@@ -69,7 +69,7 @@ def capture_sizes(largest: int) -> list[int]:
 def owned_decode_step(
     model: CausalLM, cache: PagedKVCache, owned: OwnedBuffers, metadata: AttentionMetadata, size: int
 ) -> Tensor:
-    """As `decode_step`, with attention data parallelism: of `size` rows on each rank. Returns the logits of all rows."""
+    """As `decode_step`, with attention data parallelism: of `size` rows on each rank. Returns all rows' logits."""
     buffers, num_rows = owned.rows, owned.num_rows(size)
     token_ids_R = buffers.look_tokens_up(num_rows)
     token_ids_A = token_ids_R.index_select(0, owned.rows_A[: size * owned.parallel.size])

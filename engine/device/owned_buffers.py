@@ -1,4 +1,4 @@
-"""The tensors of captured decode steps with attention data parallelism: this rank's rows, and where all ranks' rows are.
+"""The tensors of captured decode steps with attention data parallelism: this rank's rows, and the places of all rows.
 They are filled from the buffers of all rows, on the device, as the first part of each step.
 
 Legend: R row of the step, A row of any rank in the order of ranks, with padding, N most rows of a step.

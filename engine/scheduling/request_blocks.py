@@ -140,20 +140,24 @@ class RequestBlocks:
 
     def place(self, state: RequestState, room: list[int], *, before: int = 0) -> Place | None:
         """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
-        that has most of its prefix, then the one with most room. None: nowhere.
+        that has most room left then. None: nowhere.
+
+        A block of the prefix that a pool has counts as two: it is not taken, and not computed. So a conversation stays
+        where it was, and a short prefix that all requests share does not bring all of them to one rank.
 
         Args:
             room: of each pool.
         """
         if not self.states.has_room(others=before):
             return None
-        fitting: list[tuple[int, int, Place]] = []
+        best, most = None, -1
         for number, pool in enumerate(self._pools):
             cached = self._cached(state, pool)
             held_anew = pool.num_free - pool.num_free_without(cached)
-            if room[number] - held_anew >= self.needed(state) - len(cached):
-                fitting.append((-len(cached), -room[number], Place(number, cached)))
-        return min(fitting)[2] if fitting else None
+            left = room[number] - held_anew - (self.needed(state) - len(cached))
+            if left >= 0 and left + len(cached) > most:
+                best, most = Place(number, cached), left + len(cached)
+        return best
 
     def take(self, state: RequestState, place: Place) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""

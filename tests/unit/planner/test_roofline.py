@@ -80,6 +80,9 @@ def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
     assert size.rank_bytes(8) == pytest.approx(85e9, rel=0.01)
     assert cache_tokens(size, GPUS["h200"], 8) == pytest.approx(539_000, rel=0.02)
     assert cache_tokens(size, GPUS["h200"], 4) < 0
+    own = size.with_own_attention()
+    assert own.rank_bytes(8) == pytest.approx(1e9, rel=0.01)
+    assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(1, rel=0.02)
 
 
 def test_a_rank_with_requests_of_its_own_weighs_what_is_computed_and_leaves_room_on_every_rank() -> None:

@@ -91,7 +91,8 @@ async def test_kv_for_the_wrong_rank_is_refused_there() -> None:
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
         plant(nodes.prefill.caches[0], blocks, TOKENS)
         before = [cache.view.clone() for cache in nodes.decode.caches]
-        await nodes.decode.transfer.open_lease(LeaseGrant(0, blocks, 0, TOKENS, owner=0))
+        blocks_d = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
+        await nodes.decode.transfer.open_lease(LeaseGrant(0, blocks_d, 0, TOKENS, owner=0))
         await nodes.prefill.transfer.send(replace(_job_to(blocks, rank=1), lease=0))
         await eventually(lambda: len(nodes.decode.events.refused) > 0 or nodes.decode.transfer.counters().refused > 0)
         assert nodes.decode.events.filled == []

@@ -172,7 +172,8 @@ def most_padded(step: Batch, num_owners: int) -> Batch:
     A step of one owner's prompts has the most tokens in attention, this one the most in the experts.
     """
     total = sum(len(row.token_ids) for row in step.shared_rows)
-    counts = [2 * total // num_owners, *[(total - 2 * total // num_owners) // (num_owners - 1)] * (num_owners - 1)]
+    twice, others = 2 * total // num_owners, num_owners - 1
+    counts = [twice, *[-((twice - total) // others)] * others]
     rows = []
     for owner, count in enumerate(counts):
         for row in step.shared_rows:

@@ -92,7 +92,7 @@ async def test_a_prompt_goes_to_the_rank_that_has_its_prefix(start: Machines, re
     for prompt in firsts:
         assert_same(await generate(gateway, prompt, GREEDY), reference.greedy(prompt, MAX_TOKENS), "first")
     for first in firsts:
-        prompt = (*first, *range(40, 80))
+        prompt = [*first, *range(40, 80)]
         result = await generate(gateway, prompt, GREEDY)
         assert_same(result, reference.greedy(prompt, MAX_TOKENS), "continued")
         assert result.proof.prompt_tokens_sent == len(prompt) - len(first)

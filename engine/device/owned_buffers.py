@@ -26,6 +26,8 @@ class OwnedBuffers:
         rows: the buffers of all rows.
         own: [N] int64, the row of each of this rank's places; 0 for padding.
         is_padding: [N] bool, of this rank's places.
+        padding_lens: [N] int32, the keys of places that are padding: none; one for the first place of a rank without
+            rows, so that no backend has to plan attention without any key. Nobody reads its result.
         rows_A: [A] int64, the row of each place; 0 for padding.
         places: [N] int64, the place of each row in A.
         seq_lens, positions, slot_mapping, table: as in `DecodeBuffers`, of this rank's places.
@@ -36,6 +38,7 @@ class OwnedBuffers:
     rows: DecodeBuffers
     own: Tensor
     is_padding: Tensor
+    padding_lens: Tensor
     rows_A: Tensor
     places: Tensor
     seq_lens: Tensor
@@ -58,21 +61,23 @@ class OwnedBuffers:
         own_R = np.flatnonzero(owners_R == self.parallel.rank)
         own, rows_A, places = (np.zeros(len(each), np.int64) for each in (self.own, self.rows_A, self.places))
         own[: len(own_R)], rows_A[places_R], places[order_R] = own_R, order_R, places_R
-        is_padding = np.arange(len(own)) >= len(own_R)
-        targets = (self.own, self.is_padding, self.rows_A, self.places)
-        copied = to_device((own, is_padding, rows_A, places), self.own.device)
+        is_padding, padding_lens = np.arange(len(own)) >= len(own_R), np.zeros(len(own), np.int32)
+        padding_lens[0] = not len(own_R)
+        targets = (self.own, self.is_padding, self.padding_lens, self.rows_A, self.places)
+        copied = to_device((own, is_padding, padding_lens, rows_A, places), self.own.device)
         for target, each in zip(targets, copied, strict=True):
             target.copy_(each)
         host = self.rows.host
-        self.seq_lens_host[:size], self.num_computed_host[:size] = 0, 0
+        self.seq_lens_host[:], self.num_computed_host[:] = padding_lens, 0
         self.seq_lens_host[: len(own_R)] = host.fields["seq_lens"][own_R]
         self.num_computed_host[: len(own_R)] = host.num_computed[own_R]
 
     def take_own(self, size: int) -> None:
         """The start of a step: takes this rank's rows, after their new blocks are placed."""
         own, is_padding, rows = self.own[:size], self.is_padding[:size], self.rows
+        lens = rows.seq_lens.index_select(0, own)
+        torch.where(is_padding, self.padding_lens[:size], lens, out=self.seq_lens[:size])
         for target, source, padding in (
-            (self.seq_lens, rows.seq_lens, 0),
             (self.positions, rows.positions, 0),
             (self.slot_mapping, rows.slot_mapping, -1),
         ):
@@ -104,6 +109,7 @@ def new_owned_buffers(rows: DecodeBuffers, parallel: TensorParallel) -> OwnedBuf
         rows,
         own=zeros,
         is_padding=torch.ones(count, dtype=torch.bool, device=device),
+        padding_lens=torch.zeros(count, dtype=torch.int32, device=device),
         rows_A=zeros.new_zeros(count * parallel.size),
         places=zeros.clone(),
         seq_lens=torch.zeros(count, dtype=torch.int32, device=device),

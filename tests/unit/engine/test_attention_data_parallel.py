@@ -40,6 +40,7 @@ SCENES: Mapping[str, Scene] = {
     "whole prompts": Scene(DEMO, MIXED),
     "chunks": Scene(DEMO, MIXED, batch_tokens=24),
     "one request": Scene(DEMO, MANY[:1]),
+    "one request in graphs": Scene(DEMO, MANY[:1], graphs=True),
     "preemption": Scene(
         DEMO, [(prompt(10, seed), greedy(30)) for seed in range(4)], blocks=14, block_size=4, batch_tokens=32
     ),
@@ -128,15 +129,16 @@ def test_prompt_logprobs_are_those_of_one_process(
 
 def test_decodes_run_in_the_buffers_of_graphs(together: list[dict[str, Outcome]]) -> None:
     for rank in together:
-        assert rank["graphs"].launches["decode_graph"] > 0
-        assert rank["graphs"].launches["prompt_graph"] == 0
+        for name in ("graphs", "one request in graphs"):
+            assert rank[name].launches["decode_graph"] > 0
+            assert rank[name].launches["prompt_graph"] == 0
 
 
 def test_four_ranks_with_unequal_work_compute_what_one_does(
     alone: dict[str, Outcome], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Ranks with few tokens next to one with many: the exchange then pads nothing."""
-    names = ("chunks", "one request", "graphs")
+    names = ("chunks", "one request", "one request in graphs", "graphs")
     ranks = run_ranks(compute_as_owner, 4, tmp_path_factory.mktemp("ranks"), {name: SCENES[name] for name in names})
     for rank in ranks:
         for name in names:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import is_hopper
 
 # Packages that some backends need, by the name that imports them.
 OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
@@ -20,7 +20,8 @@ class Platform:
     num_sms: multiprocessors of the GPU; 1 without one.
     packages: the optional packages that are installed.
     triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
-    hopper_kernels: our kernels for Hopper can run.
+    hopper_kernels: the GPU is one that our kernels for Hopper are made for. Each family also needs a version of
+        Triton that compiles it rightly (`tritonlib.hopper_check`); otherwise portable kernels take its calls.
     """
 
     device_type: str
@@ -45,5 +46,5 @@ def probe_platform(device: torch.device | str) -> Platform:
         num_sms=properties.multi_processor_count,
         packages=packages,
         triton_interpreted=interpreted,
-        hopper_kernels=has_hopper_kernels(device),
+        hopper_kernels=is_hopper(device),
     )

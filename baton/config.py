@@ -42,6 +42,7 @@ _CONVERTIBLE = ("float32", "bfloat16", "float16")
 _SECONDS_MAX, _RATE_MAX = 1e9, 1e9
 _COUNT_MAX = 1 << 20
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
+_EXPERTS_MAX = 1 << 16
 LEADER_PORT = 7004  # of a leader whose environment names no port
 _ADAPTERS = 8  # slots where adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
@@ -198,6 +199,19 @@ class NodeSettings(CommonSettings):
         description="for models with latent attention (DeepSeek, Kimi-K2, GLM-5): each rank computes the attention of "
         "its own requests with whole attention weights and holds only their KV, so that the node has room for as many "
         "times the KV as it has ranks; together with expert_parallel (elsewhere called enable_dp_attention)",
+    )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        le=_EXPERTS_MAX,
+        description="copies of experts in each layer, divided over the ranks with the experts themselves, so that "
+        "ranks get equally many tokens (elsewhere num_redundant_experts, ep_num_redundant_experts). Needs "
+        "expert_parallel",
+    )
+    expert_load: Path | None = Field(
+        None,
+        description="file of `baton expert-load`, by whose tokens of each expert copies are made and experts are "
+        "placed; the same on every host of the node. Default: all experts count alike. Needs expert_parallel",
     )
     threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field(

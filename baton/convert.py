@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, PeerRefused
+from baton.expert_load import ExpertLoad, LayerLoad
 from baton.types import (
     AdapterRef,
     FinishReason,
@@ -24,6 +25,7 @@ from baton.types import (
     Usage,
 )
 from protos.baton.v1 import common_pb2 as pb
+from protos.baton.v1 import node_pb2
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
@@ -48,6 +50,24 @@ def _enum_name(enum: Any, prefix: str, number: int) -> str:
         return "unknown"
     name = enum.Name(number).removeprefix(prefix) if number in enum.values() else f"{prefix}{number}"
     return str(name).lower().replace("_", " ")
+
+
+def expert_load_to_proto(load: ExpertLoad) -> node_pb2.GetExpertLoadResponse:
+    layers = (
+        node_pb2.ExpertLayerLoad(layer=each.layer, tokens=each.tokens, rank_tokens=each.rank_tokens)
+        for each in load.layers
+    )
+    return node_pb2.GetExpertLoadResponse(
+        model=load.model, redundant_experts=load.redundant_experts, layers=list(layers)
+    )
+
+
+def expert_load_from_proto(message: node_pb2.GetExpertLoadResponse) -> ExpertLoad:
+    layers = (
+        LayerLoad(layer=each.layer, tokens=tuple(each.tokens), rank_tokens=tuple(each.rank_tokens))
+        for each in message.layers
+    )
+    return ExpertLoad(model=message.model, redundant_experts=message.redundant_experts, layers=tuple(layers))
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:

@@ -34,6 +34,7 @@ BENCHMARKS = (
     ("engine", "The engine on a GPU", "bench.engine.run"),
     ("prompt_steps", "Steps that hold prompts", "bench.engine.prompt_steps"),
     ("quantized", "Quantized weights on a GPU", "bench.quantized"),
+    ("hybrids", "Models with recurrent states", "bench.hybrids"),
     ("adapters", "Adapters in decode steps on a GPU", "bench.adapters"),
     ("all_at_once", "256 requests at once, against nano-vllm", "bench.all_at_once"),
     ("structured", "Structured output", "bench.structured_output.run"),

@@ -79,6 +79,11 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
     ) -> node_pb2.UnloadAdapterResponse:
         await _refuse(context)
 
+    async def GetExpertLoad(
+        self, request: node_pb2.GetExpertLoadRequest, context: Context
+    ) -> node_pb2.GetExpertLoadResponse:
+        await _refuse(context)
+
     async def Pair(  # type: ignore[override]
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: Context
     ) -> None:

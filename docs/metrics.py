@@ -32,10 +32,10 @@ scrape_configs:
 ```
 
 Every series has the labels `{"` and `".join(BASE_LABELS)}`. Names and meanings are vLLM's, with `baton_` for `vllm:`,
-where vLLM has the same metric. Label values come from the closed sets below, or are names of nodes that are paired now
-and of what carries their KV. All series with closed labels are there from the start, at 0. Counters begin at 0 with
-each process. What prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
-`process_open_fds`) is there too, except where a gateway has several workers.
+where vLLM has the same metric. Label values come from the closed sets below, or are numbers of a node's ranks, or names
+of nodes that are paired now and of what carries their KV. All series with closed labels are there from the start, at 0.
+Counters begin at 0 with each process. What prometheus_client says of a process (`process_resident_memory_bytes`,
+`process_cpu_seconds_total`, `process_open_fds`) is there too, except where a gateway has several workers.
 
 `/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
 

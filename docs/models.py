@@ -62,7 +62,8 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   experts and the rest are split as before. Each rank computes its experts for all tokens, which all ranks have
   after attention, and their sum is the reduction that the layer has anyway: no tokens are exchanged. Experts of
   2,048 channels over 8 ranks stay products of 2,048 instead of 256, scales and packed groups need not divide, and
-  the number of ranks need not divide the number of experts; against that, a step takes as long as its busiest rank.
+  the number of ranks need not divide the number of experts; against that, a step takes as long as its busiest rank:
+  nodes count each expert's tokens, and `--redundant-experts` adds copies of the busy ones ([experts](experts.md)).
   All families with experts take it, in all their weights' forms.
 - `--attention-data-parallel`, together with `--expert-parallel`, is for latent attention and experts: DeepSeek-V2, V3
   and V3.2, Kimi-K2, GLM-5. Without it every rank holds the latents of all requests; with it each rank holds those of

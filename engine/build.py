@@ -41,6 +41,7 @@ from engine.device.step_costs import (
     served_steps,
     step_sizes,
 )
+from engine.expert_plan import check_same_plan, plan_experts
 from engine.request import ModelFacts
 from engine.state_room import choose_state_slots
 from grammar.compiler import GrammarCompiler
@@ -143,6 +144,14 @@ def build_runner(
     if device.type == "cuda":
         # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
         torch.cuda.set_device(device)
+    if parallel.own_attention and settings.adapter_slots:
+        raise ConfigError(
+            "attention_data_parallel is on, and the node has slots for adapters",
+            field="attention_data_parallel",
+            value=True,
+            allowed=("false",),
+            cure="leave out one of them: adapters need ranks that compute all tokens together",
+        )
     config = read_config(settings.model).for_context(settings.max_context_tokens)
     if config.max_context_tokens < config.max_position_embeddings:
         _log.warning(
@@ -151,6 +160,8 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
+    parallel = plan_experts(parallel, config, settings)
+    check_same_plan(parallel, device)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):
@@ -165,14 +176,6 @@ def build_runner(
     rank_config = local_config(config, parallel)
     if settings.batch_invariant:
         refuse_batch_invariance(parallel)
-    if parallel.own_attention and settings.adapter_slots:
-        raise ConfigError(
-            "attention_data_parallel is on, and the node has slots for adapters",
-            field="attention_data_parallel",
-            value=True,
-            allowed=("false",),
-            cure="leave out one of them: adapters need ranks that compute all tokens together",
-        )
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
@@ -275,6 +278,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     )
     with allocating("steps of the largest size"):
         costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
+    runner.reset_expert_counts()
     built = built._replace(costs=costs, largest=largest)
     limits = step_limits(built, settings)
     limits = replace(limits, max_batch_tokens=parallel.smallest(limits.max_batch_tokens, device))

@@ -16,7 +16,7 @@ from types import TracebackType
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import AdapterRef, FinishReason, Grammar, TokenOutput
 from engine.adapters import AdapterSlots
-from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
+from engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.launch_pace import LaunchPace
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
@@ -192,6 +192,11 @@ class Engine:
             raise
         self.adapters.filled(slot, reference)
         return reference
+
+    async def expert_counts(self) -> ExpertCounts:
+        """The tokens that each expert's places have had since the start. Steps go on meanwhile."""
+        self._check_alive()
+        return await self._device.expert_counts()
 
     async def abort(self, request_id: str) -> None:
         """Ends the request in any phase. Returns when its blocks are free; no later event names it."""

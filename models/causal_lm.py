@@ -17,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.config.model_config import ModelConfig
+from models.expert_counts import ExpertCounts
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.parallel import ParallelModule, TensorParallel
@@ -88,6 +89,7 @@ class CausalLM(ExchangingModule):
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
             `models.weights.names` translates them.
         config: of this rank, where several ranks compute the model together.
+        expert_counts: tokens of experts, where ranks hold whole ones; see `count_tokens`.
         vocab_size: of the whole model.
         rotary: None where the config has no rotary embedding.
         state_rows: the recurrent states of the step that is computed; see `use_states`.
@@ -106,6 +108,7 @@ class CausalLM(ExchangingModule):
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
         self.adapter_slots: Tensor | None = None
+        self.expert_counts: ExpertCounts | None = None
         self.state_rows: StateRows | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
@@ -141,6 +144,15 @@ class CausalLM(ExchangingModule):
     def use_states(self, rows: StateRows | None) -> None:
         """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""
         self.state_rows = rows
+
+    def count_tokens(self, slots_T: Tensor) -> None:
+        """Counts, for each expert, the tokens of the step that is computed or captured next.
+
+        Args:
+            slots_T: int64, of each token; those of padding are below 0.
+        """
+        if self.expert_counts is not None:
+            self.expert_counts.slots_T = slots_T
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
         """Makes this model, of one rank's config, a part of the model that all ranks compute together.

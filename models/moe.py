@@ -4,14 +4,17 @@ Shapes: T token, D hidden channel, E expert, G group, K chosen expert of a token
 I intermediate channel, R row of some expert, A row of the input.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.expert_counts import LayerCounts
+from models.expert_places import LayerPlaces
 from models.kernels.decode_matmul import DecodeMultiply
+from models.kernels.expert_places import find_places
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
@@ -131,29 +134,67 @@ class RoutedExperts(nn.Module):
     """A layer's experts, or those that one rank holds: it computes these for all tokens, and the ranks' sum is whole.
 
     Attributes:
-        held: their numbers.
-        of: the number of all experts; None: all are held.
-        places_E: place in memory of each expert, -1 for those of other ranks; None: all are held.
+        held: their numbers, in the order of memory.
+        of: the number of all experts; None: all are held, and no other rank has any.
+        own: the rank's places among those of all ranks (`models.expert_places.LayerPlaces`).
+        turns_EC: int32, the places of each expert's copies, on the ranks in turn; None with `of`.
+        copies_E: int32, how many copies each expert has.
+        counts: gets the tokens of each place of this layer; None: they are not counted.
     """
 
-    def __init__(self, num_experts: int, held: range) -> None:
+    def __init__(self, num_experts: int, held: Sequence[int]) -> None:
         super().__init__()
         self.held = held
         self.of = None if len(held) == num_experts else num_experts
-        self.places_E: Tensor | None
-        self.register_buffer("places_E", None, persistent=False)
+        self.own = range(held[0], held[0] + len(held))
+        self.counts: LayerCounts | None = None
+        self.turns_EC: Tensor | None
+        self.copies_E: Tensor | None
+        self.register_buffer("turns_EC", None, persistent=False)
+        self.register_buffer("copies_E", None, persistent=False)
         self.locate()
 
     def locate(self) -> None:
-        """Makes `places_E` on the current device."""
+        """Makes the tables of consecutive experts without copies, on the current device."""
         if self.of is not None:
-            experts_E = torch.arange(self.of)
-            mine_E = (experts_E >= self.held.start) & (experts_E < self.held.stop)
-            self.places_E = torch.where(mine_E, experts_E - self.held.start, -1)
+            self._set_turns([(expert,) for expert in range(self.of)])
+
+    def place(self, places: LayerPlaces, rank: int) -> None:
+        """Makes this the rank's part of a plan, with its tables on the current device. Memory is as it was: as many
+        experts as the rank has places."""
+        assert len(self.held) == len(places.ranks[rank])
+        self.held, self.of = places.ranks[rank], len(places.turns)
+        self.own = range(places.first(rank), places.first(rank) + len(self.held))
+        self._set_turns(places.turns)
+
+    def take_places_of(self, other: "RoutedExperts") -> None:
+        """For experts that replace others."""
+        self.held, self.of, self.own = other.held, other.of, other.own
+        self.turns_EC, self.copies_E, self.counts = other.turns_EC, other.copies_E, other.counts
+
+    def _set_turns(self, turns: Sequence[tuple[int, ...]]) -> None:
+        most = max(map(len, turns))
+        self.turns_EC = torch.tensor([(*each, *each[:1] * (most - len(each))) for each in turns], dtype=torch.int32)
+        self.copies_E = torch.tensor([len(each) for each in turns], dtype=torch.int32)
 
     def places(self, experts_TK: Tensor) -> Tensor:
-        """Places in memory of the chosen experts; -1: of another rank."""
-        return experts_TK if self.places_E is None else self.places_E[experts_TK]
+        """Places in memory of the chosen experts; -1: of another rank. Counts the step's tokens."""
+        if self.turns_EC is None or self.copies_E is None:
+            return experts_TK
+        slots_T = None if self.counts is None else self.counts.of_model.slots_T
+        counts_P = None if self.counts is None or slots_T is None else self.counts.tokens_P
+        assert slots_T is None or len(slots_T) == len(experts_TK), "the slots are those of the step's rows"
+        if experts_TK.is_cuda:
+            return find_places(
+                experts_TK, self.turns_EC, self.copies_E, own=self.own, counts_P=counts_P, slots_T=slots_T
+            )
+        rows_T1 = torch.arange(len(experts_TK)).unsqueeze(1)
+        places_TK = self.turns_EC[experts_TK, rows_T1 % self.copies_E[experts_TK]]
+        if counts_P is not None and slots_T is not None:
+            counted_S = places_TK[slots_T >= 0].flatten()
+            counts_P += counted_S[counted_S >= 0].bincount(minlength=len(counts_P))
+        is_own_TK = (places_TK >= self.own.start) & (places_TK < self.own.stop)
+        return torch.where(is_own_TK, places_TK - self.own.start, -1)
 
 
 class Experts(RoutedExperts):

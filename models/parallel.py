@@ -17,7 +17,9 @@ from torch import distributed as dist
 
 from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
+from baton.expert_load import ExpertLoad
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm, RecurrentConfig
+from models.expert_places import ExpertPlacement, place_experts
 
 _MOST_RANKS = 64  # largest number of ranks that an error proposes
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
@@ -33,6 +35,7 @@ class TensorParallel:
         whole_experts: experts are split among ranks instead of by channels (expert parallelism).
         own_attention: attention is whole on each rank, which computes it for its own requests (attention data
             parallelism).
+        placement: of whole experts; None: consecutive ones, without copies.
     """
 
     rank: int = 0
@@ -40,6 +43,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     whole_experts: bool = False
     own_attention: bool = False
+    placement: ExpertPlacement | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -130,8 +134,41 @@ def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range
 
 
 def experts(num_experts: int, parallel: TensorParallel) -> range:
-    """A rank's experts, where it holds whole ones; ranks differ by at most one."""
+    """A rank's experts, where it holds whole ones without a plan; ranks differ by at most one."""
     return _equal_part(num_experts, parallel)
+
+
+def with_experts_placed(
+    parallel: TensorParallel, config: ModelConfig, *, redundant: int, load: ExpertLoad | None
+) -> TensorParallel:
+    """The rank with the plan of its experts, where ranks hold whole ones.
+
+    Args:
+        config: of the whole model, which `local_config` could split.
+        redundant: copies in each layer.
+        load: the tokens of each expert; None: all get equally many.
+
+    Raises:
+        ConfigError: ranks do not hold whole experts, or the plan cannot be made.
+    """
+    if parallel.size > 1 and parallel.whole_experts and config.moe is not None:
+        moe = config.moe
+        plan = place_experts(moe.layers, moe.num_experts, ranks=parallel.size, redundant=redundant, load=load)
+        return replace(parallel, placement=plan)
+    if redundant or load is not None:
+        why = "each rank holds some channels of all"
+        if config.moe is None:
+            why = f"{config.architecture} has none"
+        elif parallel.size == 1:
+            why = "there is one rank"
+        raise ConfigError(
+            f"experts are placed and copied to balance ranks that hold whole ones; here {why}",
+            field="redundant_experts" if redundant else "expert_load",
+            value=redundant or (load and load.model),
+            allowed=("0",) if redundant else ("none",),
+            cure="take a mixture, --expert-parallel, and a --tensor-parallel-size of 2 or more",
+        )
+    return parallel
 
 
 def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
@@ -268,7 +305,10 @@ def _local_pattern(
 def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
     shared = len(channels(moe.shared_intermediate_size, parallel, block=block))
     if parallel.whole_experts:
-        return replace(moe, own=experts(moe.num_experts, parallel), shared_intermediate_size=shared)
+        held = experts(moe.num_experts, parallel)
+        if parallel.placement is not None:
+            held = range(parallel.placement.num_places(parallel.rank))
+        return replace(moe, own=held, shared_intermediate_size=shared)
     own = len(channels(moe.intermediate_size, parallel, block=block))
     return replace(moe, intermediate_size=own, shared_intermediate_size=shared)
 

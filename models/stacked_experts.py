@@ -16,9 +16,19 @@ from models.moe import Experts
 class StackedExperts(Experts):
     """Attributes: as in `models.moe.Experts`, but for the order of axes."""
 
-    def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        held: range | None = None,
+    ) -> None:
         with torch.device("meta"):
-            super().__init__(num_experts, size, intermediate_size, dtype=dtype)
+            super().__init__(num_experts, size, intermediate_size, dtype=dtype, held=held)
+        self.locate()
+        num_experts = len(self.held)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, size, 2 * intermediate_size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size, dtype=dtype))
 
@@ -39,11 +49,12 @@ class StackedExperts(Experts):
         return run_gated_experts(
             x_TD,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.gate_up_proj.transpose(1, 2)),
             ExpertWeights(self.down_proj.transpose(1, 2)),
             batch_invariant=self.batch_invariant,
             plus_TD=plus_TD,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:

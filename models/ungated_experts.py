@@ -12,7 +12,7 @@ from torch.nn.functional import linear, relu
 
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.linear import Linear, Multiply
-from models.moe import run_experts, weighted_sum
+from models.moe import RoutedExperts, run_experts, weighted_sum
 
 _SQUARED_RELU = Activation(squared_relu=True)
 
@@ -28,11 +28,21 @@ class SquaredReluMLP(nn.Module):
         return out_TD
 
 
-class SquaredReluExperts(nn.Module):
+class SquaredReluExperts(RoutedExperts):
     """Attributes: as in `models.moe.Experts`."""
 
-    def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        num_experts: int,
+        size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        held: range | None = None,
+    ) -> None:
+        held = range(num_experts) if held is None else held
+        super().__init__(num_experts, held)
+        num_experts = len(held)
         self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size, dtype=dtype))
         self.multiply: Multiply = linear
@@ -40,25 +50,27 @@ class SquaredReluExperts(nn.Module):
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """(tensor name in the checkpoint, relative to this module; what it fills)."""
-        for expert, (up, down) in enumerate(zip(self.up_proj.data, self.down_proj.data, strict=True)):
+        for expert, up, down in zip(self.held, self.up_proj.data, self.down_proj.data, strict=True):
             yield f"{expert}.up_proj.weight", up
             yield f"{expert}.down_proj.weight", down
 
     def forward(self, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if x_TC.is_cuda:
             return self.run_grouped(x_TC, weights_TK, experts_TK)
-        return weighted_sum(run_experts(x_TC, experts_TK, len(self.up_proj), self._one), weights_TK)
+        places_TK = self.places(experts_TK)
+        return weighted_sum(run_experts(x_TC, places_TK, len(self.up_proj), self._one), weights_TK)
 
     def run_grouped(self, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """`forward` on a GPU. The host waits for nothing."""
         return run_gated_experts(
             x_TC,
             weights_TK,
-            experts_TK,
+            self.places(experts_TK),
             ExpertWeights(self.up_proj),
             ExpertWeights(self.down_proj),
             activation=_SQUARED_RELU,
             batch_invariant=self.batch_invariant,
+            of=self.of,
         )
 
     def _one(self, expert: int, x_RC: Tensor) -> Tensor:

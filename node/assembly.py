@@ -38,6 +38,7 @@ from models.identity import ModelIdentity
 from models.parallel import SINGLE, TensorParallel
 from models.weights.kv_scales import kv_scales
 from node.describe import to_info, to_step_costs
+from node.expert_load import ExpertLoads
 from node.meter import NodeMeter
 from node.progress import LoadingProgress, ReportedProgress
 from node.ranks.group import RankGroup
@@ -79,6 +80,7 @@ class Node:
         group: the other ranks, which have loaded their parts or are about to; None if there are none.
 
     Attributes:
+        experts: what is known of their load.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
         switches: how often it has changed its role.
     """
@@ -120,6 +122,12 @@ class Node:
             grammars=built.grammars,
             meter=self.meter,
             num_adapters=settings.adapter_slots,
+        )
+        self.experts = ExpertLoads(
+            built.parallel.placement,
+            self.engine.expert_counts,
+            model=built.identity.name,
+            ranks=built.parallel.size,
         )
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
@@ -246,6 +254,7 @@ class Node:
             max_batch_tokens=self.limits.max_batch_tokens,
             role_switches=self.switches,
             adapters=map(adapter_to_proto, self.engine.adapters.loaded),
+            expert_balance=self.experts.summary(),
         )
 
 

@@ -76,6 +76,7 @@ class NodeMetrics:
         yield Figure("baton_prefix_cache_hits_total", load.cache_hits, ("device",))
         for launch, count in self._node.built.runner.launches.items():
             yield Figure("baton_engine_step_launches_total", count, (launch,))
+        yield from self._node.experts.figures()
 
     def _of_transfer(self, status: node_pb2.NodeStatus) -> Iterator[Figure]:
         counters = self._node.transfer.counters()

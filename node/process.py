@@ -35,6 +35,7 @@ from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
+from engine.expert_plan import plan_experts
 from models.config.reader import read_config
 from models.parallel import SINGLE, local_config
 from node.adapters import Adapters
@@ -84,7 +85,8 @@ def run_node(
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
             if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
-                local_config(read_config(directory), as_rank(0, settings))
+                config = read_config(directory)
+                local_config(config, plan_experts(as_rank(0, settings), config, settings))
             if hosts.count > 1:
                 tls = PeerTls.read(settings, _CERTIFIED[role])
                 if hosts.rank > 0:
@@ -224,6 +226,7 @@ async def serve(
         cache=switch.cache,
         load_adapter=adapters.load,
         unload_adapter=adapters.unload,
+        expert_load=node.experts.message,
     )
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     switch.services.add_to(server.grpc)
@@ -239,6 +242,7 @@ async def serve(
         supervisor.report("ready", address=server.address, metrics=port.url)
         watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
         watch_adapters = asyncio.create_task(adapters.watch(), name="watch-adapters")
+        watch_experts = asyncio.create_task(node.experts.watch(), name="watch-experts")
         try:
             await stop.wait()
             watch.cancel()
@@ -249,6 +253,7 @@ async def serve(
             await until(lambda: not switch.role.busy, timeout_s=grace_s)
         finally:
             watch_adapters.cancel()
+            watch_experts.cancel()
             await switch.role.close()
             service.close()
     log.info("drained")

@@ -1,4 +1,5 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters. Messages come ready-made."""
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts. Messages come
+ready-made."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +29,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         cache: what the node's prefix cache has.
         load_adapter: loads an adapter of this name from a directory.
         unload_adapter: unloads the adapter of this name.
+        expert_load: reads the tokens of each expert.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         cache: CacheEvents,
         load_adapter: Callable[[str, Path], Awaitable[AdapterRef]],
         unload_adapter: Callable[[str], None],
+        expert_load: Callable[[], Awaitable[pb.GetExpertLoadResponse]],
     ) -> None:
+        self._expert_load = expert_load
         self._load_adapter = load_adapter
         self._unload_adapter = unload_adapter
         self._switch = switch
@@ -100,6 +104,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> pb.UnloadAdapterResponse:
         self._unload_adapter(request.name)
         return pb.UnloadAdapterResponse()
+
+    async def GetExpertLoad(
+        self,
+        request: pb.GetExpertLoadRequest,
+        context: grpc.aio.ServicerContext[pb.GetExpertLoadRequest, pb.GetExpertLoadResponse],
+    ) -> pb.GetExpertLoadResponse:
+        return await self._expert_load()
 
     async def WatchCache(
         self,

@@ -61,6 +61,9 @@ def plan(
             "--attention-data-parallel", help="Each rank holds the KV of its own requests, as the nodes' flag says."
         ),
     ] = False,
+    redundant_experts: Annotated[
+        int, typer.Option(min=0, help="Copies of experts in each layer of every node; they take memory from the cache.")
+    ] = 0,
     costs_from: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +88,7 @@ def plan(
     )  # fmt: skip
     shape.check()
     directory = find_model(model, weights=False)
-    size = model_size(read_config(directory))
+    size = model_size(read_config(directory), redundant_experts=redundant_experts)
     if attention_data_parallel:
         size = size.with_own_attention()
     load, own_rate = _fitting(shape, size.max_context_tokens)

@@ -44,6 +44,13 @@ def kind_by_roofline(
     """
     needed = max(lengths.longest, int(_REQUESTS_MIN * lengths.mean))
     tried = [ranks] if ranks is not None else [1 << power for power in range(_RANKS_MAX.bit_length())]
+    if not (tried := [each for each in tried if each >= size.ranks_min]):
+        raise ConfigError(
+            "the redundant experts need more ranks, each of which holds an expert at most once",
+            field="tensor_parallel_size",
+            value=ranks,
+            allowed=(f"at least {size.ranks_min}",),
+        )
     for each in tried:
         tokens = cache_tokens(size, gpu, each)
         if tokens >= needed:

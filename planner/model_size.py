@@ -28,6 +28,8 @@ class ModelSize:
         latent_whole: of `whole`, the projections to latents.
         latent_attention: of `dense`, the attention of a model with latents; 0: it has none.
         own_requests: each rank holds the KV of its own requests (attention data parallelism).
+        copies: of redundant experts, in addition to `experts`.
+        ranks_min: ranks over which each expert is at most once on a rank.
         windowed_share: of the layers that see only a window of recent tokens, and the window.
     """
 
@@ -48,6 +50,8 @@ class ModelSize:
     latent_whole: int = 0
     latent_attention: int = 0
     own_requests: bool = False
+    copies: int = 0
+    ranks_min: int = 1
     windowed_share: float = 0.0
     window: int = 0
 
@@ -57,9 +61,9 @@ class ModelSize:
         return linear + (self.head + self.embedding) * self.head_bytes
 
     def rank_bytes(self, ranks: int) -> float:
-        """Weights of one of several ranks. They share the experts evenly, by channels or whole."""
+        """Weights of one of several ranks. They share the experts evenly, by channels or whole, with their copies."""
         whole = self.whole * self.linear_bytes
-        return (self.weight_bytes - whole) / ranks + whole
+        return (self.weight_bytes + self.copies * self.linear_bytes - whole) / ranks + whole
 
     def with_own_attention(self) -> "ModelSize":
         """With attention data parallelism: every rank holds all of attention.
@@ -93,8 +97,22 @@ class ModelSize:
         return 2.0 * tokens * self.expert_share * self.experts
 
 
-def model_size(config: ModelConfig) -> ModelSize:
-    """The sizes of a model that runs in its own dtype."""
+def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
+    """The sizes of a model that runs in its own dtype.
+
+    Args:
+        redundant_experts: copies in each layer.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    if redundant_experts and config.moe is None:
+        raise ConfigError(
+            f"{config.architecture} has no experts to copy",
+            field="redundant_experts",
+            value=redundant_experts,
+            allowed=("0",),
+        )
     hidden = config.hidden_size
     attention = config.attention
     if isinstance(attention, MLAConfig):
@@ -125,11 +143,12 @@ def model_size(config: ModelConfig) -> ModelSize:
     moe, layers = config.moe, config.num_layers
     moe_layers = 0 if moe is None else sum(moe.layers)
     dense = layers * per_layer + (layers - moe_layers) * projections * hidden * config.intermediate_size
-    experts, share = 0, 0.0
+    experts, copies, share = 0, 0, 0.0
     if moe is not None:
         whole += moe_layers * hidden * moe.num_experts
         dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + moe.num_experts)
         experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
+        copies = redundant_experts * experts // moe.num_experts
         share = moe.experts_per_token / max(1, moe.num_experts)
     head_bytes = DTYPE_BYTES[config.dtype]
     bounded = [window for window in windows if window]
@@ -150,6 +169,8 @@ def model_size(config: ModelConfig) -> ModelSize:
         whole=whole,
         latent_whole=latent_whole,
         latent_attention=latent_attention,
+        copies=copies,
+        ranks_min=1 if moe is None else 1 + -(-redundant_experts // moe.num_experts),
         windowed_share=len(bounded) / layers,
         window=max(bounded, default=0),
     )

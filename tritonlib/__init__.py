@@ -1,1 +1,1 @@
-"""What all Triton code shares: launching, numbers in 8 bits, rounding."""
+"""What all Triton code shares: launching, whether kernels for Hopper run, numbers in 8 bits, rounding."""

@@ -8,7 +8,6 @@ lengths, slots and block tables. It may prefetch anything into L2. A kernel whos
 `start_dependents` only after that (see `attention.kernels.mla.hopper`).
 """
 
-import logging
 from collections.abc import Mapping
 from functools import cache
 
@@ -18,32 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-_log = logging.getLogger(__name__)
-
 # Whole decode steps on an H200, at a context of 1024 tokens. Llama-3.1-8B with the library's products: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256; products for few rows need it up to 32,
 # and overlapping at 64 costs 1 %. DeepSeek-V2-Lite, with more and shorter kernels: it saves 15 % at 1 row, 6 % at 8,
 # 4 % at 32.
 MOST_OVERLAPPING_ROWS = 32
-# Gluon, the language of the kernels for Hopper, is experimental; they were measured with these versions of Triton.
-_GLUON_VERSIONS = ("3.6.",)
-
-
-@cache
-def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether the kernels written in Gluon run on this device. Import their modules only then: with another Triton the
-    import may fail. The first call warns where only the version of Triton is in the way."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    if triton.__version__.startswith(_GLUON_VERSIONS):
-        return True
-    _log.warning(
-        "Triton is %s, and the kernels for Hopper were made and tested with %sx: slower kernels take their place. "
-        "PyTorch 2.11 comes with Triton 3.6",
-        triton.__version__,
-        _GLUON_VERSIONS[0],
-    )
-    return False
 
 
 def interpreted() -> bool:

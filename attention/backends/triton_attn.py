@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.triton_metadata import (
-    PERSISTENT_PREFILLS,
     DecodePlans,
     Decodes,
     Prefills,
@@ -57,7 +56,7 @@ class TritonAttention:
         platform: Platform,
         *,
         context_workspace_tokens: int,
-        persistent_prefills: bool = PERSISTENT_PREFILLS,
+        persistent_prefills: bool | None = None,
     ) -> None:
         del context_workspace_tokens  # for MLA
         self._num_heads, self._head_size = needs.num_heads, needs.head_size

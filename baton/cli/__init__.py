@@ -10,6 +10,7 @@ from baton.cli.bench import bench
 from baton.cli.certs import certs, key
 from baton.cli.chat import chat
 from baton.cli.doctor import doctor
+from baton.cli.expert_load import expert_load
 from baton.cli.generate import generate
 from baton.cli.plan import plan
 from baton.cli.program import new_app, run
@@ -32,6 +33,7 @@ def program() -> typer.Typer:
     for command in (up, chat, generate, status, top, demo, doctor, certs, key):
         app.command()(command)
     app.command("role")(switch_role)
+    app.command("expert-load")(expert_load)
     for role in (prefill_node, decode_node, gateway, picker, bench, plan):
         app.command(context_settings=PASS_ON)(role)
     return app

@@ -73,6 +73,8 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
     parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
+    balanced = [node for node in nodes if node.reachable and node.status.HasField("expert_balance")]
+    parts += [Text(line) for line in _described(balanced, _experts)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
         parts += [Text(), _pairs_table(pairs)]
@@ -191,6 +193,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "max_batch_requests": status.max_batch_requests,
         "step_costs": _costs_to_json(status.step_costs) if status.HasField("step_costs") else None,
         "adapters": [{"name": each.name, "revision": each.revision} for each in status.adapters],
+        "expert_balance": _balance_to_json(status.expert_balance) if status.HasField("expert_balance") else None,
         "preemptions": status.preemptions,
         "segments_refused": status.segments_refused,
         "segments_late": status.segments_late,
@@ -205,6 +208,15 @@ def _costs_to_json(costs: common_pb2.StepCosts) -> dict[str, object]:
         "key_s": costs.key_s,
         "pair_s": costs.pair_s,
         "decode_row_s": costs.decode_row_s,
+    }
+
+
+def _balance_to_json(balance: node_pb2.ExpertBalance) -> dict[str, object]:
+    return {
+        "redundant_experts": balance.redundant_experts,
+        "rank_tokens": list(balance.rank_tokens),
+        "imbalance_mean": balance.imbalance_mean,
+        "imbalance_max": balance.imbalance_max,
     }
 
 
@@ -294,6 +306,19 @@ def _release(status: node_pb2.NodeStatus) -> str:
 def _adapters(status: node_pb2.NodeStatus) -> str:
     """By name, with as many digits of the revision as tell people which it is."""
     return "adapters " + ", ".join(f"{each.name} ({each.revision[:_DIGITS]})" for each in status.adapters)
+
+
+def _experts(status: node_pb2.NodeStatus) -> str:
+    """How evenly the ranks share the tokens of experts."""
+    balance = status.expert_balance
+    copies = f"; {balance.redundant_experts} redundant" if balance.redundant_experts else ""
+    if not balance.imbalance_max:
+        return f"experts: whole ones on each rank, no tokens yet{copies}"
+    shares = [tokens / sum(balance.rank_tokens) for tokens in balance.rank_tokens]
+    return (
+        f"experts: {100 * min(shares):.0f} to {100 * max(shares):.0f} % a rank; busiest {balance.imbalance_mean:.2f} x "
+        f"mean, at worst {balance.imbalance_max:.2f} x{copies}"
+    )
 
 
 def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:

@@ -1,7 +1,7 @@
 """Every metric of every process: one table, from which docs/metrics.md is written and the exposition is built. Pure.
 
 Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`. Label values come
-from closed sets, or are names of paired nodes, so that the number of series is bounded.
+from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
 """
 
 from dataclasses import dataclass
@@ -112,6 +112,8 @@ _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_
 _TIER = Label("tier", "of the cache", ("device",))
 _TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
 _TRACE = Label("state", "of the trace", ("exported", "dropped"))
+_RANK = Label("rank", "number of the node's rank")
+_LAYERS = Label("layers", "what of all layers", ("mean", "max"))
 _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
@@ -283,6 +285,13 @@ METRICS: tuple[Metric, ...] = (
            "Requests that the engine refused because they could not meet their deadline", NODES),
     Metric("baton_num_preemptions_total", C, "preemptions",
            "How often a request gave its blocks back to be computed again", NODES),
+    # ---- experts
+    Metric("baton_expert_tokens_total", C, "tokens",
+           "Tokens that each rank's experts computed, over all layers; a token counts once for each of its experts. "
+           "Read every few seconds; 0 where ranks do not hold whole experts", NODES, (_RANK,)),
+    Metric("baton_expert_imbalance", G, "",
+           "Tokens of a layer's busiest rank per token of its mean rank, in the last seconds with traffic: the mean "
+           "over the layers, and the largest. 1 is even; 0 where ranks do not hold whole experts", NODES, (_LAYERS,)),
     # ---- transfer
     Metric("baton_kv_transfer_bytes_total", C, "bytes",
            "KV sent or received, without headers. rate() is the GB/s in use", NODES, (_DIRECTION,)),

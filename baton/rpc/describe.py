@@ -1,4 +1,7 @@
-"""Asks one node for its status."""
+"""Asks one node for its status, and for what only operators see."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
@@ -9,6 +12,8 @@ from baton.security.roles import NODE
 from baton.security.tls import InternalTls
 from protos.baton.v1 import node_pb2, node_pb2_grpc
 
+Answer = TypeVar("Answer")
+
 _TIMEOUT_S = 10.0
 
 
@@ -18,9 +23,22 @@ async def describe(address: str) -> node_pb2.NodeStatus:
     Raises:
         BatonError: it cannot be reached, or is no node.
     """
+    return await _ask(address, lambda node: node.Describe(node_pb2.DescribeRequest(), timeout=_TIMEOUT_S))
+
+
+async def expert_load(address: str) -> node_pb2.GetExpertLoadResponse:
+    """The tokens of the node's experts; asks as `describe`.
+
+    Raises:
+        BatonError: also where the node does not count them.
+    """
+    return await _ask(address, lambda node: node.GetExpertLoad(node_pb2.GetExpertLoadRequest(), timeout=_TIMEOUT_S))
+
+
+async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awaitable[Answer]]") -> Answer:
     tls = InternalTls.read(environment_tls(), None)
     async with connect(address, dial=None if tls is None else tls.to(NODE)) as channel:
         try:
-            return await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
+            return await call(node_pb2_grpc.NodeStub(channel))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None

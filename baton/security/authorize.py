@@ -38,6 +38,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "SwitchRole": _WATCHING,
         "LoadAdapter": _OPERATOR,  # reads a directory that the caller names
         "UnloadAdapter": _OPERATOR,
+        "GetExpertLoad": _OPERATOR,
     },
     # Served by gateways.
     "baton.v1.Generation": {

@@ -1,5 +1,5 @@
 """Prefills of prompts of very different lengths, 32 query heads on 8 of 128 channels: each backend over the prompts'
-own keys, ours also with one program per multiprocessor."""
+own keys, ours as it chooses, with one program per multiprocessor, and with one per tile."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 
-PERSISTENT = f"{OURS}, persistent"
+VARIANTS = {f"{OURS}, persistent": True, f"{OURS}, a program per tile": False}
 BLOCK_SIZE = 16
 GOALS = (Goal("FLASHINFER", 1.0),)
 
@@ -59,7 +59,7 @@ def run(platform: Platform, machine: Ceilings, progress: Callable[[str], None]) 
         work = Work("ragged GQA prefill", prompts.name, kv_bytes + 2 * num_tokens * ROW_BYTES, num_flops)
         progress(f"attention: {work.name}, {work.size}")
         us_of = measure(prompts, platform, progress)
-        for ours in (OURS, PERSISTENT):
+        for ours in (OURS, *VARIANTS):
             yield from rows_of(work, us_of, ours, GOALS, machine)
 
 
@@ -76,9 +76,10 @@ def measure(prompts: Prompts, platform: Platform, progress: Callable[[str], None
         if name != "BLOCKSPARSE_FLASH_ATTN" and not reasons_against(each.capabilities, needs, platform)
     }
     if platform.hopper_kernels:
-        fitting[PERSISTENT] = partial(
-            TritonAttention, needs, platform, context_workspace_tokens=1, persistent_prefills=True
-        )
+        for name, persistent in VARIANTS.items():
+            fitting[name] = partial(
+                TritonAttention, needs, platform, context_workspace_tokens=1, persistent_prefills=persistent
+            )
     common, num_blocks = _common(prompts)
     spec = KVCacheSpec(KVKind.GQA, 1, NUM_KV_HEADS, HEAD_DIM, "bfloat16")
     cache = PagedKVCache(spec, KVCacheShape(KVCacheLayout.NHD, BLOCK_SIZE, num_blocks), "cuda")

@@ -62,6 +62,11 @@ def decode_work(config: ModelConfig, weights: Weights, spec: KVCacheSpec, *, req
     )
 
 
+def state_bytes(spec: KVCacheSpec, *, requests: int) -> int:
+    """What a decode step reads and writes of the recurrent states of its requests."""
+    return 2 * requests * spec.bytes_per_slot
+
+
 def prefill_flops(config: ModelConfig, weights: Weights, *, tokens: int, prompts: int = 1) -> float:
     """Operations of causal prompts of equal length, without the head, which computes one row per prompt."""
     _, used = _expert_shares(config, tokens)
@@ -81,9 +86,13 @@ def _expert_shares(config: ModelConfig, tokens: int) -> tuple[float, float]:
 
 
 def _windows(config: ModelConfig) -> list[int | None]:
+    """One entry for each layer with attention."""
+    windows: list[int | None] = [None] * config.num_layers
     if isinstance(config.attention, GQAConfig):
-        return list(config.attention.sliding_windows)
-    return [None] * config.num_layers
+        windows = list(config.attention.sliding_windows)
+    if config.recurrent is None:
+        return windows
+    return [window for window, keeps in zip(windows, config.recurrent.kv_layers, strict=True) if keeps]
 
 
 def _seen_tokens(config: ModelConfig, context: int) -> int:

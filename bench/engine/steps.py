@@ -185,6 +185,7 @@ def _decode_steps(
                 _sample(step, GREEDY if params is None else params[index]),
                 token_source=None if step == 0 else index,
                 adapter=-1 if adapters is None else adapters[index],
+                state_slot=_state_slot(runner, index),
             )
             for index, blocks in enumerate(tables)
         )
@@ -202,7 +203,8 @@ def _prompts(runner: ModelRunner, lengths: list[int]) -> Batch:
         num_blocks = -(-length // size)
         blocks = int_array(list(range(first, first + num_blocks)))
         first += num_blocks
-        rows.append(BatchRow(f"bench-{index}", _tokens(runner, length), 0, blocks, _sample(0)))
+        tokens, slot = _tokens(runner, length), _state_slot(runner, index)
+        rows.append(BatchRow(f"bench-{index}", tokens, 0, blocks, _sample(0), state_slot=slot))
     return Batch(1, tuple(rows))
 
 
@@ -213,10 +215,15 @@ def _chunks(runner: ModelRunner, length: int, chunk: int) -> list[Batch]:
         stop = min(start + chunk, length)
         mine = blocks[: -(-stop // runner.facts.block_size)]
         sample = _sample(0) if stop == length else None
-        batches.append(
-            Batch(len(batches) + 1, (BatchRow("bench", _tokens(runner, stop - start), start, mine, sample),))
-        )
+        tokens, slot = _tokens(runner, stop - start), _state_slot(runner, 0)
+        row = BatchRow("bench", tokens, start, mine, sample, state_slot=slot)
+        batches.append(Batch(len(batches) + 1, (row,)))
     return batches
+
+
+def _state_slot(runner: ModelRunner, index: int) -> int:
+    """The slot of a request's recurrent state; -1 if the model has none."""
+    return index if runner.facts.state_slots else -1
 
 
 def _tokens(runner: ModelRunner, count: int) -> IntArray:

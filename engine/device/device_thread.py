@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.types import PromptLogprob
 from engine.batch import Batch, RowResult
 from engine.device.layer_marks import LayerMark, OnMark
 from engine.request import ModelFacts
 from models.adapters.adapter import Adapter
+from models.expert_counts import FetchedCounts
+
+# Tokens of each place, by layer; empty: the model has no experts, or they are not counted.
+ExpertCounts: TypeAlias = Mapping[int, Sequence[int]]
 
 
 class Launched(Protocol):
@@ -42,6 +46,8 @@ class StepRunner(Protocol):
     def load_adapter(self, slot: int, adapter: Adapter) -> None: ...
 
     def launch(self, batch: Batch, on_mark: OnMark) -> Launched: ...
+
+    def fetch_expert_counts(self) -> FetchedCounts | None: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,13 @@ class _Launched(NamedTuple):
     launched_s: float
 
 
+class _Fetched(NamedTuple):
+    """Counts for the waiting thread to wait for; it gives them to `deliver`, or an error."""
+
+    counts: FetchedCounts | Exception | None
+    deliver: Callable[[ExpertCounts | Exception], None]
+
+
 class DeviceThread:
     """Runs from `start` to `close`.
 
@@ -99,7 +112,7 @@ class DeviceThread:
         self._clock = clock
         self._on_outcome = on_outcome
         self._batches: SimpleQueue[Batch | Callable[[], None] | None] = SimpleQueue()
-        self._launched: SimpleQueue[LayerMark | _Launched | None] = SimpleQueue()
+        self._launched: SimpleQueue[LayerMark | _Launched | _Fetched | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
     async def start(self) -> None:
@@ -140,6 +153,25 @@ class DeviceThread:
         self._batches.put(load)
         await loaded
 
+    async def expert_counts(self) -> ExpertCounts:
+        """Of the steps launched before. Steps go on meanwhile; raises what the device raises."""
+        loop = asyncio.get_running_loop()
+        counted: asyncio.Future[ExpertCounts] = loop.create_future()
+
+        def deliver(counts: ExpertCounts | Exception) -> None:
+            loop.call_soon_threadsafe(_settle_with, counted, counts)
+
+        def fetch() -> None:
+            found: FetchedCounts | Exception | None
+            try:
+                found = self._runner.fetch_expert_counts()
+            except Exception as error:  # noqa: BLE001  the caller gets it
+                found = error
+            self._launched.put(_Fetched(found, deliver))
+
+        self._batches.put(fetch)
+        return await counted
+
     def _launch_steps(self, loop: asyncio.AbstractEventLoop, prepared: "asyncio.Future[None]") -> None:
         error = _raised(self._runner.prepare)
         loop.call_soon_threadsafe(_settle, prepared, error)
@@ -158,7 +190,9 @@ class DeviceThread:
 
     def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:
         while (launched := self._launched.get()) is not None:
-            if isinstance(launched, _Launched):
+            if isinstance(launched, _Fetched):
+                launched.deliver(_counts(launched.counts))
+            elif isinstance(launched, _Launched):
                 loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
             elif _raised(launched.wait) is None:  # an error of the device comes with its step
                 loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
@@ -182,6 +216,24 @@ def _raised(call: Callable[[], None]) -> Exception | None:
     except Exception as error:  # noqa: BLE001  the caller passes it on
         return error
     return None
+
+
+def _counts(fetched: FetchedCounts | Exception | None) -> ExpertCounts | Exception:
+    if isinstance(fetched, Exception):
+        return fetched
+    try:
+        return {} if fetched is None else fetched.wait()
+    except Exception as error:  # noqa: BLE001  the caller gets it
+        return error
+
+
+def _settle_with(waiter: "asyncio.Future[ExpertCounts]", counts: ExpertCounts | Exception) -> None:
+    if waiter.done():
+        return
+    if isinstance(counts, Exception):
+        waiter.set_exception(counts)
+    else:
+        waiter.set_result(counts)
 
 
 def _settle(waiter: "asyncio.Future[None]", error: Exception | None) -> None:

@@ -90,6 +90,7 @@ def decode_step(
     token_ids = buffers.look_tokens_up(size)
     model.use_adapters(buffers.adapters[:size])
     model.use_states(None if cache.state is None else buffers.state_rows(size))
+    model.count_tokens(buffers.slot_mapping[:size])
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])

@@ -208,6 +208,7 @@ class PromptGraphs:
         token_ids_T = buffers.look_tokens_up(size)
         self._model.use_adapters(buffers.adapters[:size])
         self._model.use_states(None if self._cache.state is None else buffers.state_rows(size))
+        self._model.count_tokens(buffers.slot_mapping[:size])
         hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
         buffers.hidden[:size].copy_(hidden_TD)
 

@@ -42,6 +42,7 @@ from kvcache.states import copy_states
 from models.adapters.adapter import Adapter
 from models.adapters.bank import AdapterBank
 from models.causal_lm import CausalLM
+from models.expert_counts import FetchedCounts
 
 _FIRST_ROWS = 64
 
@@ -164,6 +165,7 @@ class ModelRunner:
             self._warm_up()  # now in the buffers of the graphs
         else:
             self._capture(progress)
+        self.reset_expert_counts()
         self._is_prepared = True
 
     def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
@@ -179,6 +181,20 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.adapters.load(slot, adapter)
+
+    def fetch_expert_counts(self) -> FetchedCounts | None:
+        """The tokens that each expert's places have had in the steps so far. The host does not wait.
+
+        Returns:
+            None: the model has no experts, or its ranks do not hold whole ones.
+        """
+        counts = self.model.expert_counts
+        return None if counts is None else counts.fetch()
+
+    def reset_expert_counts(self) -> None:
+        """After steps that serve nobody."""
+        if self.model.expert_counts is not None:
+            self.model.expert_counts.reset()
 
     def run(self, batch: Batch) -> list[RowResult]:
         """Launches a step and waits for it."""
@@ -300,6 +316,7 @@ class ModelRunner:
             exchange.use(inputs.shares)
         self.model.use_adapters(inputs.adapters_T)
         self.model.use_states(inputs.states)
+        self.model.count_tokens(inputs.common.slot_mapping)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
         scored = self._score(hidden_TD, inputs.starts, scores)

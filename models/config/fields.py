@@ -74,7 +74,8 @@ class Fields(BaseModel):
                 {name: value for name, value in given.items() if value is not None or cls._takes_null(name)}
             )
         except ValidationError as error:
-            name = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
+            loc = error.errors(include_url=False, include_input=False)[0]["loc"]
+            name = str(loc[0]) if loc else next(filter(_has_surrogates, given))
             raise cls.refuse_value(ConfigFile(file.where, given), name) from None
         fields._file = ConfigFile(file.where, given)
         return fields
@@ -100,6 +101,11 @@ class Fields(BaseModel):
             return file.refuse(name, "null", cure=cls.cure or f"known fields are {', '.join(cls.model_fields)}")
         cure = next((item for item in field.metadata if isinstance(item, Cure)), cls.cure)
         return file.refuse(name, *_allowed(field.annotation, field.metadata), cure=cure)
+
+
+def _has_surrogates(name: str) -> bool:
+    """JSON can write half of a character, which is no text."""
+    return any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:

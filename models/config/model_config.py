@@ -182,7 +182,8 @@ class MoEConfig:
         mixer_threshold: of SPARSE_MIXER, how far below the best an expert's logit may be to be near it, as a part of
             the larger of the best logit and the expert's own absolute value.
         shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
-        own: numbers of the experts that this rank holds; None: all.
+        own: numbers of the experts that this rank holds, or with a plan (`models.expert_places`), by which the model is
+            placed once it is made, of as many experts; None: all.
     """
 
     layers: tuple[bool, ...]

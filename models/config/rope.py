@@ -301,7 +301,11 @@ def read_rope(
         raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
     fields.check_sections(dim)
     scaling = fields.scaling(dim=dim, max_position_embeddings=max_position_embeddings)
-    return RopeConfig(dim, fields.rope_theta or theta, interleaved, scaling)
+    theta = fields.rope_theta or theta
+    if isinstance(scaling, YarnScaling) and theta <= 1:  # all pairs turn alike, so none is the first to be stretched
+        where = f"{table.where}: yarn"
+        raise ConfigError(where, field="rope_theta", value=theta, allowed=("a number above 1",))
+    return RopeConfig(dim, theta, interleaved, scaling)
 
 
 def _fields_class(table: ConfigFile) -> type[_RopeFields]:

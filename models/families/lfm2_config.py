@@ -9,6 +9,8 @@ from models.config.fields import Count, Heads, Integers, LayersOrZero, Positive,
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig, MoEConfig, RecurrentConfig, Scoring, TopKMethod
 
+_MOST_TIMES = 1024  # wider than the model
+
 
 @dataclass(frozen=True)
 class Lfm2Switches:
@@ -64,7 +66,7 @@ class _DenseFields(_Lfm2Fields):
     block_ff_dim: Size | None = None  # the publisher's spelling of intermediate_size
     block_auto_adjust_ff_dim: bool = True
     block_ffn_dim_multiplier: Positive | None = 1.0
-    block_multiple_of: Count = 256
+    block_multiple_of: Size = 256
     full_attn_idxs: Integers | None = None  # the older spelling of layer_types
 
     def mlp_size(self) -> int:
@@ -74,6 +76,8 @@ class _DenseFields(_Lfm2Fields):
         size = int(2 * size / 3)
         if self.block_ffn_dim_multiplier is None:
             return size
+        if self.block_ffn_dim_multiplier > _MOST_TIMES:
+            raise self.refuse("block_ffn_dim_multiplier", f"a number up to {_MOST_TIMES}")
         return -(-int(self.block_ffn_dim_multiplier * size) // self.block_multiple_of) * self.block_multiple_of
 
 

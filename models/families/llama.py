@@ -153,7 +153,7 @@ def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn
         mixture = MoE(config.hidden_size, config.moe, dtype=dtype)
         if switches_of(config).stacked_experts:
             sizes = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
-            mixture.experts = StackedExperts(*sizes, dtype=dtype)
+            mixture.experts = StackedExperts(*sizes, dtype=dtype, held=config.moe.held)
         return mixture
     if switches_of(config).xielu_mlp:
         return XieluMLP(config.hidden_size, config.intermediate_size, dtype=dtype)

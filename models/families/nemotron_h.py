@@ -32,7 +32,8 @@ class LatentMoE(nn.Module):
     def __init__(self, size: int, moe: MoEConfig, *, latent_size: int, dtype: torch.dtype, bias: bool) -> None:
         super().__init__()
         self.gate = Router(size, moe)
-        self.experts = SquaredReluExperts(moe.num_experts, latent_size or size, moe.intermediate_size, dtype=dtype)
+        sizes = moe.num_experts, latent_size or size, moe.intermediate_size
+        self.experts = SquaredReluExperts(*sizes, dtype=dtype, held=moe.held)
         self.shared_experts = SquaredReluMLP(size, moe.shared_intermediate_size, dtype=dtype, bias=bias)
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None

@@ -5,6 +5,8 @@ For few tokens the weights are the tall side of each tile and several programs s
 arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
 on multiprocessors that it needs (1 to 5 us more, measured). The twin is `models.quantization.fp8.multiply`.
 
+On Hopper, `models.kernels.decode_matmul_8bit` has the products of few rows, where bits may depend on the batch.
+
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
 
@@ -46,10 +48,10 @@ class Tile(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """An fp8 weight.
+    """A weight of 8 bits: fp8, or int8 for `decode_matmul_8bit`.
 
     Attributes:
-        stored_NK: e4m3, contiguous; K a multiple of `ALIGNMENT`.
+        stored_NK: e4m3 (or int8), contiguous; K a multiple of `ALIGNMENT`.
         scale_RC: float32, contiguous; one column, or one for every 128 channels.
         rows_per_scale: output channels that share a row of scales.
         bias: [N] or None.

@@ -17,6 +17,7 @@ from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
 
 CHUNK = 64
+_BLOCK = tl.constexpr(16)  # tokens whose decays by channel are taken key by key
 _TILE_V = 32
 _NUM_WARPS = 8
 
@@ -49,7 +50,6 @@ def prompts(
         "CHUNK": CHUNK,
         "BY_CHANNEL": log_decay.dim() == 4,
         "PRECISION": "tf32x3" if v_THRV.dtype == torch.float32 else "tf32",
-        "INTERPRETED": interpreted(),
         "num_warps": _NUM_WARPS,
         "num_stages": 1,
     }
@@ -67,6 +67,7 @@ def prompts(
         keys**-0.5,
         most_chunks,
         *strides,
+        LEVELS=CHUNK.bit_length() - 1,
         **constants,
     )
     tile = max(16, min(_TILE_V, triton.next_power_of_2(values)))
@@ -87,6 +88,7 @@ def prompts(
         *states_SHRKV.stride(),
         VALUES=values,
         TILE_V=tile,
+        INTERPRETED=interpreted(),
         **constants,
     )
 
@@ -113,9 +115,9 @@ def _systems(
     KEYS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One sub-chunk of one value head: the inverse of its system, and the faded products of queries and keys."""
     prompt = tl.program_id(0) // most_chunks
@@ -140,30 +142,15 @@ def _systems(
         if BY_CHANNEL:
             decay_IK = tl.load(decay_ptr + gates_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
             total_IK = tl.cumsum(decay_IK, axis=0)
-            keys_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
-            products_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
-            for j in range(bound(count, INTERPRETED)):
-                is_j_I1 = (i_I == j)[:, None]
-                k_j_K = tl.sum(tl.where(is_j_I1, k_IK, 0.0), axis=0)
-                total_j_K = tl.sum(tl.where(is_j_I1, total_IK, 0.0), axis=0)
-                # Rows before j are masked below: there the exponent would be above 0.
-                faded_IK = tl.exp(tl.minimum(total_IK - total_j_K[None, :], 0.0)) * k_j_K[None, :]
-                is_j_1J = (i_I == j)[None, :]
-                keys_IJ = tl.where(is_j_1J, tl.sum(k_IK * faded_IK, axis=1)[:, None], keys_IJ)
-                products_IJ = tl.where(is_j_1J, tl.sum(q_IK * faded_IK, axis=1)[:, None], products_IJ)
+            keys_IJ = _faded_products(k_IK, k_IK, total_IK, CHUNK, BLOCK_K, PRECISION)
+            products_IJ = _faded_products(q_IK, k_IK, total_IK, CHUNK, BLOCK_K, PRECISION)
         else:
             total_I = tl.cumsum(tl.load(decay_ptr + gates_I, mask=has_I, other=0.0), axis=0)
             fade_IJ = tl.exp(tl.minimum(total_I[:, None] - total_I[None, :], 0.0))
             keys_IJ = tl.dot(k_IK, tl.trans(k_IK), input_precision=PRECISION) * fade_IJ
             products_IJ = tl.dot(q_IK, tl.trans(k_IK), input_precision=PRECISION) * fade_IJ
         products_IJ = tl.where(i_I[:, None] >= i_I[None, :], products_IJ, 0.0)
-        # Row by row: a row of the inverse is its row of the system applied to the rows before.
-        inverse_IJ = tl.where(i_I[:, None] > i_I[None, :], -keys_IJ * beta_I[:, None], 0.0)
-        for i in range(1, bound(count, INTERPRETED)):
-            row_J = tl.sum(tl.where((i_I == i)[:, None], inverse_IJ, 0.0), axis=0)
-            row_J += tl.sum(row_J[:, None] * inverse_IJ, axis=0)
-            inverse_IJ = tl.where((i_I == i)[:, None], row_J[None, :], inverse_IJ)
-        inverse_IJ += (i_I[:, None] == i_I[None, :]).to(tl.float32)
+        inverse_IJ = _inverse(tl.where(i_I[:, None] > i_I[None, :], keys_IJ * beta_I[:, None], 0.0), CHUNK, LEVELS)
         places_IJ = gates_I[:, None] * CHUNK + i_I[None, :]
         tl.store(inverses_ptr + places_IJ, inverse_IJ, mask=has_I[:, None])
         tl.store(products_ptr + places_IJ, products_IJ, mask=has_I[:, None])
@@ -274,3 +261,52 @@ def _units(ptr, tokens_I, head, stride_T, stride_H, k_K, has_IK):
     ptrs_IK = ptr + (tokens_I * stride_T + head * stride_H)[:, None] + k_K[None, :]
     x_IK = tl.load(ptrs_IK, mask=has_IK, other=0.0).to(tl.float32)
     return x_IK * tl.rsqrt(tl.sum(x_IK * x_IK, axis=1) + 1e-6)[:, None]
+
+
+@triton.jit
+def _inverse(below_IJ, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+    """The inverse of 1 + `below_IJ`, which is 0 on and above the diagonal: first that of each block of two tokens on
+    the diagonal, then of blocks twice as large, each from the inverses of its halves (block forward substitution)."""
+    i_I1, j_1J = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    inverse_IJ = (i_I1 == j_1J).to(tl.float32) - tl.where(i_I1 // 2 == j_1J // 2, below_IJ, 0.0)
+    for level in range(1, LEVELS):
+        is_between_IJ = (i_I1 >> level != j_1J >> level) & (i_I1 >> (level + 1) == j_1J >> (level + 1))
+        between_IJ = tl.where(is_between_IJ, below_IJ, 0.0)
+        answer_IJ = tl.dot(between_IJ, inverse_IJ, input_precision="tf32x3")
+        inverse_IJ -= tl.dot(inverse_IJ, answer_IJ, input_precision="tf32x3")
+    return inverse_IJ
+
+
+@triton.jit
+def _faded_products(x_IK, k_IK, total_IK, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """x_i . k_j for tokens j up to i, each channel faded by its decays after token j up to token i.
+
+    Between blocks of _BLOCK tokens it is a product of x, faded since the start of its block, and of keys, faded until
+    then: no exponent is above 0. Within a block it goes key by key, in all blocks at once.
+    """
+    i_I = tl.arange(0, CHUNK)
+    BLOCKS: tl.constexpr = CHUNK // _BLOCK
+    products_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for block in range(1, BLOCKS):
+        before_K = tl.sum(tl.where((i_I == block * _BLOCK - 1)[:, None], total_IK, 0.0), axis=0)[None, :]
+        fade_IK = tl.exp(-tl.abs(total_IK - before_K))
+        is_of_block_I1, is_earlier_I1 = (i_I // _BLOCK == block)[:, None], (i_I < block * _BLOCK)[:, None]
+        x_faded_IK = tl.where(is_of_block_I1, x_IK * fade_IK, 0.0)
+        k_faded_IK = tl.where(is_earlier_I1, k_IK * fade_IK, 0.0)
+        products_IJ += tl.dot(x_faded_IK, tl.trans(k_faded_IK), input_precision=PRECISION)
+    x_BIK, k_BIK, total_BIK = (
+        tl.reshape(x_IK, [BLOCKS, _BLOCK, BLOCK_K]),
+        tl.reshape(k_IK, [BLOCKS, _BLOCK, BLOCK_K]),
+        tl.reshape(total_IK, [BLOCKS, _BLOCK, BLOCK_K]),
+    )
+    is_same_block_IJ = i_I[:, None] // _BLOCK == i_I[None, :] // _BLOCK
+    for j in range(_BLOCK):
+        is_j_1I1 = (tl.arange(0, _BLOCK) == j)[None, :, None]
+        k_j_B1K = tl.sum(tl.where(is_j_1I1, k_BIK, 0.0), axis=1, keep_dims=True)
+        total_j_B1K = tl.sum(tl.where(is_j_1I1, total_BIK, 0.0), axis=1, keep_dims=True)
+        # Tokens before j are masked by the caller: there the exponent would be above 0.
+        faded_BIK = tl.exp(tl.minimum(total_BIK - total_j_B1K, 0.0)) * k_j_B1K
+        product_I = tl.reshape(tl.sum(x_BIK * faded_BIK, axis=2), [CHUNK])
+        is_j_IJ = is_same_block_IJ & (i_I % _BLOCK == j)[None, :]
+        products_IJ = tl.where(is_j_IJ, product_I[:, None], products_IJ)
+    return products_IJ

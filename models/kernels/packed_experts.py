@@ -15,10 +15,11 @@ from torch import Tensor
 
 from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import assignments, places, store, sum_choices, tile_and_block
-from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile
+from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile, can_be_staged
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 from models.quantization.packed import RUN, PackedWeight
-from tritonlib.launch import await_predecessors, has_hopper_kernels, interpreted, overlap, start_dependents
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
 _ROWS, _DEPTH = 64, 128
@@ -83,13 +84,16 @@ def run_packed_experts(
     partial = of is not None
     mean = triton.cdiv(4 * num_tokens * choices, 3 * (num_experts if of is None else of))
     tokens = 64 if batch_invariant else next((size for size in (16, 32) if mean <= size), 64)
-    if hopper_step(gate_up, x_TD) is not None and hopper_step(down, x_TD) is not None:
+    step, down_step = hopper_step(gate_up, x_TD), hopper_step(down, x_TD)
+    if step is not None and down_step is not None:
         tokens = 32 if batch_invariant else _tile_of(mean).tokens
     order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tokens, partial=partial)
     common = {"tokens": tokens, "num_tokens": num_tokens, "choices": choices}
-    both_RI = _launch(x_TD, gate_up, gate_up_bias_EN, order, None, is_first=True, **common)
+    both_RI = multiply_experts(x_TD, gate_up, gate_up_bias_EN, order, None, is_first=True, step=step, **common)
     gated_RI = activate(both_RI)
-    parts_RD = _launch(gated_RI, down, down_bias_EN, order, weights_TK, is_first=False, **common)
+    parts_RD = multiply_experts(
+        gated_RI, down, down_bias_EN, order, weights_TK, is_first=False, step=down_step, **common
+    )
     channels = x_TD.shape[1]
     block = min(triton.next_power_of_2(channels), 1024)
     sum_choices[(num_tokens, triton.cdiv(channels, block))](
@@ -115,7 +119,7 @@ def _tile_of(mean: int) -> HopperTile:
 
 def hopper_step(weight: PackedWeight | Mxfp4Weight, x_RC: Tensor) -> int | None:
     """Inputs of one step of the kernel for Hopper; None: it cannot read the weight, or is not for this GPU."""
-    if x_RC.dtype != torch.bfloat16 or not has_hopper_kernels(x_RC.device):
+    if x_RC.dtype != torch.bfloat16 or not has_hopper_kernels(x_RC.device, _HOPPER):
         return None
     step = min(_DEPTH, weight.columns & -weight.columns)
     if isinstance(weight, Mxfp4Weight):
@@ -131,7 +135,12 @@ def _stored(weight: PackedWeight | Mxfp4Weight) -> Tensor:
     return weight.stored_ENB if isinstance(weight, Mxfp4Weight) else weight.stored_NB
 
 
-def _launch(
+_HOPPER = HopperKernels(
+    "experts with weights of 4 bits", probe_of("models.kernels.packed_probe", "compare_experts_on_hopper")
+)
+
+
+def multiply_experts(
     x_RC: Tensor,
     weight: PackedWeight | Mxfp4Weight,
     bias_EN: Tensor | None,
@@ -142,13 +151,19 @@ def _launch(
     tokens: int,
     num_tokens: int,
     choices: int,
+    step: int | None,
 ) -> Tensor:
-    """Rows in the order of experts from the rows of tokens, or rows in the order of tokens from the first ones."""
+    """Rows in the order of experts from the rows of tokens, or rows in the order of tokens from the first ones.
+
+    Args:
+        tokens: of a tile of the order.
+        step: `hopper_step`.
+    """
     stored, columns = _stored(weight), weight.columns
     rows = stored.shape[1]
     mxfp4 = isinstance(weight, Mxfp4Weight)
     out = x_RC.new_empty(num_tokens * choices, rows)
-    if (step := hopper_step(weight, x_RC)) is not None:
+    if step is not None:
         # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
         from models.kernels.packed_hopper import WARPS, multiply_packed_experts
 
@@ -176,6 +191,7 @@ def _launch(
             STEP=step,
             AT_ONCE=tile.at_once,
             STAGES=tile.stages,
+            STAGED_X=tile.staged_x and can_be_staged(x_RC),
             **overlap(x_RC.device, rows=num_tokens),
             num_warps=WARPS,
         )

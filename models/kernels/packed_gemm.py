@@ -18,10 +18,10 @@ from torch.nn.functional import linear
 
 from models.kernels.matmul import multiply_invariant
 from models.quantization.packed import RUN, PackedWeight
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import (
     await_predecessors,
     bound,
-    has_hopper_kernels,
     interpreted,
     overlap,
     start_dependents,
@@ -51,6 +51,7 @@ class HopperTile(NamedTuple):
         stages: those whose weights are in shared memory or on their way there; a power of two.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
         least_steps: of a program that shares a tile.
+        staged_x: activations go through shared memory as weights do.
     """
 
     tokens: int
@@ -59,6 +60,7 @@ class HopperTile(NamedTuple):
     at_once: int = 1
     stages: int = 4
     least_steps: int = 4
+    staged_x: bool = False
 
 
 # On an H200, the four products of a layer of Llama-3.1-8B with groups of 128: 1 token 61 us, 16 tokens 80, 32 tokens
@@ -77,6 +79,11 @@ _MAX_TOKENS_ON_HOPPER = 160
 def choose_tile(num_tokens: int) -> HopperTile:
     """The tile for this number of tokens."""
     return next((tile for tokens, tile in _TILES.items() if num_tokens <= tokens), _TILE_OF_MANY)
+
+
+def can_be_staged(x_TK: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, in which the kernel for Hopper copies them."""
+    return x_TK.stride(0) % 16 == 0 and x_TK.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +126,7 @@ class Product:
         weight = self.weight
         if weight.bits != 4 or self.depth is None or dtype != torch.bfloat16:
             return None
-        if not has_hopper_kernels(weight.stored_NB.device):
+        if not has_hopper_kernels(weight.stored_NB.device, _HOPPER):
             return None
         step = min(_DEPTH, self.depth, weight.columns & -weight.columns)
         return step if step >= HOPPER_STEP_MIN else None
@@ -147,7 +154,7 @@ class Product:
         if not num_tokens:
             return out_TN
         if (step := self.hopper_step(x_TK.dtype)) is not None:
-            self._on_hopper(x_TK, bias_N, out_TN, step, splits=splits, tile=choose_tile(num_tokens))
+            self.launch_on_hopper(x_TK, bias_N, out_TN, step, splits=splits)
             return out_TN
         tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
         tiles_N, tiles_T = triton.cdiv(rows, _ROWS), triton.cdiv(num_tokens, tokens)
@@ -184,13 +191,15 @@ class Product:
         )
         return out_TN
 
-    def _on_hopper(
-        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None, tile: HopperTile
+    def launch_on_hopper(
+        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None
     ) -> None:
+        """Writes `out_TN`, whether or not `hopper_step` says so; arguments as those of `by_kernel`."""
         # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
         from models.kernels.packed_hopper import WARPS, multiply_packed
 
         weight, (num_tokens, columns), rows = self.weight, x_TK.shape, self.rows
+        tile = choose_tile(num_tokens)
         tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)
         steps = columns // step
         if splits is None:
@@ -221,6 +230,7 @@ class Product:
             STEP=step,
             AT_ONCE=tile.at_once,
             STAGES=tile.stages,
+            STAGED_X=tile.staged_x and can_be_staged(x_TK),
             **overlap(x_TK.device, rows=num_tokens),
             num_warps=WARPS,
         )
@@ -258,6 +268,11 @@ class Product:
             num_warps=4,
         )
         return out_NK
+
+
+_HOPPER = HopperKernels(
+    "products with weights of 4 bits", probe_of("models.kernels.packed_probe", "compare_products_on_hopper")
+)
 
 
 def _multiply_plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:

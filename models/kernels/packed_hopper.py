@@ -8,7 +8,7 @@ Gluon's tuples grow by addition alone. Legend: N output channel, T token, B byte
 are in the layouts of the weight, the activations and the result.
 """
 
-# mypy: disable-error-code="assignment,attr-defined"
+# mypy: disable-error-code="assignment,attr-defined,union-attr"
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def packed_sum(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
+    STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """float32 [ROWS, TOKENS], `_C`: the products of steps [first, stop) of the rows from `row` on. Rows past the end
@@ -152,6 +153,7 @@ def packed_sum(
         STEP: inputs of one step, of which COLUMNS is a multiple.
         AT_ONCE: steps of a stage.
         STAGES: those whose weights are in shared memory or on their way there.
+        STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.
         OVERLAP: the weights' way begins before the kernels before this one have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -165,28 +167,49 @@ def packed_sum(
     stored = stored_ptr + rows_R.to(gl.int64)[:, None] * (COLUMNS // 2)
     stored += gl.arange(0, BYTES, gl.SliceLayout(0, COPY))[None, :]
     for stage in gl.static_range(STAGES - 1):
-        copy_steps(stages, stored, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
-    bytes_X = gl.arange(0, BYTES, gl.SliceLayout(1, X))
-    x_X = x_rows_X[None, :] + (bytes_X // RUN * (2 * RUN) + bytes_X % RUN)[:, None]
+        copy_weights(stages, stored, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
+        if not STAGED_X:
+            async_copy.commit_group()
+    halves = None
+    if STAGED_X:
+        COPY_X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BYTES, BYTES // 8], [4, 1], [1, 0])
+        SWIZZLED_X: gl.constexpr = gl.SwizzledSharedLayout(vec=32, per_phase=1, max_phase=BYTES // 32, order=[1, 0])
+        halves = gl.allocate_shared_memory(gl.bfloat16, [STAGES * AT_ONCE * 2, TOKENS, BYTES], SWIZZLED_X)
+        x_rows_T = gl.convert_layout(x_rows_X, gl.SliceLayout(1, COPY_X))
+        x = x_rows_T[:, None] + inputs_of_halves(BYTES, gl.SliceLayout(0, COPY_X))[None, :]
+    else:
+        x = x_rows_X[None, :] + inputs_of_halves(BYTES, gl.SliceLayout(1, X))[:, None]
     sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     nothing_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
     # A step's scales and zeros are loaded one turn before.
     scales = load_scales(scales_ptr, row, num_rows, first, stop, COLUMNS, GROUP, MXFP4, ROWS, STEP, AT_ONCE)
     zeros = load_zeros(zeros_ptr, row, num_rows, first, stop, GROUP, ROWS, STEP, AT_ONCE)
     await_predecessors(OVERLAP)
+    if STAGED_X:
+        for stage in gl.static_range(STAGES - 1):
+            copy_x(halves, x, stage, first + stage * AT_ONCE, stop, BYTES, AT_ONCE)
+            async_copy.commit_group()  # the first one has all weights so far
     for some in range(first, stop, AT_ONCE):
         turn = (some - first) // AT_ONCE
         low, high = (), ()
-        for one in gl.static_range(AT_ONCE):
-            start = gl.minimum(some + one, stop - 1) * STEP
-            low = low + (gl.load(x_X + start),)
-            high = high + (gl.load(x_X + (start + RUN)),)
+        if not STAGED_X:
+            for one in gl.static_range(AT_ONCE):
+                start = gl.minimum(some + one, stop - 1) * STEP
+                low = low + (gl.load(x + start),)
+                high = high + (gl.load(x + (start + RUN)),)
         async_copy.wait_group(STAGES - 2)
         stored_bytes = ()
         for one in gl.static_range(AT_ONCE):
-            stored_bytes = stored_bytes + (stages.index(turn % STAGES * AT_ONCE + one).load(A),)
+            place = turn % STAGES * AT_ONCE + one
+            stored_bytes = stored_bytes + (stages.index(place).load(A),)
+            if STAGED_X:
+                low = low + (halves.index(2 * place).permute((1, 0)).load(X),)
+                high = high + (halves.index(2 * place + 1).permute((1, 0)).load(X),)
         ahead = STAGES - 1
-        copy_steps(stages, stored, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
+        copy_weights(stages, stored, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
+        if STAGED_X:
+            copy_x(halves, x, (turn + ahead) % STAGES, some + ahead * AT_ONCE, stop, BYTES, AT_ONCE)
+        async_copy.commit_group()
         for one in gl.static_range(AT_ONCE):
             exists = some + one < stop
             if MXFP4:
@@ -264,13 +287,28 @@ def load_zeros(
 
 
 @gluon.jit
-def copy_steps(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
+def inputs_of_halves(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
+    """int32 [BYTES]: the input of each byte's low half, counted from the step's first one."""
+    bytes_B = gl.arange(0, BYTES, LAYOUT)
+    return bytes_B // RUN * (2 * RUN) + bytes_B % RUN
+
+
+@gluon.jit
+def copy_weights(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
     """Begins to copy the weights of a stage; those past the last step are that step's."""
     for one in gl.static_range(AT_ONCE):
         async_copy.async_copy_global_to_shared(
             stages.index(stage * AT_ONCE + one), stored + gl.minimum(step + one, stop - 1) * BYTES
         )
-    async_copy.commit_group()
+
+
+@gluon.jit
+def copy_x(halves, x, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Begins to copy the activations of a stage, those of low halves apart from those of high ones."""
+    for one in gl.static_range(AT_ONCE):
+        place, start = 2 * (stage * AT_ONCE + one), gl.minimum(step + one, stop - 1) * (2 * BYTES)
+        async_copy.async_copy_global_to_shared(halves.index(place), x + start)
+        async_copy.async_copy_global_to_shared(halves.index(place + 1), x + (start + RUN))
 
 
 @gluon.jit
@@ -317,6 +355,7 @@ def multiply_packed(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
+    STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """ROWS outputs of TOKENS tokens, or a program's share of their steps. Programs that share a tile write partial
@@ -346,6 +385,7 @@ def multiply_packed(
         STEP,
         AT_ONCE,
         STAGES,
+        STAGED_X,
         OVERLAP,
     )
     rows_C = gl.arange(0, ROWS, gl.SliceLayout(1, C))
@@ -395,6 +435,7 @@ def multiply_packed_experts(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr,
+    STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """A tile of an expert's outputs, as `models.kernels.packed_experts` says of its kernel; the tokens' tiles of one
@@ -437,6 +478,7 @@ def multiply_packed_experts(
             STEP,
             AT_ONCE,
             STAGES,
+            STAGED_X,
             False,
         )
         rows_C = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))

@@ -46,7 +46,7 @@ class PackedExperts(Experts):
         dtype = replaced.down_proj.dtype
         with torch.device("meta"):
             super().__init__(num_experts, size, intermediate, dtype=dtype)
-        self.held, self.of, self.places_E = replaced.held, replaced.of, replaced.places_E
+        self.take_places_of(replaced)
         for parameter in ("gate_up_proj", "down_proj"):
             empty = torch.empty(num_experts, 0, 0, dtype=torch.uint8, device=device)
             setattr(self, parameter, nn.Parameter(empty, requires_grad=False))

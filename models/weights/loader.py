@@ -23,12 +23,14 @@ from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
+from models.expert_counts import ExpertCounts
+from models.expert_places import ExpertPlacement
 from models.families.delta_parts import DeltaMixer
 from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
-from models.moe import Experts
+from models.moe import Experts, RoutedExperts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3
@@ -123,7 +125,12 @@ def load_model(
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
     config = _as_stored(config, stored)
     model = _build(
-        local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device, stored=stored
+        local_config(config, parallel),
+        backend=backend,
+        dtype=TORCH_DTYPES[dtype],
+        device=device,
+        stored=stored,
+        parallel=parallel,
     )
     model.join(parallel, vocab_size=config.vocab_size)
     shares = Shares(config, parallel)
@@ -189,20 +196,37 @@ def _build(
     dtype: torch.dtype,
     device: torch.device | str,
     stored: Mapping[str, StoredTensor] = MappingProxyType({}),
+    parallel: TensorParallel = SINGLE,
 ) -> CausalLM:
     """The model with its parameters allocated, each in its final dtype from the start.
 
     Args:
+        config: of the rank.
         stored: the checkpoint, which says in what dtypes scales are saved; empty for random weights.
     """
     quantized = config.quantization is not None
     model_class: ModelClass = resolve_name(FAMILIES[config.architecture].model)
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
+        if parallel.placement is not None:
+            _place(model, parallel.placement, parallel.rank)
     if quantized:
         known = in_our_names(stored, ()) | dict(stored)
         quantize(model, config, lambda path: renamed(path, model.checkpoint_prefixes), device, known)
     return model
+
+
+def _place(model: CausalLM, placement: ExpertPlacement, rank: int) -> None:
+    """Gives the experts of each layer their numbers by the plan, before anything asks for the names of their tensors,
+    and counters for their tokens."""
+    indices = [index for index, _ in placement.mixtures]
+    places = placement.layer(indices[0]).num_places
+    model.expert_counts = ExpertCounts(indices, places, torch.get_default_device())
+    for index, layer in enumerate(model.model.layers):
+        for module in layer.modules():
+            if isinstance(module, RoutedExperts):
+                module.place(placement.layer(index), rank)
+                module.counts = model.expert_counts.of_layer(index)
 
 
 def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ table is whole on every rank. Where ranks' results are summed, the first rank ho
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
@@ -27,6 +27,7 @@ from models.weights.names import renamed
 
 _LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT_OF_LAYER = re.compile(r"\.layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.")
 # Tensors with all of a layer's experts.
 _IN_ONE = tuple(
     f"{layer}{suffix}" for layer in ("gate_up_proj", "down_proj") for suffix in ("", "_bias", "_blocks", "_scales")
@@ -57,9 +58,9 @@ class Shares:
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         quantization = config.quantization
-        self._experts: range | None = None
+        self._experts: Sequence[Sequence[int]] | None = None  # of the rank, by layer
         if parallel.whole_experts and config.moe is not None:
-            self._experts = experts(config.moe.num_experts, parallel)
+            self._experts = _experts_by_layer(config.moe, parallel)
         self._packed = quantization if isinstance(quantization, PackedConfig) else None
         self._granularity: Granularity | None = None
         if isinstance(quantization, Fp8Config):
@@ -85,8 +86,11 @@ class Shares:
 
     def elsewhere(self, name: str) -> bool:
         """Whether the tensor is of an expert that other ranks hold."""
-        expert = _EXPERT.search(name)
-        return self._experts is not None and expert is not None and int(expert[1]) not in self._experts
+        match = _EXPERT_OF_LAYER.search(name)
+        if self._experts is None or match is None:
+            return False
+        layer, expert = map(int, match.groups())
+        return layer < len(self._experts) and expert not in self._experts[layer]
 
     def _of_packed(self, share: Share, layout: Stored) -> Share | None:
         """The share of a tensor of packed integers, given the share of the weight that they stand for."""
@@ -149,8 +153,10 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
             for shared in ("shared_experts", "shared_expert"):
                 yield from _mlp(f"{mlp}.{shared}", part_of(config.moe.shared_intermediate_size), of_first)
     if config.moe is not None and parallel.whole_experts:
-        whole = Share(0, config.moe.num_experts, (experts(config.moe.num_experts, parallel),))
-        yield from ((f"{path}experts.{name}", whole) for path in ("", "mlp.", "feed_forward.") for name in _IN_ONE)
+        for index, held in enumerate(_experts_by_layer(config.moe, parallel)):
+            whole = Share(0, config.moe.num_experts, tuple(_runs(held)))
+            paths = ("experts.", "mlp.experts.", "feed_forward.experts.")
+            yield from _of_layer(index, ((path + name, whole) for path in paths for name in _IN_ONE))
     elif config.moe is not None:
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
@@ -173,6 +179,22 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
     if isinstance(config.switches, Phi3SmallSwitches):
         for parameter in ("weight", "bias"):
             yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
+
+
+def _experts_by_layer(moe: MoEConfig, parallel: TensorParallel) -> list[Sequence[int]]:
+    """The whole experts that the rank has of each layer, in the order of its memory."""
+    if parallel.placement is None:
+        return [experts(moe.num_experts, parallel)] * len(moe.layers)
+    return [() if layer is None else layer.ranks[parallel.rank] for layer in parallel.placement.layers]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """The numbers in their order, consecutive ones together."""
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if stop == len(numbers) or numbers[stop] != numbers[stop - 1] + 1:
+            yield range(numbers[start], numbers[stop - 1] + 1)
+            start = stop
 
 
 def _of_layer(index: int, shares: Iterator[tuple[str, Share]]) -> Iterator[tuple[str, Share]]:
@@ -296,10 +318,10 @@ def _mamba(
         yield "mixer.fc2_latent_proj.bias", of_first
     if switches.kinds and config.moe is not None:
         moe = config.moe
-        for experts, size in (
-            ("experts.*", moe.intermediate_size),
-            ("shared_experts", moe.shared_intermediate_size),
-        ):
+        split = {"shared_experts": moe.shared_intermediate_size}
+        if not parallel.whole_experts:
+            split["experts.*"] = moe.intermediate_size
+        for experts, size in split.items():
             part = Share(0, size, (channels(size, parallel, block=None),))
             for parameter in ("weight", "bias"):
                 yield f"mixer.{experts}.up_proj.{parameter}", part

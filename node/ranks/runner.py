@@ -10,6 +10,7 @@ from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import ModelFacts
 from models.adapters.adapter import Adapter
+from models.expert_counts import FetchedCounts
 from node.ranks.steps import StepWriter
 
 
@@ -42,6 +43,10 @@ class RankedRunner:
             self._runner.load_adapter(slot, adapter)
         except Exception as error:  # noqa: BLE001  the ranks may have different adapters now
             self._fail(error)
+
+    def fetch_expert_counts(self) -> FetchedCounts | None:
+        """Rank 0's: every rank counts the tokens of all."""
+        return self._runner.fetch_expert_counts()
 
     def launch(self, batch: Batch, on_mark: OnMark) -> "RankedStep":
         try:

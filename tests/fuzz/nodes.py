@@ -68,6 +68,7 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
             cache=cache,
             load_adapter=adapters.load,
             unload_adapter=adapters.unload,
+            expert_load=decode.experts.message,
         )
         node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)
         services = RoleServices("node")

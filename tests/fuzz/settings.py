@@ -106,7 +106,11 @@ def settings(folder: Path, case: Case) -> None:
     elif case[1] == b"flags":
         _read(cls, [f"{flag(name)}={value}" for name, value in clean.items()], {})
     else:
-        _read(cls, [], {variable(name): value.encode(errors="replace").decode() for name, value in clean.items()})
+        _read(cls, [], {_encodable(variable(name)): _encodable(value) for name, value in clean.items()})
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _validate(cls: Any, given: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from models.layers import silu_and_multiply
 from models.moe import run_experts, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.packed import PackedWeight, pack_halves, stacked
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import is_hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ BOUND = 4e-3
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
     torch.manual_seed(0)
-    if not has_hopper_kernels(DEVICE):
+    if not is_hopper(DEVICE):
         pytest.skip("these kernels are for Hopper")
 
 

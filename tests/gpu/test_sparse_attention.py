@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, MLADims
 from attention.backends.triton_mla import TritonMLA
+from attention.kernels.sparse.scores import paged_index_scores
 from attention.parameters import AttentionParameters
 from attention.platform import probe_platform
 from attention.sparse import best_keys, index_scores, slots_of
@@ -122,6 +123,21 @@ def test_a_request_has_the_same_result_alone_and_in_a_batch() -> None:
         assert torch.equal(slots_1K[0, :count], slots_TK[row, :count])
         made.attend_selected(case.q_THC[rows], case.kv_layer, slots_1K, queries, layer=LAYER, out=alone)
         assert torch.equal(alone, together[rows])
+
+
+def test_a_score_has_the_same_bits_for_any_number_of_queries() -> None:
+    """Many queries of a request share products; 70 and 5 are no multiples of the queries that do."""
+    case = case_of([(70, 3000), (5, 0), (3, 9000)])
+    num_keys = case.queries.max_keys
+    of_all_TS = torch.zeros(len(case.q_THD), num_keys, device="cuda")
+    paged_index_scores(
+        case.q_THD, case.weights_TH, case.index_layer, case.queries, range(len(of_all_TS)), out_TS=of_all_TS
+    )
+    for row in range(len(of_all_TS)):
+        alone_1S = torch.zeros(1, num_keys, device="cuda")
+        rows = range(row, row + 1)
+        paged_index_scores(case.q_THD, case.weights_TH, case.index_layer, case.queries, rows, out_TS=alone_1S)
+        assert torch.equal(alone_1S[0], of_all_TS[row])
 
 
 def test_a_captured_step_is_right_for_other_lengths() -> None:

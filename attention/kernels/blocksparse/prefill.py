@@ -24,7 +24,8 @@ from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse.pattern import LOG2E, KernelPattern, kernel_pattern
 from attention.kernels.tma_rows import as_rows
-from tritonlib.launch import bound, has_hopper_kernels, interpreted
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
+from tritonlib.launch import bound, interpreted
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def blocksparse_prefill(
     # Not for dense prompts read directly: they take 1145 us here and 1348 us by the Hopper kernel (H200, 8192 tokens,
     # 32/8 heads of 128).
     dense_and_direct = params is None and direct
-    by_hopper = tiling is None and not dense_and_direct and has_hopper_kernels(q_THD.device)
+    by_hopper = tiling is None and not dense_and_direct and has_hopper_kernels(q_THD.device, _HOPPER)
     if hopper_sms is not None and by_hopper:
         from attention.kernels.blocksparse import hopper as blocksparse_hopper
 
@@ -122,6 +123,9 @@ def blocksparse_prefill(
         direct=direct,
         tiling=tiling or prefill_tiling(q_THD.shape[2], q_THD.dtype, direct=direct),
     )
+
+
+_HOPPER = HopperKernels("block-sparse prompts", probe_of("attention.kernels.blocksparse.probe"))
 
 
 def can_read_directly(kv_THD: Tensor, params: BlocksparseParams | None) -> bool:

@@ -47,6 +47,10 @@ def mla_decode_attention(
         plan.hopper.launch(
             q_RHC, kv_layer, seq_lens=seq_lens, block_table=block_table, plan=plan, scale=scale, out=out, lse_HR=lse_HR
         )
+    elif selected and plan.gathered is not None and plan.gathered.serves(q_RHC, kv_layer, out.shape[-1]):
+        plan.gathered.launch(
+            q_RHC, kv_layer, counts=seq_lens, slots=block_table, plan=plan, scale=scale, out=out, lse_HR=lse_HR
+        )
     else:
         kv_scale = kv_scale if is_fp8(kv_layer) else None
         portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR, selected=selected)

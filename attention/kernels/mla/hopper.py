@@ -176,7 +176,7 @@ def _decode(
     head_blocks = gl.cdiv(num_heads, BLOCK_H)
     worker = gl.program_id(0) // head_blocks
     head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
-    request, request_start, position, stop_position = _find_work(
+    request, request_start, position, stop_position = find_work(
         seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
     )
     if OVERLAP:
@@ -185,7 +185,7 @@ def _decode(
     gl.warp_specialize(
         [
             (
-                _attend,
+                attend,
                 (
                     q,
                     out,
@@ -256,8 +256,8 @@ def _decode(
 
 
 @gluon.jit
-def _request_cost(seq_len, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr):
-    """As in `attention.kernels.mla.plan`, and so is `_find_work`: Gluon cannot call functions written for Triton."""
+def request_cost(seq_len, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr):
+    """As in `attention.kernels.mla.plan`, and so is `find_work`: Gluon cannot call functions written for Triton."""
     tiles = (seq_len + TILE - 1) // TILE
     if SPLIT_TILES:
         tiles = (tiles + SPLIT_TILES - 1) // SPLIT_TILES * SPLIT_TILES
@@ -270,14 +270,14 @@ def _add(first, second):
 
 
 @gluon.jit
-def _find_work(
+def find_work(
     seq_lens, num_reqs, worker, num_workers, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr, BLOCK_R: gl.constexpr
 ):
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([max(1, BLOCK_R // (32 * WARPS))], [32], [WARPS], [0])
     requests_R = gl.arange(0, BLOCK_R, layout=layout)
     lens_R = gl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
-    costs_R = _request_cost(lens_R, SPLIT_TILES, TILE)
+    costs_R = request_cost(lens_R, SPLIT_TILES, TILE)
     stops_R = gl.associative_scan(costs_R, 0, _add)
     total = gl.sum(costs_R, 0)
     if SPLIT_TILES:
@@ -321,7 +321,7 @@ def _load_tiles(
     count = 0
     while position < stop_position:
         seq_len = gl.load(seq_lens + request)
-        cost = _request_cost(seq_len, SPLIT_TILES, TILE)
+        cost = request_cost(seq_len, SPLIT_TILES, TILE)
         row = block_table + request.to(gl.int64) * table_stride_R
         last_block = (seq_len - 1) // block_size
         first = position - request_start
@@ -353,7 +353,7 @@ def _load_tiles(
 
 
 @gluon.jit
-def _attend(
+def attend(
     q,
     out,
     lse,
@@ -415,7 +415,7 @@ def _attend(
     count = 0
     while position < stop_position:
         seq_len = gl.load(seq_lens + request)
-        cost = _request_cost(seq_len, SPLIT_TILES, TILE)
+        cost = request_cost(seq_len, SPLIT_TILES, TILE)
         first = position - request_start
         last = gl.minimum(stop_position - request_start, cost)
         if SPLIT_TILES:

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 
 TILE = 64
 LOG2_E = 1.4426950408889634
+# Whether selected tokens are attended to by the kernel for Hopper. Off until tests/gpu/test_gathered.py has passed.
+GATHERS_ON_HOPPER = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class MLADecodePlan:
         partial_output: [slots, H, L] float32, shared by all layers; used by one stream at a time.
         partial_lse: [slots, H] float32.
         hopper: `attention.kernels.mla.hopper` where it can run; None elsewhere.
+        gathered: `attention.kernels.mla.gathered`, which attends to selected tokens, likewise.
     """
 
     num_workers: int
@@ -38,6 +41,7 @@ class MLADecodePlan:
     partial_output: Tensor
     partial_lse: Tensor
     hopper: ModuleType | None
+    gathered: ModuleType | None
 
 
 def make_mla_decode_plan(
@@ -65,7 +69,8 @@ def make_mla_decode_plan(
         split_tiles=split_tiles,
         partial_output=torch.empty(slots, num_heads, latent_channels, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, num_heads, dtype=torch.float32, device=device),
-        hopper=_hopper_kernel(device),
+        hopper=_hopper_kernel("hopper", device),
+        gathered=_hopper_kernel("gathered", device) if GATHERS_ON_HOPPER else None,
     )
 
 
@@ -79,8 +84,13 @@ def requests_of_a_block(num_reqs: int) -> int:
     return 128 if num_reqs <= 128 else 1 << (num_reqs - 1).bit_length()
 
 
-def _hopper_kernel(device: torch.device) -> ModuleType | None:
-    return importlib.import_module("attention.kernels.mla.hopper") if has_hopper_kernels(device) else None
+def _hopper_kernel(name: str, device: torch.device) -> ModuleType | None:
+    if not has_hopper_kernels(device, _HOPPER):
+        return None
+    return importlib.import_module(f"attention.kernels.mla.{name}")
+
+
+_HOPPER = HopperKernels("decode over a latent cache", probe_of("attention.kernels.mla.probe"))
 
 
 @triton.jit

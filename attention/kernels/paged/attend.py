@@ -6,10 +6,12 @@ Both entry points make one `Call` and start the fastest kernel that can run it.
 import torch
 from torch import Tensor
 
-from attention.kernels.paged import portable
+from attention.kernels.paged import portable, probe
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList
-from tritonlib.launch import has_hopper_kernels
+from tritonlib.hopper_check import HopperKernels, has_hopper_kernels
+
+_HOPPER = HopperKernels("attention over a batch", probe.compare_on_hopper)
 
 
 def unified_attention(
@@ -158,5 +160,5 @@ def _may_run_on_hopper(call: Call) -> bool:
     return (
         q_THD.dtype in (torch.bfloat16, torch.float16)
         and call.keys.keys.dtype == q_THD.dtype
-        and has_hopper_kernels(q_THD.device)
+        and has_hopper_kernels(q_THD.device, _HOPPER)
     )

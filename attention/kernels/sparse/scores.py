@@ -1,6 +1,6 @@
 """Index scores of every token that a query sees, over paged index keys. The twin is `attention.sparse.index_scores`.
 
-Legend: T queries, S keys, H heads, D channels.
+Legend: T queries, S keys, H heads, D channels; of a program Q queries and X their heads.
 """
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor
 from attention.sparse import SparseQueries
 from kvcache.fp8 import is_fp8
 from tritonlib.fp8 import from_fp8
-from tritonlib.launch import interpreted
+from tritonlib.launch import bound, interpreted
 
 _TILE = 64
-# Keys of a program: with few queries, many programs share one query's keys; with many, a program keeps its query.
+# Keys of a program: with few queries, many programs share one query's keys; with many, a program keeps its queries.
 _KEYS_FEW, _KEYS_MANY = 512, 2048
 _MANY_QUERIES = 64
+# Queries that share the keys that a program reads, where there are many. For one query alone, a key of 256 bytes is
+# read for 16 KFLOP, and L2 is the bound.
+_QUERIES = 4
 
 
 def paged_index_scores(
@@ -33,8 +36,11 @@ def paged_index_scores(
     """
     num_rows, num_keys = out_TS.shape
     num_heads, channels = q_THD.shape[1:]
-    tiles = (_KEYS_FEW if num_rows < _MANY_QUERIES else _KEYS_MANY) // _TILE
-    _index_scores[(num_rows, triton.cdiv(num_keys, tiles * _TILE))](
+    is_many = num_rows >= _MANY_QUERIES
+    tiles = (_KEYS_MANY if is_many else _KEYS_FEW) // _TILE
+    # Queries in float32 fill the shared memory alone.
+    together = _QUERIES if is_many and q_THD.dtype != torch.float32 else 1
+    _index_scores[(triton.cdiv(num_rows, together), triton.cdiv(num_keys, tiles * _TILE))](
         q_THD[rows.start :],
         weights_TH[rows.start :],
         index_layer,
@@ -42,6 +48,7 @@ def paged_index_scores(
         queries.requests_T[rows.start :],
         queries.block_table,
         out_TS,
+        num_rows,
         num_keys,
         num_heads,
         index_layer.shape[2],
@@ -50,6 +57,7 @@ def paged_index_scores(
         *index_layer.stride()[1:3],
         queries.block_table.stride(0),
         CHANNELS=channels,
+        QUERIES=together,
         BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
         BLOCK_D=max(16, triton.next_power_of_2(channels)),
         TILE=_TILE,
@@ -57,11 +65,11 @@ def paged_index_scores(
         FP8=is_fp8(index_layer),
         INTERPRETED=interpreted(),
         num_warps=8 if q_THD.dtype == torch.float32 else 4,
-        num_stages=2,
+        num_stages=2 if q_THD.dtype == torch.float32 else 3,
     )
 
 
-@triton.jit(do_not_specialize=["num_keys", "table_stride_R"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "table_stride_R"])
 def _index_scores(
     q,
     weights,
@@ -70,6 +78,7 @@ def _index_scores(
     requests,
     block_table,
     out,
+    num_rows,
     num_keys,
     num_heads,
     block_size,
@@ -80,6 +89,7 @@ def _index_scores(
     keys_stride_N,
     table_stride_R,
     CHANNELS: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -87,35 +97,86 @@ def _index_scores(
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One query and TILES * TILE keys. Programs of the same keys are neighbours, so that they find these in L2."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * (TILES * TILE)
-    seq_len = tl.minimum(tl.load(seq_lens + row), num_keys)
-    request = tl.load(requests + row).to(tl.int64)
-    heads_H = tl.arange(0, BLOCK_H)
+    """QUERIES queries and TILES * TILE keys; queries of different requests, one after the other. Programs of the same
+    keys are neighbours, so that they find these in L2."""
+    first_row = tl.program_id(0) * QUERIES
+    last_row = tl.minimum(first_row + QUERIES, num_rows) - 1
+    if QUERIES > 1 and tl.load(requests + first_row) == tl.load(requests + last_row):
+        _score_queries(
+            q, weights, keys, seq_lens, requests, block_table, out, first_row, last_row, num_keys, num_heads,
+            block_size, q_stride_T, q_stride_H, weights_stride_T, keys_stride_B, keys_stride_N, table_stride_R,
+            CHANNELS, QUERIES, BLOCK_H, BLOCK_D, TILE, TILES, FP8, INTERPRETED,
+        )  # fmt: skip
+    else:
+        for row in range(bound(first_row, INTERPRETED), bound(last_row + 1, INTERPRETED)):
+            _score_queries(
+                q, weights, keys, seq_lens, requests, block_table, out, row, row, num_keys, num_heads, block_size,
+                q_stride_T, q_stride_H, weights_stride_T, keys_stride_B, keys_stride_N, table_stride_R,
+                CHANNELS, 1, BLOCK_H, BLOCK_D, TILE, TILES, FP8, INTERPRETED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _score_queries(
+    q,
+    weights,
+    keys,
+    seq_lens,
+    requests,
+    block_table,
+    out,
+    first_row,
+    last_row,
+    num_keys,
+    num_heads,
+    block_size,
+    q_stride_T,
+    q_stride_H,
+    weights_stride_T,
+    keys_stride_B,
+    keys_stride_N,
+    table_stride_R,
+    CHANNELS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Consecutive queries of one request: their heads lie next to each other in a product's columns. Keys are in its
+    rows, so that no warp needs another's heads."""
+    request = tl.load(requests + first_row).to(tl.int64)
+    heads_X = tl.arange(0, QUERIES * BLOCK_H) % BLOCK_H
+    head_mask = heads_X < num_heads
     channels_D = tl.arange(0, BLOCK_D)
-    head_mask = heads_H < num_heads
     channel_mask = channels_D < CHANNELS
-    q_HD = tl.load(
-        q + row * q_stride_T + heads_H[:, None] * q_stride_H + channels_D[None, :],
+    # Past the last query the last again, whose scores are written twice.
+    rows_X = tl.minimum(first_row + tl.arange(0, QUERIES * BLOCK_H) // BLOCK_H, last_row).to(tl.int64)
+    q_XD = tl.load(
+        q + rows_X[:, None] * q_stride_T + heads_X[:, None] * q_stride_H + channels_D[None, :],
         mask=head_mask[:, None] & channel_mask[None, :],
         other=0.0,
     )
-    weights_H = tl.load(weights + row * weights_stride_T + heads_H, mask=head_mask, other=0.0)
+    weights_X = tl.load(weights + rows_X * weights_stride_T + heads_X, mask=head_mask, other=0.0)
     if INTERPRETED:
-        q_HD = q_HD.to(tl.float32)
-    for tile in range(TILES):
-        keys_S = first + tile * TILE + tl.arange(0, TILE)
-        seen_S = keys_S < seq_len
-        if first + tile * TILE < seq_len:
-            blocks_S = tl.load(block_table + request * table_stride_R + keys_S // block_size, mask=seen_S, other=0)
-            rows_S = keys + blocks_S.to(tl.int64) * keys_stride_B + (keys_S % block_size) * keys_stride_N
-            k_SD = tl.load(
-                rows_S[:, None] + channels_D[None, :], mask=seen_S[:, None] & channel_mask[None, :], other=0.0
-            )
-            if FP8:
-                k_SD = from_fp8(k_SD, INTERPRETED)
-            k_SD = k_SD.to(q_HD.dtype)
-            dots_HS = tl.dot(q_HD, tl.trans(k_SD), input_precision="ieee")
-            scores_S = tl.sum(tl.maximum(dots_HS, 0.0) * weights_H[:, None], 0)
-            tl.store(out + row * num_keys + keys_S, scores_S, mask=seen_S)
+        q_XD = q_XD.to(tl.float32)
+    rows_Q = tl.minimum(first_row + tl.arange(0, QUERIES), last_row).to(tl.int64)
+    seen_Q = tl.minimum(tl.load(seq_lens + rows_Q), num_keys)
+    begin = tl.program_id(1) * (TILES * TILE)
+    # The last query sees the most.
+    stop = tl.minimum(tl.minimum(tl.load(seq_lens + last_row), num_keys), begin + TILES * TILE)
+    for first in range(bound(begin, INTERPRETED), bound(stop, INTERPRETED), TILE):
+        keys_S = first + tl.arange(0, TILE)
+        # Past the last key the last one, whose score is not written there.
+        read_S = tl.minimum(keys_S, stop - 1)
+        blocks_S = tl.load(block_table + request * table_stride_R + read_S // block_size)
+        slots_S = keys + blocks_S.to(tl.int64) * keys_stride_B + (read_S % block_size) * keys_stride_N
+        k_SD = tl.load(slots_S[:, None] + channels_D[None, :], mask=channel_mask[None, :], other=0.0)
+        if FP8:
+            k_SD = from_fp8(k_SD, INTERPRETED)
+        dots_SX = tl.dot(k_SD.to(q_XD.dtype), tl.trans(q_XD), input_precision="ieee")
+        of_heads_SX = tl.maximum(dots_SX, 0.0) * weights_X[None, :]
+        scores_SQ = tl.sum(of_heads_SX.reshape([TILE, QUERIES, BLOCK_H]), 2)
+        tl.store(out + rows_Q[None, :] * num_keys + keys_S[:, None], scores_SQ, mask=keys_S[:, None] < seen_Q[None, :])

@@ -10,16 +10,15 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
-from attention.kernels.blocksparse import decode as blocksparse_decode, prefill as blocksparse
+from attention.kernels.blocksparse import decode as blocksparse_decode, hopper as blocksparse_hopper
+from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
-from attention.kernels.mla import portable as mla_decode_plain
-from attention.kernels.paged import portable
+from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
+from attention.kernels.paged import hopper, persistent, portable
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
 from kvcache.kernels import gather
 from kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
-from tritonlib.launch import _GLUON_VERSIONS
-import triton
 
 def launch_list(call):
     keys = call.keys
@@ -29,16 +28,10 @@ def launch_persistent(call):
     rows, count = torch.zeros(call.q_THD.shape[0] + 1, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     assert persistent.launch(call, WorkList(64, rows, count, call.query_start_loc, num_programs=132))
 
-paged_launches = [portable.launch, launch_list]
+paged_launches = [portable.launch, launch_list, hopper.launch, launch_persistent]
 kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
-if triton.__version__.startswith(_GLUON_VERSIONS):
-    from attention.kernels.blocksparse import hopper as blocksparse_hopper
-    from attention.kernels.mla import hopper as mla_decode_hopper
-    from attention.kernels.paged import hopper
-    from attention.kernels.paged import persistent
-    paged_launches += [hopper.launch, launch_persistent]
-    kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
+kernels += [mla_decode_hopper._decode, gathered._decode_gathered, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
 after_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
@@ -52,7 +45,7 @@ def compiled_for(kernel, moved, width):
     for param in kernel.params:
         if param.name in after_decodes:
             values[param.name] = memory[moved:] if param.name in moving else memory
-        elif param.name in ("stride_table_r", "table_stride_R", "table_stride"):
+        elif param.name in ("stride_table_r", "table_stride_R", "table_stride", "slots_stride_R"):
             values[param.name] = width
         else:
             values[param.name] = 0

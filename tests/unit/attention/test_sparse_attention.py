@@ -52,6 +52,15 @@ def test_pieces_of_keys_and_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_queries_read_keys_together_where_their_request_is_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case([(3, 70), (6, 20), (1, 100), (1, 5)], top_k=9, whole_numbers=True, dtype=dtype)
+    monkeypatch.setattr(scores, "_MANY_QUERIES", 2)
+    assert slots_of(case, select_slots) == expected_slots(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     case = make_case([(1, 40)], top_k=11, dtype=dtype)
     assert slots_of(case, select_slots) == expected_slots(case)

@@ -211,6 +211,31 @@ def test_a_status_has_the_adapters_of_nodes() -> None:
     assert "decode-0: adapters sql (0123456789ab)" in written.getvalue()
 
 
+def test_a_status_says_how_evenly_ranks_share_the_experts() -> None:
+    balance = node_pb2.ExpertBalance(
+        redundant_experts=32, rank_tokens=[12, 10, 14, 11], imbalance_mean=1.25, imbalance_max=1.5
+    )
+    nodes = []
+    for name, each in (("decode-0", balance), ("decode-1", node_pb2.ExpertBalance(rank_tokens=[0, 0])), ("d", None)):
+        status = node_pb2.NodeStatus(expert_balance=each)
+        status.info.name = status.info.model.name = name
+        nodes.append(generation_pb2.NodeReport(reachable=True, status=status))
+    cluster = generation_pb2.ClusterStatusResponse(nodes=nodes)
+    printed = json.loads(json.dumps(status_to_json(cluster)))["nodes"]
+    assert printed[0]["expert_balance"] == {
+        "redundant_experts": 32,
+        "rank_tokens": [12, 10, 14, 11],
+        "imbalance_mean": 1.25,
+        "imbalance_max": 1.5,
+    }
+    assert printed[2]["expert_balance"] is None
+    written = io.StringIO()
+    Console(file=written, width=80).print(render(cluster))
+    shown = written.getvalue()
+    assert "\n  experts: 21 to 30 % a rank; busiest 1.25 x mean, at worst 1.50 x; 32 redundant\n" in shown
+    assert "decode-1: experts: whole ones on each rank, no tokens yet" in shown
+
+
 def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert visible_gpus() == 2

@@ -94,6 +94,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
     async def UnloadAdapter(self, request: object, context: object) -> node_pb2.UnloadAdapterResponse:  # noqa: N802
         return node_pb2.UnloadAdapterResponse()
 
+    async def GetExpertLoad(self, request: object, context: object) -> node_pb2.GetExpertLoadResponse:  # noqa: N802
+        return node_pb2.GetExpertLoadResponse()
+
     async def WatchCache(  # noqa: N802
         self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[node_pb2.WatchCacheResponse]:

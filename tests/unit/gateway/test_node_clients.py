@@ -54,6 +54,9 @@ class Publishing(node_pb2_grpc.NodeServicer):
     async def UnloadAdapter(self, request: object, context: object) -> node_pb2.UnloadAdapterResponse:  # noqa: N802
         return node_pb2.UnloadAdapterResponse()
 
+    async def GetExpertLoad(self, request: object, context: object) -> node_pb2.GetExpertLoadResponse:  # noqa: N802
+        return node_pb2.GetExpertLoadResponse()
+
 
 class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
     """A node that has drained: it ends its statuses while the last message of a request is still on its way."""

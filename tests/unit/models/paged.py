@@ -76,6 +76,7 @@ class PagedDriver:
             block_size=BLOCK_SIZE,
             device=self.device,
         )
+        self.model.count_tokens(common.slot_mapping)
         if self.cache.state is not None:
             for request in batch.keys() - self.slots.keys():
                 self.slots[request] = self.free_slots.pop()

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from baton.errors import ConfigError
 from models.config.reader import read_config
-from models.parallel import TensorParallel, local_config
+from models.parallel import TensorParallel, local_config, with_experts_placed
 from models.weights.loader import _build
+from planner.known_costs import Lengths, kind_by_roofline
 from planner.model_size import ModelSize, model_size
 from planner.roofline import GPUS, cache_tokens, gpu_of, roofline
 from tests.unit.models.paged import backend_for
@@ -67,6 +69,32 @@ def test_a_rank_of_deepseek_v3_weighs_what_is_computed(whole_experts: bool) -> N
     model = _build(local, backend=backend_for(local), dtype=torch.bfloat16, device="meta")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert model_size(config).rank_bytes(8) == pytest.approx(weights, rel=0.01)
+
+
+def test_redundant_experts_weigh_what_is_computed() -> None:
+    config = read_config(CONFIGS / "deepseek-v3-4-layers")
+    parallel = with_experts_placed(TensorParallel(3, 8, whole_experts=True), config, redundant=32, load=None)
+    local = local_config(config, parallel)
+    common: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "parallel": parallel}
+    model = _build(local, backend=backend_for(local), **common)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    size = model_size(config, redundant_experts=32)
+    assert size.rank_bytes(8) == pytest.approx(weights, rel=0.01)
+    assert config.moe is not None
+    expert_bytes = 3 * 7168 * 2048 * 2
+    added = size.rank_bytes(8) - model_size(config).rank_bytes(8)
+    assert added == pytest.approx(32 / 8 * sum(config.moe.layers) * expert_bytes)
+    assert size.ranks_min == 2
+    assert cache_tokens(size, GPUS["h200"], 8) < cache_tokens(model_size(config), GPUS["h200"], 8)
+
+
+def test_redundant_experts_need_experts_and_ranks() -> None:
+    with pytest.raises(ConfigError, match="no experts to copy"):
+        model_size(read_config(CONFIGS / "llama-3.1-8b"), redundant_experts=1)
+    size = model_size(read_config(CONFIGS / "deepseek-v3-4-layers"), redundant_experts=257)
+    with pytest.raises(ConfigError, match="redundant experts need more ranks") as refused:
+        kind_by_roofline(size, GPUS["h200"], Lengths(100, 100), ranks=2, link_bytes_per_s=1e9)
+    assert refused.value.allowed == ("at least 3",)
 
 
 def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:

@@ -1,0 +1,283 @@
+"""Decode over selected tokens of a latent cache on Hopper: four warps that gather, and two warpgroups that multiply.
+
+A selected token's latent lies anywhere, so threads copy rows by their own pointers, 16 bytes at a time and without
+registers, where `attention.kernels.mla.hopper` has its copy engine; the rest is that kernel's. Legend as in
+`attention.kernels.mla.decode`; S keys of a tile.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attention.kernels.mla.hopper import LATENT, ROTARY, STAGES, attend, find_work, request_cost
+from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
+
+# Registers of a thread that gathers: four rows' pointers and the next ones' slots.
+_REGISTERS = 72
+# Registers of each thread of the eight warps of a program of few heads until they redistribute them: as `hopper`'s, so
+# that it does not take a multiprocessor's whole register file.
+_MAX_REGISTERS = 168
+
+
+def serves(q_RHC: Tensor, kv_layer: Tensor, latent: int) -> bool:
+    """Whether this kernel supports the sizes, and rows begin at multiples of 16 bytes."""
+    stride_B, stride_N = kv_layer.stride()[1:3]
+    return (
+        latent == LATENT
+        and kv_layer.shape[-1] == LATENT + ROTARY
+        and q_RHC.dtype in (torch.bfloat16, torch.float16)
+        and kv_layer.dtype == q_RHC.dtype
+        and stride_N % 8 == 0
+        and stride_B % 8 == 0
+        and kv_layer.stride(-1) == 1
+        and kv_layer.data_ptr() % 16 == 0
+    )
+
+
+def launch(
+    q_RHC: Tensor,
+    kv_layer: Tensor,
+    *,
+    counts: Tensor,
+    slots: Tensor,
+    plan: MLADecodePlan,
+    scale: float,
+    out: Tensor,
+    lse_HR: Tensor | None,
+) -> None:
+    """Each query over the first `counts` of its slots [R, K] int32."""
+    num_reqs, num_heads, _ = q_RHC.shape
+    block_h = heads_of_a_program(num_heads)
+    _decode_gathered[(plan.num_workers * triton.cdiv(num_heads, block_h),)](
+        kv_layer,
+        q_RHC,
+        counts,
+        slots,
+        out,
+        lse_HR,
+        plan.partial_output,
+        plan.partial_lse,
+        scale * LOG2_E,
+        num_reqs,
+        num_heads,
+        plan.num_workers,
+        kv_layer.shape[2],
+        *kv_layer.stride()[1:3],
+        *q_RHC.stride()[:2],
+        slots.stride(0),
+        *out.stride()[:2],
+        *(lse_HR.stride() if lse_HR is not None else (0, 0)),
+        LATENT=LATENT,
+        ROTARY=ROTARY,
+        SPLIT_TILES=plan.split_tiles,
+        TILE=TILE,
+        STAGES=STAGES,
+        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_H=block_h,
+        REGISTERS=_REGISTERS,
+        num_warps=8 if block_h == 64 else 4,
+        maxnreg=None if block_h == 64 else _MAX_REGISTERS,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_reqs", "slots_stride_R"])
+def _decode_gathered(
+    kv,
+    q,
+    counts,
+    slots,
+    out,
+    lse,
+    partial_output,
+    partial_lse,
+    scale,
+    num_reqs,
+    num_heads,
+    num_workers,
+    block_size,
+    kv_stride_B,
+    kv_stride_N,
+    q_stride_R,
+    q_stride_H,
+    slots_stride_R,
+    out_stride_R,
+    out_stride_H,
+    lse_stride_H,
+    lse_stride_R,
+    LATENT: gl.constexpr,
+    ROTARY: gl.constexpr,
+    SPLIT_TILES: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    dtype: gl.constexpr = kv.dtype.element_ty
+    KEYS_FIRST: gl.constexpr = BLOCK_H < 64
+    weights_shape: gl.constexpr = [TILE, BLOCK_H] if KEYS_FIRST else [BLOCK_H, TILE]
+    layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
+    layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], dtype)
+    q_layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, LATENT], dtype)
+    q_layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, ROTARY], dtype)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(weights_shape, dtype)
+    tiles_L = gl.allocate_shared_memory(dtype, [STAGES, TILE, LATENT], layout_L)
+    tiles_P = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROTARY], layout_P)
+    q_L = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], q_layout_L)
+    q_P = gl.allocate_shared_memory(dtype, [BLOCK_H, ROTARY], q_layout_P)
+    weights = gl.allocate_shared_memory(dtype, weights_shape, weights_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    head_blocks = gl.cdiv(num_heads, BLOCK_H)
+    worker = gl.program_id(0) // head_blocks
+    head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
+    request, request_start, position, stop_position = find_work(
+        counts, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
+    )
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    q,
+                    out,
+                    lse,
+                    partial_output,
+                    partial_lse,
+                    tiles_L,
+                    tiles_P,
+                    q_L,
+                    q_P,
+                    weights,
+                    full,
+                    empty,
+                    counts,
+                    request,
+                    request_start,
+                    position,
+                    stop_position,
+                    worker,
+                    head_start,
+                    num_heads,
+                    scale,
+                    q_stride_R,
+                    q_stride_H,
+                    out_stride_R,
+                    out_stride_H,
+                    lse_stride_H,
+                    lse_stride_R,
+                    SPLIT_TILES,
+                    TILE,
+                    STAGES,
+                    LATENT,
+                    BLOCK_H,
+                    KEYS_FIRST,
+                    False,
+                ),
+            ),
+            (
+                _gather_tiles,
+                (
+                    kv,
+                    tiles_L,
+                    tiles_P,
+                    full,
+                    empty,
+                    counts,
+                    slots,
+                    request,
+                    request_start,
+                    position,
+                    stop_position,
+                    block_size,
+                    kv_stride_B,
+                    kv_stride_N,
+                    slots_stride_R,
+                    SPLIT_TILES,
+                    TILE,
+                    STAGES,
+                    LATENT,
+                    ROTARY,
+                ),
+            ),
+        ],
+        [4],
+        [REGISTERS],
+    )
+
+
+@gluon.jit
+def _gather_tiles(
+    kv,
+    tiles_L,
+    tiles_P,
+    full,
+    empty,
+    counts,
+    slots,
+    request,
+    request_start,
+    position,
+    stop_position,
+    block_size,
+    kv_stride_B,
+    kv_stride_N,
+    slots_stride_R,
+    SPLIT_TILES: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROTARY: gl.constexpr,
+):
+    """Every tile of the worker's requests, as soon as a buffer is free."""
+    # A warp copies 128 bytes of each of four rows at a time.
+    CHANNELS: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    keys_S = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    channels = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
+    count = 0
+    while position < stop_position:
+        num_keys = gl.load(counts + request)
+        cost = request_cost(num_keys, SPLIT_TILES, TILE)
+        row = slots + request.to(gl.int64) * slots_stride_R
+        first = position - request_start
+        last = gl.minimum(gl.minimum(stop_position - request_start, cost), gl.cdiv(num_keys, TILE))
+        slots_S = _load_slots(row, first, keys_S, num_keys, TILE)
+        for tile in range(first, last):
+            buffer = count % STAGES
+            rows_S = kv + (slots_S // block_size).to(gl.int64) * kv_stride_B + (slots_S % block_size) * kv_stride_N
+            rows = gl.expand_dims(rows_S, 1) + gl.expand_dims(channels, 0)
+            mbarrier.wait(empty.index(buffer), ((count // STAGES) & 1) ^ 1)
+            for start in gl.static_range(0, LATENT, CHANNELS):
+                part = tiles_L.index(buffer).slice(start, CHANNELS, dim=1)
+                async_copy.async_copy_global_to_shared(part, rows + start)
+            for start in gl.static_range(0, ROTARY, CHANNELS):
+                part = tiles_P.index(buffer).slice(start, CHANNELS, dim=1)
+                async_copy.async_copy_global_to_shared(part, rows + (LATENT + start))
+            async_copy.commit_group()
+            slots_S = _load_slots(row, tile + 1, keys_S, num_keys, TILE)
+            # The other buffer's tile is being multiplied meanwhile, which takes longer.
+            async_copy.wait_group(0)
+            # NOTE: the tensor cores read by another path than the copies were written, so each thread orders its own
+            # writes before the one thread reports them all.
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(buffer), count=1)
+            count += 1
+        position = gl.minimum(stop_position, request_start + cost)
+        request_start += cost
+        request += 1
+
+
+@gluon.jit
+def _load_slots(row, tile, keys_S, num_keys, TILE: gl.constexpr):
+    """A tile's slots; past the last the last again, because any row works where keys are masked."""
+    return gl.load(row + gl.maximum(gl.minimum(tile * TILE + keys_S, num_keys - 1), 0))

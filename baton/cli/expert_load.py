@@ -1,0 +1,41 @@
+"""`baton expert-load`: how many tokens each expert of a node got, as the file that --expert-load takes."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.convert import expert_load_from_proto
+from baton.errors import InvalidRequest
+from baton.expert_load import ExpertLoad
+from baton.rpc.describe import expert_load as ask
+
+
+def expert_load(
+    node: Annotated[str, typer.Argument(help="host:port of a node with --expert-parallel.")],
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Only the tokens of the coming seconds. Default: all since the node's start."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write. Default: the standard output.", show_default=False)
+    ] = None,
+) -> None:
+    """Save a node's tokens by layer and expert as JSON, for the --expert-load of its next start."""
+    text = f"{asyncio.run(_load(node, seconds)).model_dump_json()}\n"
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {output}: {error.strerror}", field="output", value=str(output)) from None
+
+
+async def _load(node: str, seconds: float | None) -> ExpertLoad:
+    load = expert_load_from_proto(await ask(node))
+    if seconds is None:
+        return load
+    await asyncio.sleep(seconds)
+    return expert_load_from_proto(await ask(node)).since(load)

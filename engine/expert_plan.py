@@ -1,0 +1,44 @@
+"""The plan of a node's experts, from its settings: the same on every rank."""
+
+import zlib
+
+import torch
+
+from baton.config import NodeSettings
+from baton.errors import ConfigError
+from baton.expert_load import read_expert_load
+from models.config.model_config import ModelConfig
+from models.parallel import TensorParallel, with_experts_placed
+
+
+def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSettings) -> TensorParallel:
+    """The rank with the plan of its experts, if ranks hold whole ones.
+
+    Args:
+        config: of the whole model.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the load's file is not one of this model.
+    """
+    load = None if settings.expert_load is None else read_expert_load(settings.expert_load)
+    return with_experts_placed(parallel, config, redundant=settings.redundant_experts, load=load)
+
+
+def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
+    """Raises ConfigError on each rank if their plans differ: hosts have copies of the load's file. All ranks call it
+    together.
+
+    Args:
+        device: of tensors that the ranks' group takes.
+    """
+    if parallel.placement is None:
+        return
+    digest = zlib.crc32(repr(parallel.placement).encode())
+    least, most = parallel.smallest(digest, device), -parallel.smallest(-digest, device)
+    if least != most:
+        raise ConfigError(
+            "the ranks would place experts by different loads",
+            field="expert_load",
+            allowed=("the same file on all hosts",),
+            cure="copy one host's file to the others",
+        )

@@ -1,0 +1,83 @@
+"""What attention's kernels for Hopper are compared with tells right kernels from wrong ones. The portable kernels stand
+in for those, which run on no other device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.blocksparse import BlocksparseParams
+from attention.kernels.blocksparse.prefill import blocksparse_prefill, prefill_tiling
+from attention.kernels.blocksparse.probe import compare as compare_blocksparse
+from attention.kernels.mla import portable as portable_mla
+from attention.kernels.mla.probe import compare as compare_mla
+from attention.kernels.paged import portable
+from attention.kernels.paged.call import Call
+from attention.kernels.paged.probe import compare as compare_paged
+from tests.device import DEVICE
+from tritonlib.hopper_check import HopperKernels, Verdict, check
+
+DEVICE_ = torch.device(DEVICE)
+PARAMS = BlocksparseParams(max_seqlen=4096, num_heads=2, num_kv_heads=1, block_size=64, local_blocks=2, vert_stride=3)
+
+
+def clear_one(out: Tensor) -> None:
+    """A mistake in one element of the second token."""
+    out[1, 0, 3] = out.abs().max()
+
+
+def paged(*, wrong: bool) -> Verdict:
+    def launch(call: Call) -> bool:
+        portable.launch(call)
+        if wrong:
+            clear_one(call.out)
+        return True
+
+    return check(HopperKernels("paged", lambda device: compare_paged(device, launch)), DEVICE_)
+
+
+def mla(*, wrong: bool) -> Verdict:
+    def launch(q_RHC: Tensor, kv_layer: Tensor, *, out: Tensor, **options: Any) -> None:
+        seq_lens, table, plan = options["seq_lens"], options["block_table"], options["plan"]
+        scale, lse_HR = options["scale"], options["lse_HR"]
+        if wrong:
+            scale *= 1.5
+        portable_mla.launch(q_RHC, kv_layer, seq_lens, table, plan, scale, None, out, lse_HR)
+
+    return check(HopperKernels("mla", lambda device: compare_mla(device, launch)), DEVICE_)
+
+
+def blocksparse(*, wrong: bool) -> Verdict:
+    def launch(q_THD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, out: Tensor, **options: Any) -> bool:
+        given = {name: options[name] for name in ("query_start_loc", "seq_lens", "block_table", "scale")}
+        blocksparse_prefill(
+            q_THD,
+            torch.stack((k_BNHD, v_BNHD)),
+            **given,
+            max_query_len=len(q_THD),
+            params=None if wrong else PARAMS,
+            out=out,
+            tiling=prefill_tiling(128, torch.bfloat16, direct=False),
+        )
+        return True
+
+    return check(HopperKernels("sparse", lambda device: compare_blocksparse(device, launch)), DEVICE_)
+
+
+@pytest.mark.parametrize("probe", [paged, mla, blocksparse])
+def test_a_right_kernel_passes(probe: Any) -> None:
+    assert probe(wrong=False) == Verdict(0.0)
+
+
+@pytest.mark.parametrize("probe", [paged, mla, blocksparse])
+def test_a_wrong_kernel_is_refused(probe: Any) -> None:
+    verdict = probe(wrong=True)
+    assert not verdict.passed
+    assert not verdict.reason
+
+
+def test_a_kernel_that_does_not_take_the_call_is_refused() -> None:
+    verdict = check(HopperKernels("paged", lambda device: compare_paged(device, lambda _: False)), DEVICE_)
+    assert not verdict.passed
+    assert "does not take the call" in verdict.reason

@@ -152,6 +152,8 @@ class CausalLM(ExchangingModule):
             slots_T: int64, of each token; those of padding are below 0.
         """
         if self.expert_counts is not None:
+            if self.exchange is not None:  # experts see all ranks' tokens; the padding between them is 0 in a gathering
+                slots_T = self.exchange.gather(slots_T + 1) - 1
             self.expert_counts.slots_T = slots_T
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:

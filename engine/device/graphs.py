@@ -74,6 +74,7 @@ def owned_decode_step(
     token_ids_R = buffers.look_tokens_up(num_rows)
     token_ids_A = token_ids_R.index_select(0, owned.rows_A[: size * owned.parallel.size])
     model.use_adapters(None)
+    model.count_tokens(owned.slot_mapping[:size])
     hidden_AD = model(token_ids_A, owned.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_AD.index_select(0, owned.places[:num_rows]))
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:num_rows])

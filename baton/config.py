@@ -194,6 +194,12 @@ class NodeSettings(CommonSettings):
         description="give each rank whole experts of a mixture instead of some channels of all; the rest of the model "
         "is split as before",
     )
+    attention_data_parallel: bool = Field(
+        False,
+        description="for models with latent attention (DeepSeek, Kimi-K2, GLM-5): each rank computes the attention of "
+        "its own requests with whole attention weights and holds only their KV, so that the node has room for as many "
+        "times the KV as it has ranks; together with expert_parallel (elsewhere called enable_dp_attention)",
+    )
     redundant_experts: int = Field(
         0,
         ge=0,

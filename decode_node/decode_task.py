@@ -167,6 +167,7 @@ class DecodeTask:
             prefill_incarnation=self.prefill_incarnation,
             key=self._rules.lease_key(self.lease),
             state_slot=self._reservation.state_slot,
+            owner=self._reservation.owner,
         )
         return [OpenLease(grant)]
 
@@ -396,6 +397,7 @@ class DecodeTask:
             token_stop=self._lease_stop,
             resume_at=self._resume_at,
             first_part=self._split_tokens > 0,
+            owner_rank=self._reservation.owner,
         )
         return pb.Reserved(
             key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s

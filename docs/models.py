@@ -65,6 +65,17 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   the number of ranks need not divide the number of experts; against that, a step takes as long as its busiest rank:
   nodes count each expert's tokens, and `--redundant-experts` adds copies of the busy ones ([experts](experts.md)).
   All families with experts take it, in all their weights' forms.
+- `--attention-data-parallel`, together with `--expert-parallel`, is for latent attention and experts: DeepSeek-V2, V3
+  and V3.2, Kimi-K2, GLM-5. Without it every rank holds the latents of all requests; with it each rank holds those of
+  its own requests, so a node has room for as many times the KV as it has ranks, less what whole attention weights
+  take on each ([planning](planning.md#memory-of-the-kv-cache) has the bytes). A rank computes embedding, norms and
+  attention of its own tokens. Before the experts and other MLPs, which stay split, ranks gather their tokens; after
+  them they sum the parts, each for its own tokens. A request goes to the rank with most free blocks; each block of its
+  prefix that a rank has cached counts as two. A hand-over goes from the rank that has the request to the rank that
+  will have it, and the other node may have any number of ranks of either kind. One request has to fit into one rank's
+  blocks. The attention of one prompt runs on one rank, so a prefill node with few prompts at a time is faster without
+  it. Decodes run as CUDA graphs, steps with prompts do not. It takes no adapters and no recurrent layers. It is tested
+  on a CPU, with two and four ranks; on GPUs it has not run yet.
 - `--tensor-parallel-size` splits every family: each rank has some query heads with their kv heads, some channels of
   each MLP and expert, and some rows of the vocabulary. The number of ranks has to divide the query heads and the
   channels; fp8 weights in blocks need at least one block of channels for each rank. It also has to divide the kv heads

@@ -54,7 +54,7 @@ they are sent, and the bytes of a segment. `make docs` writes its tables from th
    sends `PairReady` with the measured latency and GB/s. Now the pair carries requests.
 
 Model identity, what a token's KV consists of, and batch invariance have to be equal. Layout, block size, number of
-ranks and package version may differ.
+ranks, attention data parallelism and package version may differ.
 
 The messages of the stream, from the prefill node:
 
@@ -66,8 +66,11 @@ From the decode node:
 
 A build speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes speak,
 and is refused if there is none. Since version 4 segments are sealed with their lease's key. Since version 5 a cache may
-have parts beside KV, an index and a state, and a model that has one refuses peers of older versions. New protobuf
-fields need no new version: older nodes ignore them, and `make check` refuses any change that is not an addition.
+have parts beside KV, an index and a state, and a model that has one refuses peers of older versions. Since version 6 a
+node's ranks may each have requests of their own (`--attention-data-parallel`): then its tickets name the rank that
+receives, every rank of such a sender is linked with every rank of the receiver, and it refuses peers of older versions.
+New protobuf fields need no new version: older nodes ignore them, and `make check` refuses any change that is not an
+addition.
 
 ## Leases and tickets
 

@@ -29,6 +29,7 @@ class BatchRow(NamedTuple):
             stands for one token further on in each step. None: the row is for one step only.
         adapter: slot of the request's adapter; -1: it has none.
         state_slot: slot of the request's recurrent state; -1: the model has none.
+        owner: the rank that has the blocks, where each has blocks of its own.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class BatchRow(NamedTuple):
     since: int | None = None
     adapter: int = -1
     state_slot: int = -1
+    owner: int = 0
 
     @property
     def token_stop(self) -> int:
@@ -85,6 +87,11 @@ class Batch:
     scores: tuple[tuple[int, ScoreRow], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
+
+    def of_owners(self, count: int) -> "Batch":
+        """The same rows for each of so many owners, to warm up."""
+        rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
+        return Batch(self.step, rows, scores=tuple((place * count, score) for place, score in self.scores))
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

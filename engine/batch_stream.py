@@ -67,11 +67,12 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.since,
         row.adapter,
         row.state_slot,
+        row.owner,
     )
 
 
 def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
-    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter, state_slot = encoded
+    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter, state_slot, owner = encoded
     return BatchRow(
         known.request_id if request_id is None else request_id,
         _array(token_ids),
@@ -82,6 +83,7 @@ def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
         since,
         adapter,
         state_slot,
+        owner,
     )
 
 

@@ -144,6 +144,14 @@ def build_runner(
     if device.type == "cuda":
         # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
         torch.cuda.set_device(device)
+    if parallel.own_attention and settings.adapter_slots:
+        raise ConfigError(
+            "attention_data_parallel is on, and the node has slots for adapters",
+            field="attention_data_parallel",
+            value=True,
+            allowed=("false",),
+            cure="leave out one of them: adapters need ranks that compute all tokens together",
+        )
     config = read_config(settings.model).for_context(settings.max_context_tokens)
     if config.max_context_tokens < config.max_position_embeddings:
         _log.warning(
@@ -200,7 +208,8 @@ def build_runner(
             parallel=parallel,
             progress=progress,
         )
-    facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
+    known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
+    facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
 
     adapters: AdapterBank | None = None
     if settings.adapter_slots:
@@ -317,7 +326,8 @@ def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device
         known = None if num_blocks is None else num_blocks * settings.block_size
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         share_bytes = int(total_bytes * settings.gpu_memory_fraction * _CACHE_SHARE)
-        seats = gpu_seats(settings, share_bytes // spec.bytes_per_token if known is None else known)
+        owners = settings.tensor_parallel_size if settings.attention_data_parallel else 1
+        seats = gpu_seats(settings, owners * (share_bytes // spec.bytes_per_token if known is None else known))
     return _Sizes(
         settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
         seats or CPU_BATCH_REQUESTS,
@@ -364,7 +374,9 @@ def _profiled_sizes(
     return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
 
 
-def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str) -> ModelFacts:
+def _facts(
+    config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str, *, num_owners: int
+) -> ModelFacts:
     return ModelFacts(
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
@@ -375,6 +387,7 @@ def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity
         identity=identity,
         window_tokens=max(spec.windows, default=0),
         state_slots=shape.state_slots,
+        num_owners=num_owners,
     )
 
 

@@ -20,8 +20,8 @@ from engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, 
 from engine.events import StepEvents
 from engine.launch_pace import LaunchPace
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
-from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs
+from engine.scheduling.prefixes import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 from grammar.compiler import GrammarCompiler
 from models.adapters.adapter import Adapter
@@ -89,7 +89,7 @@ class Engine:
         return self._scheduler.max_context_tokens
 
     @property
-    def prefix_cache(self) -> BlockManager:
+    def prefix_cache(self) -> PrefixCache:
         """For those who follow what it has."""
         return self._scheduler.prefix_cache
 

@@ -36,6 +36,7 @@ class ChunkComputed:
     Args:
         state_slot: where the recurrent state after `token_stop` tokens is, until the request's next step; -1: the model
             has none.
+        owner: the rank with the blocks; None: every rank has blocks of these numbers.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class ChunkComputed:
     token_stop: int
     block_ids: tuple[int, ...]
     state_slot: int = -1
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class LayersComputed:
     token_stop: int
     layer_stop: int
     block_ids: tuple[int, ...]
+    owner: int | None = None
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ class Reservation:
             the sequence.
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
         state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
+        owner: the rank with the blocks; None: every rank has blocks of these numbers.
     """
 
     request_id: str
@@ -120,6 +121,7 @@ class Reservation:
     cached_tokens: int
     resume_at: int
     state_slot: int = -1
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class ModelFacts:
         state_slots: places for recurrent states; 0: the model has none.
         scan_tokens: recurrent layers compute prompts in pieces of so many tokens, at multiples of it; a chunk that ends
             elsewhere changes last bits.
+        num_owners: pools of `num_blocks` each; every request has its blocks in one of them. More than 1 with attention
+            data parallelism: a pool for each rank.
     """
 
     num_blocks: int
@@ -210,6 +214,7 @@ class ModelFacts:
     window_tokens: int = 0
     state_slots: int = 0
     scan_tokens: int = 64
+    num_owners: int = 1
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 Ranks split the kv heads in order; where there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
 hold the same heads. Cells that several ranks of the sender hold are split among them by layers. Each part of a model's
 cache has heads of its own.
+
+With attention data parallelism a rank holds whole requests. A receiver's request is one rank's: its links bring what
+they would bring to each rank. A sender's request is one rank's too, so every rank is linked with every receiving one.
 """
 
 from collections.abc import Mapping
@@ -47,21 +50,30 @@ def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
     return range(first, first + each)
 
 
-def part_flows(spec: KVCacheSpec, *, senders: int, receivers: int) -> Mapping[RankPair, tuple[Flow, ...]]:
+def part_flows(
+    spec: KVCacheSpec, *, senders: int, receivers: int, whole_requests: bool = False
+) -> Mapping[RankPair, tuple[Flow, ...]]:
     """All links between nodes of these numbers of ranks, with what each carries of each part. Some may carry nothing of
     some parts.
 
     Args:
         spec: the whole model's.
+        whole_requests: each rank of the sender sends requests of its own.
 
     Raises:
         ConfigError: as `heads_of`.
     """
     found: dict[RankPair, tuple[Flow, ...]] = {}
     for part, numbered in zip(spec.parts, spec.part_layers, strict=True):
-        carried = flows(
-            num_layers=part.num_layers, num_kv_heads=part.num_kv_heads, senders=senders, receivers=receivers
-        )
+        if whole_requests:
+            each = flows(num_layers=part.num_layers, num_kv_heads=part.num_kv_heads, senders=1, receivers=receivers)
+            carried = {
+                RankPair(sender, link.receiver_rank): flow for link, flow in each.items() for sender in range(senders)
+            }
+        else:
+            carried = dict(
+                flows(num_layers=part.num_layers, num_kv_heads=part.num_kv_heads, senders=senders, receivers=receivers)
+            )
         for link, flow in carried.items():
             layers = numbered[flow.layers.start : flow.layers.stop]
             found[link] = (*found.get(link, ()), Flow(layers, flow.heads))

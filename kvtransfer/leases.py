@@ -54,6 +54,7 @@ class LeaseGrant:
         key: LEASE_KEY_BYTES random bytes, which make the seals of its segments; empty: only segments without a seal can
             fill it, from peers of an older wire version.
         state_slot: where the recurrent state after `token_stop` tokens belongs; -1: the model has none.
+        owner: the rank with the blocks, the only one that receives; None: every rank receives its share.
 
     Raises:
         InternalError: the number, the range or the key is impossible.
@@ -67,6 +68,7 @@ class LeaseGrant:
     prefill_incarnation: int = 0
     key: bytes = field(default=b"", repr=False)
     state_slot: int = -1
+    owner: int | None = None
 
     @property
     def reader(self) -> int:

@@ -9,15 +9,19 @@ from kvtransfer.flows import Flow, RankPair, part_flows
 
 # Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.
 WIRE_OLDEST = 3
-WIRE_NEWEST = 5
+WIRE_NEWEST = 6
 # Since this version segments are sealed with their lease's key.
 _WIRE_SEALED = 4
 # Since this version a model's cache may have parts beside KV, whose layers are numbered after those of KV.
 _WIRE_PARTS = 5
+# Since this version a node's ranks may each hold requests of their own.
+_WIRE_OWNERS = 6
 
 
-def wire_oldest(spec: KVCacheSpec) -> int:
-    """The oldest wire version in which a model with that cache travels whole."""
+def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> int:
+    """The oldest wire version in which a model with that cache travels whole, and to the right ranks."""
+    if attention_data_parallel:
+        return _WIRE_OWNERS
     return WIRE_OLDEST if len(spec.parts) == 1 else _WIRE_PARTS
 
 
@@ -26,13 +30,14 @@ class NodeDescription:
     """A node as its peers see it.
 
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap. `shape`,
-    `package_version` and `tensor_parallel_size` may differ. The dtype of `spec` may differ where the receiver accepts
-    conversion and neither node is batch-invariant; index and state are never converted.
+    `package_version`, `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ
+    where the receiver accepts conversion and neither node is batch-invariant; index and state are never converted.
 
     Attributes:
         spec: the whole model's, not that of one rank's part.
         shape: each rank's.
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
+        attention_data_parallel: each rank has the whole KV of its own requests.
     """
 
     architecture: str
@@ -46,6 +51,7 @@ class NodeDescription:
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
     converted_kv_dtypes: tuple[str, ...] = ()
+    attention_data_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,12 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
 
 def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, tuple[Flow, ...]]:
     """The links between two nodes that agreed, and what each carries of each part."""
-    return part_flows(sender.spec, senders=sender.tensor_parallel_size, receivers=receiver.tensor_parallel_size)
+    return part_flows(
+        sender.spec,
+        senders=sender.tensor_parallel_size,
+        receivers=receiver.tensor_parallel_size,
+        whole_requests=sender.attention_data_parallel,
+    )
 
 
 def _spec_mismatches(

@@ -43,8 +43,9 @@ class _End:
 
 @dataclass
 class _Lease:
-    """What the ranks have reported about a lease so far."""
+    """What the ranks of a lease have reported about it so far."""
 
+    ranks: Sequence[RankTransfer]
     opening: "asyncio.Future[list[None]]"
     filled: list[LeaseTotals] = field(default_factory=list)
 
@@ -222,11 +223,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- sending
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        """Sends each link's part of the job over that link. Every link numbers its segments from the job's first
-        number. Returns or raises once nothing of the job is in flight on any link."""
+        """Sends each link's part of the job over that link, where both of its ranks take part. Every link numbers its
+        segments from the job's first number. Returns or raises once nothing of the job is in flight on any link."""
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
+        ends = tuple(end for end in ends if _takes_part(job, end.link))
+        if not ends:
+            raise DataLoss("the peer has no such rank", field="owner_rank", value=job.owner_there)
         parts = [(end.rank, part) for end in ends if (part := _part_of(job, end)) is not None]
         if len(parts) == 1:
             return await parts[0][0].send(parts[0][1])
@@ -240,10 +244,12 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- leases
 
     def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[list[None]]":
-        """The future is done when the lease is open on every rank. Only then may the ticket be given out."""
+        """The future is done when the lease is open on every rank, or on its owner. Only then may the ticket be given
+        out."""
+        ranks = self._ranks if lease.owner is None else [self._ranks[lease.owner]]
         # This process's rank comes first: it refuses a wrong lease before any other rank opens it.
-        opening = asyncio.gather(*(rank.open_lease(lease) for rank in self._ranks))
-        self._leases[lease.number] = _Lease(opening)
+        opening = asyncio.gather(*(rank.open_lease(lease) for rank in ranks))
+        self._leases[lease.number] = _Lease(ranks, opening)
         return asyncio.shield(opening)
 
     async def close_lease(self, number: int) -> LeaseTotals:
@@ -251,14 +257,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         if lease is None:
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
         await asyncio.wait([lease.opening])
-        return _together(await _all(rank.close_lease(number) for rank in self._ranks))
+        return _together(await _all(rank.close_lease(number) for rank in lease.ranks))
 
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
         if lease is None:
             return  # closed in the meantime
         lease.filled.append(totals)
-        if len(lease.filled) == len(self._ranks):
+        if len(lease.filled) == len(lease.ranks):
             assert self._on_filled is not None
             self._on_filled(_together(lease.filled))
 
@@ -312,6 +318,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             if not sends:
                 ours, theirs = theirs, ours
             yield _End(link, flows, self._ranks[ours], pair + theirs)
+
+
+def _takes_part(job: SendJob, link: RankPair) -> bool:
+    """Whether both ranks of a link have the job's request."""
+    return job.owner in (None, link.sender_rank) and job.owner_there in (None, link.receiver_rank)
 
 
 def _part_of(job: SendJob, end: _End) -> SendJob | None:

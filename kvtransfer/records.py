@@ -28,6 +28,8 @@ class SendJob:
         key: of the lease, for a peer that wants seals.
         state_slot: where the recurrent state after `token_stop` tokens is; it must not change either. -1: the state is
             not sent with this job, because it is sent with the lease's last one.
+        owner: the rank with the blocks, the only one that sends; None: every rank sends its share.
+        owner_there: the receiver's rank that the lease is of, likewise.
     """
 
     peer: int
@@ -43,6 +45,8 @@ class SendJob:
     flows: tuple[Flow, ...] = ()
     key: bytes = field(default=b"", repr=False)
     state_slot: int = -1
+    owner: int | None = None
+    owner_there: int | None = None
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from models.linear import Linear
 from models.parallel import ParallelModule, TensorParallel
 from models.recurrent.rows import StateRows
 from models.rotary import Rotary
+from models.token_exchange import ExchangingModule, TokenExchange
 
 
-class DecoderLayer(ParallelModule):
+class DecoderLayer(ExchangingModule):
     """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
-    a rank's part of a sum.
+    a rank's part of a sum; with attention data parallelism, attention returns all of it, of the rank's own tokens.
 
     Attributes:
         residual_multiplier: of what is added to the stream.
@@ -49,13 +50,16 @@ class DecoderLayer(ParallelModule):
     ) -> Tensor:
         """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.update(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        attended_TD = self.update(attended_TD) if self.exchange is None else self._scaled(attended_TD)
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
-        return self.update(self.mlp(normed_TD))
+        return self.update(self.mlp(self.of_all_ranks(normed_TD)))
 
     def update(self, part_TD: Tensor) -> Tensor:
         """What is added to the stream, given this rank's part of it."""
-        whole_TD = self.parallel.all_reduce(part_TD)
+        return self._scaled(self.sum_of_ranks(part_TD))
+
+    def _scaled(self, whole_TD: Tensor) -> Tensor:
         return whole_TD if self.residual_multiplier == 1.0 else whole_TD * self.residual_multiplier
 
 
@@ -71,7 +75,7 @@ class Decoder(nn.Module):
         self.norm = norm
 
 
-class CausalLM(ParallelModule):
+class CausalLM(ExchangingModule):
     """A whole model. Families whose layers take other arguments override `forward`.
 
     Module paths equal the tensor names of checkpoints, except in `FusedLinear` and `Experts`, which name their own
@@ -113,6 +117,9 @@ class CausalLM(ParallelModule):
     ) -> Tensor:
         """Hidden states [T,D] of a flat batch; writes the batch's KV into `kv_cache`.
 
+        With attention data parallelism, token ids and hidden states are those of all ranks, as `exchange` has them, and
+        all else is of this rank's own tokens.
+
         Args:
             positions_T: below `config.max_context_tokens`.
             metadata: this batch's plan, by the attention backend that the model was loaded with.
@@ -124,7 +131,7 @@ class CausalLM(ParallelModule):
         for layer in self.model.layers:
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
         assert isinstance(self.model.norm, RMSNorm)
-        return self.model.norm.add_and_norm(stream_TD, update_TD)
+        return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
 
     def use_adapters(self, slots_T: Tensor | None) -> None:
         """Sets the adapters of the step that is computed or captured next.
@@ -145,6 +152,8 @@ class CausalLM(ParallelModule):
             slots_T: int64, of each token; those of padding are below 0.
         """
         if self.expert_counts is not None:
+            if self.exchange is not None:  # experts see all ranks' tokens; the padding between them is 0 in a gathering
+                slots_T = self.exchange.gather(slots_T + 1) - 1
             self.expert_counts.slots_T = slots_T
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
@@ -154,18 +163,22 @@ class CausalLM(ParallelModule):
             vocab_size: of the whole model.
         """
         self.vocab_size = vocab_size
+        exchange = TokenExchange(parallel) if parallel.num_owners > 1 else None
         for module in self.modules():
             if isinstance(module, ParallelModule):
                 module.parallel = parallel
+            if isinstance(module, ExchangingModule):
+                module.exchange = exchange
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], float32, of the rows to sample: the same bits on every rank, so each rank samples by itself."""
         head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        logits_RV: Tensor = self._of_all_ranks(head(hidden_RD)) if self.parallel.size > 1 else head(hidden_RD).float()
+        logits_RV: Tensor = head(hidden_RD)
+        logits_RV = self._whole_vocabulary(logits_RV) if self.parallel.size > 1 else logits_RV.float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
-    def _of_all_ranks(self, logits_RV: Tensor) -> Tensor:
+    def _whole_vocabulary(self, logits_RV: Tensor) -> Tensor:
         """All ranks' logits in one tensor, float32, without the padding."""
         out_RV = logits_RV.new_empty(len(logits_RV), self.vocab_size, dtype=torch.float32)
         ranks = self.parallel.all_gather(logits_RV)

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, s
 from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
 from models.parallel import ParallelModule, TensorParallel
+from models.token_exchange import ExchangingModule
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +97,7 @@ class NormOfEachHead(ParallelModule):
         return (normed_THC * self.weight[heads.start : heads.stop].float()).to(x_THC.dtype)
 
 
-class Embedding(ParallelModule):
+class Embedding(ExchangingModule):
     """Token embedding. Every rank has the same number of rows, of consecutive ids."""
 
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
@@ -110,7 +111,7 @@ class Embedding(ParallelModule):
         rows_T = ids_T - self.parallel.rank * len(self.weight)
         elsewhere_T = (rows_T < 0) | (rows_T >= len(self.weight))
         rows_TD = embedding(rows_T.masked_fill_(elsewhere_T, 0), self.weight)
-        return self.parallel.all_reduce(rows_TD.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
+        return self.sum_of_ranks(rows_TD.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
     def as_head(self, x_TD: Tensor) -> Tensor:
         """Logits of this rank's ids, for a model whose head is tied to its embedding."""

@@ -4,7 +4,8 @@ A rank has some query heads with their kv heads, some channels of every MLP and 
 vocabulary; everything else is whole on each rank. Experts are split by channels, so all ranks have equal work for any
 choice of experts; or, with `whole_experts`, each rank has some of them whole: larger products and no limits on channels
 for unequal work. Either way a rank computes its part for all tokens, which every rank has after attention, and the
-ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged.
+ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged. With `own_attention`, attention is
+whole on each rank, for its own tokens only (`models.token_exchange`).
 """
 
 import math
@@ -32,6 +33,8 @@ class TensorParallel:
     Args:
         group: of torch.distributed, with NCCL for tensors on GPUs; None: the process's default group.
         whole_experts: experts are split among ranks instead of by channels (expert parallelism).
+        own_attention: attention is whole on each rank, which computes it for its own requests (attention data
+            parallelism).
         placement: of whole experts; None: consecutive ones, without copies.
     """
 
@@ -39,6 +42,7 @@ class TensorParallel:
     size: int = 1
     group: dist.ProcessGroup | None = None
     whole_experts: bool = False
+    own_attention: bool = False
     placement: ExpertPlacement | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +67,18 @@ class TensorParallel:
         gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
         gather(out.flatten(0, 1), x.contiguous(), group=self.group)
         return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part, of equal parts by rank along the first axis, of the sum over ranks."""
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+        scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    @property
+    def num_owners(self) -> int:
+        """How many ranks have requests of their own; 1: all ranks have all of them."""
+        return self.size if self.own_attention else 1
 
     def smallest(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values. The host waits.
@@ -184,10 +200,16 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
             value=True,
             allowed=("false",),
         )
-    problem = _problem(config, parallel.size, whole_experts=whole)
+    own = parallel.own_attention
+    if own:
+        _check_own_attention(config, whole_experts=whole)
+    problem = _problem(config, parallel.size, whole_experts=whole, own_attention=own)
     if problem is not None:
-        sizes = range(1, _MOST_RANKS + 1)
-        allowed = tuple(str(size) for size in sizes if _problem(config, size, whole_experts=whole) is None)
+        allowed = tuple(
+            str(size)
+            for size in range(1, _MOST_RANKS + 1)
+            if _problem(config, size, whole_experts=whole, own_attention=own) is None
+        )
         raise ConfigError(
             f"{config.architecture} cannot be split over {parallel.size} ranks: {problem}",
             field="tensor_parallel_size",
@@ -197,12 +219,34 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
     moe, block = config.moe, channel_block(config)
     return replace(
         config,
-        attention=_local_attention(config.attention, parallel),
+        attention=config.attention if own else _local_attention(config.attention, parallel),
         intermediate_size=len(channels(config.intermediate_size, parallel, block=block)),
         intermediate_sizes=tuple(len(channels(size, parallel, block=block)) for size in config.intermediate_sizes),
         moe=None if moe is None else _local_moe(moe, parallel, block),
         recurrent=_local_recurrent(config.recurrent, parallel),
         vocab_size=padded_rows(config.vocab_size, parallel),
+    )
+
+
+def _check_own_attention(config: ModelConfig, *, whole_experts: bool) -> None:
+    """Raises:
+    ConfigError: attention data parallelism brings this model nothing, or is not made for it.
+    """
+    cure = "leave out --attention-data-parallel: the ranks then share the heads"
+    if not isinstance(config.attention, MLAConfig):
+        problem = "has no latent attention, so its ranks hold different kv heads already"
+    elif config.recurrent is not None:
+        problem = "has recurrent layers, whose states are split over all ranks"
+    elif not whole_experts:
+        problem, cure = "would be split by channels", "give --expert-parallel as well"
+    else:
+        return
+    raise ConfigError(
+        f"attention_data_parallel is on, and {config.architecture} {problem}",
+        field="attention_data_parallel",
+        value=True,
+        allowed=("false",),
+        cure=cure,
     )
 
 
@@ -280,13 +324,13 @@ def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel
     return replace(local, num_groups=len(kv_heads(groups, parallel)), ranks_per_group=ranks_per_group)
 
 
-def _problem(config: ModelConfig, size: int, *, whole_experts: bool) -> str | None:
+def _problem(config: ModelConfig, size: int, *, whole_experts: bool, own_attention: bool) -> str | None:
     """Why the model cannot be split over `size` ranks; None if it can."""
     if size == 1:
         return None
     attention, block = config.attention, channel_block(config)
-    heads = None if config.quantization is None else config.quantization.head_blocks
-    if not _splits_heads(attention, size, heads):
+    heads = None if config.quantization is None or own_attention else config.quantization.head_blocks
+    if not own_attention and not _splits_heads(attention, size, heads):
         return f"it has {attention.num_heads} query heads"
     if isinstance(attention, GQAConfig):
         for num_kv_heads in sorted({attention.num_kv_heads, *(heads for heads, _ in attention.layer_heads)}):

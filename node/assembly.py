@@ -218,12 +218,13 @@ class Node:
     def summary(self) -> str:
         """One line for the log."""
         shape, spec = self.built.cache.shape, self.built.cache.spec
+        owners = " on each rank for its own requests" if self.built.parallel.num_owners > 1 else ""
         ranks = f" with {len(self._workers)} more rank(s)" if self._workers else ""
         return (
             f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}"
             f"{ranks}, "
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
-            f"{shape.num_blocks} blocks of {shape.block_size} tokens"
+            f"{shape.num_blocks} blocks of {shape.block_size} tokens{owners}"
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
 
@@ -345,10 +346,11 @@ def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> 
         weights_digest=identity.weights_digest,
         spec=built.model_spec,
         shape=shape,
-        wire_oldest=wire_oldest(built.model_spec),
+        wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=built.parallel.num_owners > 1),
         wire_newest=WIRE_NEWEST,
         package_version=__version__,
         batch_invariant=settings.batch_invariant,
         tensor_parallel_size=built.parallel.size,
         converted_kv_dtypes=settings.converted_kv_dtypes,
+        attention_data_parallel=built.parallel.num_owners > 1,
     )

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from baton.block_keys import BlockKey, number_of
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.prefixes import PrefixCache
 from protos.baton.v1 import node_pb2 as pb
 
 _INTERVAL_S = 0.05
@@ -38,7 +38,7 @@ class CacheLog:
         last: sequence of the last change.
     """
 
-    def __init__(self, cache: BlockManager) -> None:
+    def __init__(self, cache: PrefixCache) -> None:
         self.last = 0
         self._cache = cache
         self._kept: deque[Batch] = deque()
@@ -82,7 +82,7 @@ class CacheEvents:
         incarnation: the node's; sequences of another one mean nothing here.
     """
 
-    def __init__(self, cache: BlockManager, *, incarnation: int) -> None:
+    def __init__(self, cache: PrefixCache, *, incarnation: int) -> None:
         self._log = CacheLog(cache)
         self._incarnation = incarnation
         self._closed = False

@@ -61,6 +61,7 @@ def to_info(
         converted_kv_dtypes=description.converted_kv_dtypes,
         cache_identity=cache_identity,
         also_decodes=also_decodes,
+        attention_data_parallel=description.attention_data_parallel,
     )
 
 
@@ -87,6 +88,7 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         batch_invariant=info.batch_invariant,
         tensor_parallel_size=info.tensor_parallel_size or 1,
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
+        attention_data_parallel=info.attention_data_parallel,
     )
 
 

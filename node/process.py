@@ -37,13 +37,13 @@ from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from engine.expert_plan import plan_experts
 from models.config.reader import read_config
-from models.parallel import SINGLE, TensorParallel, local_config
+from models.parallel import SINGLE, local_config
 from node.adapters import Adapters
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
 from node.ranks.hosts import Hosts
-from node.ranks.join import join, leave
+from node.ranks.join import as_rank, join, leave
 from node.role import Role, RoleKind
 from node.role_services import DECODE, PREFILL
 from node.role_switch import RoleSwitch
@@ -85,9 +85,8 @@ def run_node(
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
             if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
-                ranks = TensorParallel(0, settings.tensor_parallel_size, whole_experts=settings.expert_parallel)
                 config = read_config(directory)
-                local_config(config, plan_experts(ranks, config, settings))
+                local_config(config, plan_experts(as_rank(0, settings), config, settings))
             if hosts.count > 1:
                 tls = PeerTls.read(settings, _CERTIFIED[role])
                 if hosts.rank > 0:

@@ -55,6 +55,12 @@ def plan(
         int | None,
         typer.Option(min=1, help="GPUs of one node. Default: as few as hold weights and a useful cache."),
     ] = None,
+    attention_data_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--attention-data-parallel", help="Each rank holds the KV of its own requests, as the nodes' flag says."
+        ),
+    ] = False,
     redundant_experts: Annotated[
         int, typer.Option(min=0, help="Copies of experts in each layer of every node; they take memory from the cache.")
     ] = 0,
@@ -83,6 +89,8 @@ def plan(
     shape.check()
     directory = find_model(model, weights=False)
     size = model_size(read_config(directory), redundant_experts=redundant_experts)
+    if attention_data_parallel:
+        size = size.with_own_attention()
     load, own_rate = _fitting(shape, size.max_context_tokens)
     wanted = own_rate if rate is None and trace is not None and gpus is None else rate
     if wanted is None and gpus is None:

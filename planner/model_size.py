@@ -1,6 +1,6 @@
 """What a model weighs, and what one token of it costs, from its configuration alone. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from kvcache.spec import DTYPE_BYTES
@@ -25,6 +25,9 @@ class ModelSize:
         kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
         pair_flops: operations for each pair of a prompt's token and a key.
         whole: of `dense`, what every rank holds: the projections to latents, and routers.
+        latent_whole: of `whole`, the projections to latents.
+        latent_attention: of `dense`, the attention of a model with latents; 0: it has none.
+        own_requests: each rank holds the KV of its own requests (attention data parallelism).
         copies: of redundant experts, in addition to `experts`.
         ranks_min: ranks over which each expert is at most once on a rank.
         windowed_share: of the layers that see only a window of recent tokens, and the window.
@@ -44,6 +47,9 @@ class ModelSize:
     pair_flops: float
     max_context_tokens: int
     whole: int = 0
+    latent_whole: int = 0
+    latent_attention: int = 0
+    own_requests: bool = False
     copies: int = 0
     ranks_min: int = 1
     windowed_share: float = 0.0
@@ -58,6 +64,25 @@ class ModelSize:
         """Weights of one of several ranks. They share the experts evenly, by channels or whole, with their copies."""
         whole = self.whole * self.linear_bytes
         return (self.weight_bytes + self.copies * self.linear_bytes - whole) / ranks + whole
+
+    def with_own_attention(self) -> "ModelSize":
+        """With attention data parallelism: every rank holds all of attention.
+
+        Raises:
+            ConfigError: the model has no latents or no experts.
+        """
+        if not self.latent_attention or not self.experts:
+            raise ConfigError(
+                "attention data parallelism is for models with latent attention and experts",
+                field="attention_data_parallel", value=True, allowed=("false",),
+            )  # fmt: skip
+        routers = self.whole - self.latent_whole
+        return replace(self, whole=self.latent_attention + routers, own_requests=True)
+
+    def rank_read_bytes(self, tokens: int, ranks: int) -> float:
+        """`read_bytes` of each of several ranks."""
+        whole = self.whole * self.linear_bytes if self.own_requests else 0.0
+        return (self.read_bytes(tokens) - whole) / ranks + whole
 
     def read_bytes(self, tokens: int) -> float:
         """The weights that a step of so many tokens reads, with even routing."""
@@ -99,13 +124,14 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         latent = attention.kv_lora_rank + attention.qk_rope_head_dim
         per_layer = queries + hidden * latent + heads * attention.v_head_dim * hidden
         per_layer += attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-        whole = config.num_layers * hidden * (latent + (attention.q_lora_rank or 0))
+        whole = latent_whole = config.num_layers * hidden * (latent + (attention.q_lora_rank or 0))
+        latent_attention = config.num_layers * per_layer
         kv_numbers, kv_heads = latent, 1
         pair_flops = 2.0 * heads * (query + attention.v_head_dim)
         windows: tuple[int | None, ...] = ()
         kv_layers = config.num_layers
     else:
-        whole = 0
+        whole = latent_whole = latent_attention = 0
         per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         kv_numbers, kv_heads = 2 * attention.num_kv_heads * attention.head_dim, attention.num_kv_heads
         pair_flops = 4.0 * attention.num_heads * attention.head_dim
@@ -141,6 +167,8 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         pair_flops=layers * pair_flops,
         max_context_tokens=config.max_context_tokens,
         whole=whole,
+        latent_whole=latent_whole,
+        latent_attention=latent_attention,
         copies=copies,
         ranks_min=1 if moe is None else 1 + -(-redundant_experts // moe.num_experts),
         windowed_share=len(bounded) / layers,

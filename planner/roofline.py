@@ -79,7 +79,7 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
     experts_share = product_share * _EXPERTS_SHARE / _PRODUCT_SHARE
     points = []
     for tokens in _TOKENS:
-        reading_s = size.read_bytes(tokens) / ranks / (gpu.gb_per_s * 1e9 * _READ_SHARE)
+        reading_s = size.rank_read_bytes(tokens, ranks) / (gpu.gb_per_s * 1e9 * _READ_SHARE)
         # Decoding rows need the head, and steps of more than a few hundred tokens hold prompts.
         computing_s = (
             size.dense_flops(tokens, heads=min(tokens, 256)) / product_share + size.expert_flops(tokens) / experts_share
@@ -87,7 +87,8 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
         computing_s /= ranks * peak
         seconds = sqrt(reading_s**2 + computing_s**2) + size.num_layers * layer_s + _STEP_S
         if ranks > 1:
-            moved = 2 * (ranks - 1) / ranks * tokens * size.hidden_size * size.head_bytes
+            # With attention data parallelism, one gathering and one scattering sum in place of two sums.
+            moved = (1 if size.own_requests else 2) * (ranks - 1) / ranks * tokens * size.hidden_size * size.head_bytes
             link = gpu.link_gb_per_s * 1e9 * _REDUCTION_SHARE
             seconds += 2 * size.num_layers * (_REDUCTION_S + moved / link)
         points.append((tokens, seconds))
@@ -95,7 +96,7 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
     full = 1 - size.windowed_share * max(0.0, 1 - size.window / _TYPICAL_CONTEXT) if size.window else 1.0
     return StepCosts(
         tuple(points),
-        key_s=full * size.kv_bytes / min(ranks, size.kv_heads) / (gpu.gb_per_s * 1e9 * _KV_SHARE),
+        key_s=full * size.kv_bytes / _holders(size, ranks) / (gpu.gb_per_s * 1e9 * _KV_SHARE),
         pair_s=full * size.pair_flops / ranks / (gpu.tflops * 1e12 * _PAIR_SHARE),
     )
 
@@ -103,4 +104,9 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
     """Tokens of KV that fit next to the weights on each of `ranks` GPUs; not above 0: the weights do not fit."""
     free = gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
-    return int(free / (size.kv_bytes / min(ranks, size.kv_heads)))
+    return int(free / (size.kv_bytes / _holders(size, ranks)))
+
+
+def _holders(size: ModelSize, ranks: int) -> int:
+    """How many ranks hold different KV."""
+    return ranks if size.own_requests else min(ranks, size.kv_heads)

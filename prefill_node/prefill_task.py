@@ -72,6 +72,7 @@ class PrefillTask:
         self._times: list[pb.SentPart] | None = [] if request.traceparent else None  # not reported yet
         self._send_started_s = now_s
         self._block_ids: tuple[int, ...] = ()
+        self._owner: int | None = None
         self._state_slot = -1  # of the state after the ticket's last token, once it is computed
         self._unsent = Unsent(spec, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
         self._pieces: deque[Piece] = deque()  # taken from `_unsent`, and sent one after the other
@@ -117,8 +118,10 @@ class PrefillTask:
                 scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
             case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
+                self._owner = event.owner
                 return self._computed(token_stop, block_ids, now_s, layer_stop=layer_stop)
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
+                self._owner = event.owner
                 if token_stop == self.ticket.token_stop:
                     self._state_slot = event.state_slot
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
@@ -179,6 +182,8 @@ class PrefillTask:
             layers=piece.layers,
             key=self.ticket.lease.key,
             state_slot=self._state_slot,
+            owner=self._owner,
+            owner_there=self.ticket.owner_rank if self.ticket.HasField("owner_rank") else None,
         )
 
     def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:

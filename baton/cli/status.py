@@ -175,6 +175,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "layout": info.cache_shape.layout,
         "block_size": info.cache_shape.block_size,
         "tensor_parallel_size": info.tensor_parallel_size or 1,
+        "attention_data_parallel": info.attention_data_parallel,
         "max_context_tokens": info.max_context_tokens,
         "model_context_tokens": info.model_context_tokens,
         "blocks_total": status.blocks_total,
@@ -283,9 +284,10 @@ def _described_line(names: str, what: str) -> str:
 def _model(status: node_pb2.NodeStatus) -> str:
     info = status.info
     ranks = info.tensor_parallel_size or 1
+    own = " with requests of their own" if info.attention_data_parallel else ""
     return (
         f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
-        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}{_context(info)}"
+        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}{own}{_context(info)}"
     )
 
 

@@ -6,21 +6,24 @@ Legend: R rows of a step including padding, V vocabulary.
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attention.backend import AttentionBackend
-from attention.metadata import AttentionMetadata
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from engine.batch import BatchRow
 from engine.device.capture import Progress, Recorder, affordable, thin
 from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
+from engine.device.owned_buffers import OwnedBuffers, new_owned_buffers
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import int_array
 from engine.sampling.choice import choose_tokens
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
+from models.token_exchange import TokenShares
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +66,21 @@ def capture_sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+def owned_decode_step(
+    model: CausalLM, cache: PagedKVCache, owned: OwnedBuffers, metadata: AttentionMetadata, size: int
+) -> Tensor:
+    """As `decode_step`, with attention data parallelism: of `size` rows on each rank. Returns all rows' logits."""
+    buffers, num_rows = owned.rows, owned.num_rows(size)
+    token_ids_R = buffers.look_tokens_up(num_rows)
+    token_ids_A = token_ids_R.index_select(0, owned.rows_A[: size * owned.parallel.size])
+    model.use_adapters(None)
+    model.count_tokens(owned.slot_mapping[:size])
+    hidden_AD = model(token_ids_A, owned.positions[:size], cache, metadata)
+    logits_RV = model.compute_logits(hidden_AD.index_select(0, owned.places[:num_rows]))
+    choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:num_rows])
+    return logits_RV
+
+
 def decode_step(
     model: CausalLM, cache: PagedKVCache, buffers: DecodeBuffers, metadata: AttentionMetadata, size: int
 ) -> Tensor:
@@ -85,7 +103,7 @@ class DecodeGraphs:
 
     Attributes:
         buffers: shared by all sizes.
-        sizes: captured numbers of rows, smallest first.
+        sizes: captured numbers of rows, smallest first; with attention data parallelism, of each rank.
     """
 
     def __init__(
@@ -102,12 +120,16 @@ class DecodeGraphs:
             block_size=cache.shape.block_size,
             device=self._device,
         )
+        self._owned: OwnedBuffers | None = None
+        if model.exchange is not None:
+            self._owned = new_owned_buffers(self.buffers, model.exchange.parallel)
         self.sizes: list[int] = []
         self._steps: dict[int, Step] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size that these rows run in; None: they must run outside of a graph."""
-        place = bisect_left(self.sizes, len(rows))
+        most = len(rows) if self._owned is None else max(Counter(row.owner for row in rows).values(), default=0)
+        place = bisect_left(self.sizes, most)
         # Rows of a single token come first.
         if place == len(self.sizes) or len(rows[-1].token_ids) > 1:
             return None
@@ -115,10 +137,15 @@ class DecodeGraphs:
 
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor:
         """Queues a step that writes its tokens to `buffers.sampled`. Returns its logits, valid until the next step."""
-        self.buffers.fill(rows, step=step, slot=slot)
+        self._fill(rows, size, step=step, slot=slot)
         logits_RV = self._steps[size]()
         self.buffers.host.copied()
         return logits_RV
+
+    def _fill(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> None:
+        self.buffers.fill(rows, step=step, slot=slot)
+        if self._owned is not None:
+            self._owned.fill(rows, size)
 
     def new_slots(self, *, prompt_input_bytes: int = 0) -> StepSlots:
         """Slots for steps in flight, captured or not."""
@@ -145,7 +172,10 @@ class DecodeGraphs:
 
     @property
     def _wanted(self) -> list[int]:
-        return capture_sizes(self._settings.most_rows)
+        largest = self._settings.most_rows
+        if self._owned is not None:  # owners have about equally many rows
+            largest = min(largest, -(-2 * self._settings.max_requests // self._owned.parallel.size))
+        return capture_sizes(largest)
 
     def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
         start_s = time.perf_counter()
@@ -182,12 +212,15 @@ class DecodeGraphs:
             if progress is not None:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))
 
+    def _common(self, size: int) -> CommonAttentionMetadata:
+        return self.buffers.common(size) if self._owned is None else self._owned.common(size)
+
     def _uncaptured(self, size: int) -> Step:
-        builder, common = self._backend.builder, self.buffers.common(size)
+        builder, common = self._backend.builder, self._common(size)
         return lambda: self._run(size, lambda: builder.build(0, common))
 
     def _captured(self, size: int, recorder: Recorder) -> Step:
-        builder, common = self._backend.builder, self.buffers.common(size)
+        builder, common = self._backend.builder, self._common(size)
         self._fill_for_capture(size)
         if builder.plans_on_device:
             return recorder.record(lambda: self._run(size, lambda: builder.build_for_cudagraph_capture(common)))
@@ -196,15 +229,27 @@ class DecodeGraphs:
         replay = recorder.record(lambda: self._run(size, lambda: metadata))
 
         def planned() -> Tensor:
-            self.buffers.place_new_blocks(size)  # the graph repeats this, but the plan may read the table before
+            self._begin(size)  # the graph repeats this, but the plan may read the table before
             builder.build(0, common)  # writes to the memory that the graph reads
             return replay()
 
         return planned
 
     def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> Tensor:
-        self.buffers.place_new_blocks(size)
-        return decode_step(self._model, self._cache, self.buffers, build(), size)
+        self._begin(size)
+        if self._owned is None:
+            return decode_step(self._model, self._cache, self.buffers, build(), size)
+        assert self._model.exchange is not None
+        self._model.exchange.use(TokenShares.equal(size, self._owned.parallel.size))
+        return owned_decode_step(self._model, self._cache, self._owned, build(), size)
+
+    def _begin(self, size: int) -> None:
+        """Makes the tables of the step complete."""
+        if self._owned is None:
+            self.buffers.place_new_blocks(size)
+        else:
+            self.buffers.place_new_blocks(self._owned.num_rows(size))
+            self._owned.take_own(size)
 
     def _fill_for_capture(self, size: int) -> None:
         """Fills in one row of the longest sequence, by which some backends plan, and short rows, which run fast. None
@@ -213,5 +258,7 @@ class DecodeGraphs:
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)
         rows = [row._replace(token_start=longest - 1), *[row] * (size - 1)]
-        self.buffers.fill(rows, step=0, slot=self.new_slots().take())
+        if self._owned is not None:
+            rows = [each._replace(owner=self._owned.parallel.rank) for each in rows]
+        self._fill(rows, size, step=0, slot=self.new_slots().take())
         self.buffers.slot_mapping.fill_(-1)

@@ -1,10 +1,11 @@
 """Tensors on the device for a step that runs outside of a graph, made from its rows in one copy.
 
-Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
+With attention data parallelism, tokens and sampled rows are those of all ranks, and metadata and positions those of
+this rank. Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
 from engine.batch import BatchRow
-from engine.request import int_array
+from engine.device.row_places import place_rows
 from models.recurrent.rows import StateRows
+from models.token_exchange import TokenExchange, TokenShares
 
 # Triton compiles a kernel again for a stride of 1 and for one that is not a multiple of 16; no step may wait for that.
 TABLE_MULTIPLE = 16
@@ -32,6 +34,8 @@ class StepInputs:
         sampled: the rows that are sampled, on the host.
         sampled_S: int64, the same rows.
         last_S: int64, the last token of each sampled row.
+        starts: the first token of each row, on the host.
+        shares: how many of the tokens each rank has; None: all ranks have all of them.
     """
 
     common: CommonAttentionMetadata
@@ -42,40 +46,51 @@ class StepInputs:
     sampled: list[int]
     sampled_S: Tensor
     last_S: Tensor
+    starts: Sequence[int]
+    shares: TokenShares | None
 
 
 def stage_step(
-    rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int, with_states: bool = False
+    rows: Sequence[BatchRow],
+    last_tokens: Tensor,
+    *,
+    block_size: int,
+    with_states: bool = False,
+    exchange: TokenExchange | None = None,
 ) -> StepInputs:
     """Makes the inputs of a step. The host does not wait for the copy.
 
     Args:
         with_states: the model has recurrent states.
         last_tokens: int32, the tokens of the previous step, row by row; `token_source` is an index into it.
+        exchange: the model's, with attention data parallelism.
 
     Raises:
         InternalError: a row without tokens, or with too few blocks.
     """
+    own, is_idle, starts, num_places, shares = place_rows(rows, exchange)
     batch = plan_batch(
-        query_lens=[len(row.token_ids) for row in rows],
-        context_lens=[row.token_start for row in rows],
-        block_tables=[row.block_ids for row in rows],
+        query_lens=[len(row.token_ids) for row in own],
+        context_lens=[row.token_start for row in own],
+        block_tables=[row.block_ids for row in own],
         block_size=block_size,
         width_multiple=TABLE_MULTIPLE,
     )
-    token_ids = int_array()
-    for row in rows:
-        token_ids.extend(row.token_ids)
-    starts = batch.query_start_loc_R
+    if is_idle:
+        batch = replace(batch, slots_T=np.full_like(batch.slots_T, -1))
+    token_ids = np.zeros(num_places, np.int64)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        token_ids[start : start + len(row.token_ids)] = row.token_ids
+    lengths = np.array([len(row.token_ids) for row in rows], np.int64)
     sampled = [index for index, row in enumerate(rows) if row.sample is not None]
     pending = [index for index, row in enumerate(rows) if row.token_source is not None]
     *copied, token_ids_T, sampled_S, last_S, places_P, sources_P = to_device(
         (
             *batch.to_copy,
-            np.array(token_ids, np.int64),
+            token_ids,
             np.array(sampled, np.int64),
-            starts[1:][sampled].astype(np.int64) - 1,
-            starts[pending].astype(np.int64),
+            (starts + lengths)[sampled] - 1,
+            starts[pending],
             np.array([rows[index].token_source for index in pending], np.int64),
         ),
         last_tokens.device,
@@ -85,7 +100,9 @@ def stage_step(
     common, positions_T = batch.common(copied)
     adapters_T = _adapters(rows, last_tokens.device)
     states = _states(rows, last_tokens.device) if with_states else None
-    return StepInputs(common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S)
+    return StepInputs(
+        common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S, starts.tolist(), shares
+    )
 
 
 def count_decodes(rows: Sequence[BatchRow]) -> int:

@@ -148,7 +148,10 @@ def profile_runner(runner: ModelRunner, step_tokens: int, *, max_batch_requests:
     """
     largest = prefill_step(step_tokens, runner.facts, max_batch_requests=max_batch_requests)
     step_bytes = _peak_bytes(runner, largest, device)
-    return Profile(step_bytes, _peak_bytes(runner, decode_step(max_batch_requests), device))
+    if runner.facts.num_owners > 2:
+        step_bytes = max(step_bytes, _peak_bytes(runner, most_padded(largest, runner.facts.num_owners), device))
+    decodes = decode_step(max_batch_requests, num_owners=runner.facts.num_owners)
+    return Profile(step_bytes, _peak_bytes(runner, decodes, device))
 
 
 def prefill_step(num_tokens: int, facts: ModelFacts, *, max_batch_requests: int) -> Batch:
@@ -157,9 +160,28 @@ def prefill_step(num_tokens: int, facts: ModelFacts, *, max_batch_requests: int)
     return _prompts(min(num_tokens, max_batch_requests * longest), longest, facts.block_size)
 
 
-def decode_step(num_requests: int) -> Batch:
-    """A decode step with one token and one block for each request."""
-    return Batch(0, tuple(_row(index, 1, int_array([index])) for index in range(num_requests)))
+def decode_step(num_requests: int, *, num_owners: int = 1) -> Batch:
+    """A decode step with one token and one block for each request, of all owners by turns."""
+    rows = (_row(index, 1, int_array([index])) for index in range(num_requests))
+    return Batch(0, tuple(row._replace(owner=index % num_owners) for index, row in enumerate(rows)))
+
+
+def most_padded(step: Batch, num_owners: int) -> Batch:
+    """A step of as many tokens of which the first owner has twice its part: with more, `TokenShares` pads nothing.
+
+    A step of one owner's prompts has the most tokens in attention, this one the most in the experts.
+    """
+    total = sum(len(row.token_ids) for row in step.shared_rows)
+    twice, others = 2 * total // num_owners, num_owners - 1
+    counts = [twice, *[-((twice - total) // others)] * others]
+    rows = []
+    for owner, count in enumerate(counts):
+        for row in step.shared_rows:
+            if count > 0:
+                part = row.token_ids[:count]
+                rows.append(row._replace(token_ids=part, owner=owner))
+                count -= len(part)
+    return Batch(step.step, tuple(rows))
 
 
 def _peak_bytes(runner: ModelRunner, batch: Batch, device: torch.device) -> int:

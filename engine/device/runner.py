@@ -132,7 +132,7 @@ class ModelRunner:
         self._prompts: PromptGraphs | None = None
         if graphs is not None:
             self._graphs = DecodeGraphs(model, backend, cache, graphs)
-            if graphs.max_tokens:
+            if graphs.max_tokens and model.exchange is None:  # with it, they would differ by the shares of ranks
                 self._prompts = PromptGraphs(
                     model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
                 )
@@ -252,19 +252,23 @@ class ModelRunner:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        scored = self._score(buffers.hidden[:size], batch.shared_rows, batch.scores)
+        starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
+        scored = self._score(buffers.hidden[:size], starts, batch.scores)
         if logits_RV is None:
             self._forget_grammars()
             return _Drawn(None, [], {}), scored
         return self._draw_padded(buffers.decodes, logits_RV, batch, slot), scored
 
     def _score(
-        self, hidden_TD: Tensor, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
+        self, hidden_TD: Tensor, starts: Sequence[int], scores: Sequence[tuple[int, ScoreRow]]
     ) -> ScoresOnHost | None:
-        """The prompt logprobs of a step, None if none are wanted."""
+        """The prompt logprobs of a step, None if none are wanted.
+
+        Args:
+            starts: places of the rows' first tokens.
+        """
         if not scores:
             return None
-        starts = [0, *accumulate(len(row.token_ids) for row in rows)]
         return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
 
     def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> "_Drawn":
@@ -304,13 +308,18 @@ class ModelRunner:
     ) -> "tuple[_Drawn, ScoresOnHost | None]":
         self._make_room(rows)
         with_states = self._cache.state is not None
-        inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states)
+        exchange = self.model.exchange
+        inputs = stage_step(
+            rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
+        )
+        if exchange is not None and inputs.shares is not None:
+            exchange.use(inputs.shares)
         self.model.use_adapters(inputs.adapters_T)
         self.model.use_states(inputs.states)
         self.model.count_tokens(inputs.common.slot_mapping)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
-        scored = self._score(hidden_TD, rows, scores)
+        scored = self._score(hidden_TD, inputs.starts, scores)
         if not inputs.sampled:
             self._forget_grammars()
             return _Drawn(None, [], {}), scored
@@ -340,7 +349,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""
         for batch in _warm_up_batches(self.facts):
-            self.run(batch)
+            self.run(batch.of_owners(self.facts.num_owners))
         vocab_size = self.facts.vocab_size
         logits = torch.zeros(1, vocab_size, device=self._device)
         masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)

@@ -251,4 +251,5 @@ class _Rows:
         self._next_block += num_blocks
         blocks = int_array(self._blocks[places].tolist())
         slot = index if index < self._facts.state_slots else -1  # a row without one computes nothing of its state
-        return BatchRow("profile", int_array(tokens), start, blocks, GREEDY_ROW, state_slot=slot)
+        owner = index % self._facts.num_owners
+        return BatchRow("profile", int_array(tokens), start, blocks, GREEDY_ROW, state_slot=slot, owner=owner)

@@ -142,6 +142,11 @@ class BlockManager:
             return [key for block_id, key in keys if key is not None and block_id not in self._windowless]
         return [key for key in self._keys if key is not None]
 
+    def cached_key(self, digest: bytes) -> BlockKey | None:
+        """The key of that digest while its block is cached."""
+        block_id = self._by_digest.get(digest)
+        return None if block_id is None or block_id in self._windowless else self._keys[block_id]
+
     def follow(self) -> None:
         """Collects changes from now on."""
         self._changes = {}

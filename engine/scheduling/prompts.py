@@ -114,16 +114,16 @@ class Prompts:
 
     def _try_to_run(self, state: RequestState, step: NextStep, pace: Pace | None, now: float) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
-        cached = self._blocks.cached(state)
-        start = self._blocks.tokens_in(cached)
+        place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
+        start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
         if is_late(state, pace, start=start, now=now):
             self._fall_back(state)
             return True  # with the next one
-        if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
+        if place is None:
             return False
         if not step.chunk_tokens(state, start):
             return False
-        self._blocks.take(state, cached)
+        self._blocks.take(state, place)
         self._roster.run(state)
         step.add_chunk(state)
         return True

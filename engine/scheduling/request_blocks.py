@@ -1,14 +1,27 @@
-"""How many blocks a request needs, and how it gets, registers and loses them. Pure."""
+"""How many blocks a request needs, and how it gets, registers and loses them. Pure.
+
+With attention data parallelism each rank has a pool of blocks, and a request has all of its blocks in one pool.
+"""
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 from baton.block_keys import KeyChain, adapted_identity
 from engine.request import EngineRequest, ModelFacts, Reservation
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.prefixes import PooledPrefixes, PrefixCache
 from engine.scheduling.request_states import RequestStates
 from engine.scheduling.state import RequestState
+
+
+class Place(NamedTuple):
+    """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it."""
+
+    pool: int
+    cached: list[int]
 
 
 class RequestBlocks:
@@ -31,27 +44,28 @@ class RequestBlocks:
         self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
         self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
-        self._blocks = BlockManager(facts.num_blocks)
+        self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
         self.states = RequestStates(facts, prefix_cache=prefix_cache, align_tokens=align_tokens)
         self.queried_tokens = self.hit_tokens = 0
 
     @property
-    def manager(self) -> BlockManager:
+    def prefixes(self) -> PrefixCache:
         """For those who follow the prefix cache."""
-        return self._blocks
+        return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
 
     @property
     def num_blocks(self) -> int:
-        return self._blocks.num_blocks
+        """Of all pools together, as the following two."""
+        return sum(pool.num_blocks for pool in self._pools)
 
     @property
     def num_free(self) -> int:
-        return self._blocks.num_free
+        return sum(pool.num_free for pool in self._pools)
 
     @property
     def num_references(self) -> int:
         """Blocks that requests hold; one that two of them share counts twice."""
-        return self._blocks.num_references
+        return sum(pool.num_references for pool in self._pools)
 
     def keys(self, request: EngineRequest) -> KeyChain:
         identity = adapted_identity(self._identity, request.adapter)
@@ -61,15 +75,15 @@ class RequestBlocks:
         """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
         return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
 
-    def cached(self, state: RequestState) -> list[int]:
-        """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`. The state after the last
-        one is known."""
-        return self._cached(state, partial(self.states.resumes_after, state) if self.states.unit else None)
+    def _cached(self, state: RequestState, pool: BlockManager) -> list[int]:
+        """The pool's cached blocks for the start of the request, up to `RequestState.reusable_tokens`. The state after
+        the last one is known."""
+        return self._matched(state, pool, partial(self.states.resumes_after, state) if self.states.unit else None)
 
-    def _cached(self, state: RequestState, ends_after: Callable[[int], bool] | None) -> list[int]:
+    def _matched(self, state: RequestState, pool: BlockManager, ends_after: Callable[[int], bool] | None) -> list[int]:
         if not self._prefix_cache:
             return []
-        return self._blocks.match(
+        return pool.match(
             state.keys,
             state.tokens,
             self._reusable_tokens(state) // self._block_size,
@@ -82,8 +96,8 @@ class RequestBlocks:
         return len(blocks) * self._block_size
 
     def num_cached(self, state: RequestState) -> int:
-        """Leading tokens of the request that need not be computed."""
-        return self.tokens_in(self.cached(state))
+        """Leading tokens of the request that need not be computed, in the pool that has most of them."""
+        return self.tokens_in(max((self._cached(state, pool) for pool in self._pools), key=len))
 
     def reservation(self, state: RequestState) -> Reservation:
         """Which KV the request's blocks expect from elsewhere."""
@@ -93,7 +107,8 @@ class RequestBlocks:
             # sliding window must begin at a block.
             unit = self._align_blocks * self._block_size
             resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
-        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at, state.state_slot)
+        blocks = tuple(state.blocks)
+        return Reservation(state.request_id, blocks, state.num_cached, resume_at, state.state_slot, state.owner)
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
@@ -115,18 +130,42 @@ class RequestBlocks:
             resume_at = min(self.reservation(state).resume_at, num_tokens)
             state.windows_from = max(0, resume_at - self._window_tokens + 1)
 
-    def fits(self, state: RequestState, cached: list[int], *, spare: int, before: int = 0) -> bool:
-        """Whether the request's blocks fit and leave `spare` blocks free, and it finds a slot for its state after
-        `before` other requests."""
-        if not self.states.has_room(others=before):
-            return False
-        return self._blocks.num_free_without(cached) >= self.needed(state) - len(cached) + spare
+    def room(self, spare: Counter[int], before: Iterable[RequestState] = ()) -> list[int]:
+        """Free blocks of each pool, less those to spare, and less those that the requests `before` need, if each takes
+        the pool with most room. May be below 0."""
+        room = [pool.num_free - spare[number] for number, pool in enumerate(self._pools)]
+        for state in before:
+            room[room.index(max(room))] -= self.needed(state)
+        return room
 
-    def take(self, state: RequestState, cached: list[int]) -> None:
+    def place(self, state: RequestState, room: list[int], *, before: int = 0) -> Place | None:
+        """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
+        that has most room left then. None: nowhere.
+
+        A block of the prefix that a pool has counts as two: it is not taken, and not computed. So a conversation stays
+        where it was, and a short prefix that all requests share does not bring all of them to one rank.
+
+        Args:
+            room: of each pool.
+        """
+        if not self.states.has_room(others=before):
+            return None
+        best, most = None, -1
+        for number, pool in enumerate(self._pools):
+            cached = self._cached(state, pool)
+            held_anew = pool.num_free - pool.num_free_without(cached)
+            left = room[number] - held_anew - (self.needed(state) - len(cached))
+            if left >= 0 and left + len(cached) > most:
+                best, most = Place(number, cached), left + len(cached)
+        return best
+
+    def take(self, state: RequestState, place: Place) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""
-        known_blocks = len(self._cached(state, None)) if self.states.unit else 0
-        blocks = self._blocks.take(cached, self.needed(state) - len(cached))
-        state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
+        pool, cached = self._pools[place.pool], place.cached
+        known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0
+        blocks = pool.take(cached, self.needed(state) - len(cached))
+        owner = place.pool if len(self._pools) > 1 else None
+        state.hold(blocks, owner=owner, num_cached_blocks=len(cached), block_size=self._block_size)
         self.states.take(state, len(cached), known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
@@ -134,12 +173,17 @@ class RequestBlocks:
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
-        missing = self._blocks_for(num_slots) - len(state.blocks)
-        if missing > self._blocks.num_free:
+        missing, pool = self._blocks_for(num_slots) - len(state.blocks), self._pools[state.pool]
+        if missing > pool.num_free:
             return False
         if missing > 0:
-            state.blocks.extend(self._blocks.take((), missing))
+            state.blocks.extend(pool.take((), missing))
         return True
+
+    def can_extend(self, states: Iterable[RequestState]) -> bool:
+        """Whether each of the requests finds one more block."""
+        wanted = Counter(state.pool for state in states)
+        return all(count <= self._pools[pool].num_free for pool, count in wanted.items())
 
     def register(self, state: RequestState) -> None:
         """Offers the request's full, computed blocks to later requests."""
@@ -149,7 +193,7 @@ class RequestBlocks:
         if self.states.unit:  # nobody could continue after later blocks
             num_tokens = min(num_tokens, state.state_tokens)
         for index in range(state.num_registered, num_tokens // self._block_size):
-            self._blocks.register(
+            self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),
                 windowless=index * self._block_size < state.windows_from,
@@ -158,7 +202,7 @@ class RequestBlocks:
 
     def forget(self, state: RequestState) -> None:
         """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
-        self._blocks.forget(state.blocks)
+        self._pools[state.pool].forget(state.blocks)
         self.states.forget(state)
 
     @property
@@ -167,7 +211,7 @@ class RequestBlocks:
         return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:
-        self._blocks.give_back(state.drop_blocks())
+        self._pools[state.pool].give_back(state.drop_blocks())
         self.states.give_back(state)
 
     def _reusable_tokens(self, state: RequestState) -> int:

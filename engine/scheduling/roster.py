@@ -1,7 +1,7 @@
 """All live requests of one engine by phase: waiting, ready, running, reserved, held. Pure."""
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from operator import attrgetter
 
 from engine.request import QueuePlace
@@ -42,11 +42,11 @@ class Roster:
         """Whether one more request may be on its way: it should find a seat soon after it arrives."""
         return not self.ready and self.num_reserved < self.seats
 
-    @property
-    def num_decoders(self) -> int:
-        """Requests with a seat, or waiting for one, that decode now or later. A newcomer leaves each of them a free
-        block."""
-        return sum(1 for state in self.running if not state.prefill_only) + len(self.ready)
+    def decoders(self) -> Counter[int]:
+        """Requests with a seat, or waiting for one, that decode now or later, by pool. A newcomer leaves each of them
+        a free block."""
+        pools = [state.pool for state in self.running if not state.prefill_only]
+        return Counter(pools + [state.pool for state in self.ready])
 
     @property
     def num_streams(self) -> int:
@@ -58,19 +58,18 @@ class Roster:
         """Blocks of `prefill_only` requests; blocks that two of them share count twice."""
         return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
 
-    @property
-    def last_decoder(self) -> RequestState:
-        """The running request that gives up its blocks first: the one at the last place."""
-        return next(state for state in reversed(self.running) if not state.prefill_only)
+    def last_decoder(self, pool: int) -> RequestState:
+        """The pool's running request that gives up its blocks first: the one at the last place."""
+        return next(state for state in reversed(self.running) if state.pool == pool and not state.prefill_only)
 
     @property
     def num_leased(self) -> int:
         """Distinct blocks of requests whose KV is being received or sent."""
-        leased: set[int] = set()
+        leased: defaultdict[int, set[int]] = defaultdict(set)
         for state in self._by_id.values():
             if state.phase in (Phase.RESERVED, Phase.HELD):
-                leased.update(state.blocks)
-        return len(leased)
+                leased[state.pool].update(state.blocks)
+        return sum(map(len, leased.values()))
 
     def decoding(self) -> list[RequestState]:
         """The running requests whose prompts are computed, without those that end with it."""

@@ -23,11 +23,11 @@ from engine.request import (
     check_request,
     context_limit,
 )
-from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs, NoCosts
 from engine.scheduling.load import engine_load
+from engine.scheduling.prefixes import PrefixCache
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
-from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.request_blocks import Place, RequestBlocks
 from engine.scheduling.roster import Roster
 from engine.scheduling.state import NO_END, Phase, RequestState
 from engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
@@ -82,9 +82,9 @@ class Scheduler:
         self._prompts.set_limits(limits)
 
     @property
-    def prefix_cache(self) -> BlockManager:
+    def prefix_cache(self) -> PrefixCache:
         """For those who follow what it has."""
-        return self._blocks.manager
+        return self._blocks.prefixes
 
     @property
     def steps_in_flight(self) -> int:
@@ -134,9 +134,9 @@ class Scheduler:
             raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
         if not self._in_stream_share(state):
             raise self._overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
-        if not self._has_blocks(state):
+        if (place := self._place(state)) is None:
             raise self._overloaded("no room for the request's blocks")
-        self._blocks.take(state, self._blocks.cached(state))
+        self._blocks.take(state, place)
         self._roster.enter(state, Phase.RESERVED)
         return self._blocks.reservation(state)
 
@@ -289,7 +289,8 @@ class Scheduler:
             start = state.num_computed
             state.num_computed = stop = start + len(row.token_ids)
             if start < state.prefill_stop:
-                chunks.append(ChunkComputed(state.request_id, start, stop, tuple(state.blocks), state.state_slot))
+                blocks = tuple(state.blocks)
+                chunks.append(ChunkComputed(state.request_id, start, stop, blocks, state.state_slot, state.owner))
                 self._blocks.states.restored(state)
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
@@ -355,14 +356,13 @@ class Scheduler:
     def _has_room(self, state: RequestState) -> bool:
         """Whether `state` could run at once, with a seat and blocks."""
         before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
-        return self._roster.free_seats > before and self._has_blocks(state)
+        return self._roster.free_seats > before and self._place(state) is not None
 
-    def _has_blocks(self, state: RequestState) -> bool:
-        """Whether there are enough free blocks for `state` and for all requests that wait before it."""
+    def _place(self, state: RequestState) -> Place | None:
+        """Where there are enough free blocks for `state` next to all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
-        waiting = sum(map(self._blocks.needed, before))
-        spare = self._roster.num_decoders + waiting
-        return self._blocks.fits(state, self._blocks.cached(state), spare=spare, before=len(before))
+        room = self._blocks.room(self._roster.decoders(), before)
+        return self._blocks.place(state, room, before=len(before))
 
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""
@@ -385,11 +385,11 @@ class Scheduler:
         block_size = self._block_size
         decoding = [state for state in unsteady if state.decoding]
         full = [state for state in decoding if state.num_scheduled == len(state.blocks) * block_size]
-        if len(full) > self._blocks.num_free and self._in_flight:
+        if self._in_flight and not self._blocks.can_extend(full):
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._preempt(self._roster.last_decoder, now)
+                self._preempt(self._roster.last_decoder(state.pool), now)
         for state in decoding:
             if state.phase is Phase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
@@ -456,12 +456,13 @@ class Scheduler:
         roster = self._roster
         if not roster.ready or not roster.free_seats:
             return
-        kept, spare = 0, roster.num_decoders
+        kept, room = 0, self._blocks.room(roster.decoders())
         for state in roster.waiting_before(roster.ready[0].place):
-            cached = self._blocks.cached(state)
-            if not state.place.begun or not self._blocks.fits(state, cached, spare=spare, before=kept):
+            place = self._blocks.place(state, room, before=kept) if state.place.begun else None
+            if place is None:
                 break
-            kept, spare = kept + 1, spare + self._blocks.needed(state)
+            kept += 1
+            room[place.pool] -= self._blocks.needed(state)
         roster.fill_seats(kept=kept)
 
     def _stop_running(self, state: RequestState) -> None:

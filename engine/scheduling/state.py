@@ -47,6 +47,7 @@ class RequestState:
         due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
+        owner: the rank that has the blocks; None: every rank has blocks of these numbers, or it has none.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
         num_pending: tokens after `tokens` that steps in flight are drawing.
@@ -92,6 +93,7 @@ class RequestState:
         self.phase = Phase.WAITING
         self.tokens = int_array([*request.prompt, *request.output])
         self.blocks: IntArray = int_array()
+        self.owner: int | None = None
         self.num_cached = 0
         self.num_computed = 0
         self.num_scheduled = 0
@@ -157,9 +159,14 @@ class RequestState:
         logprobs, because these come from the hidden states of the tokens before."""
         return self.prefill_stop - 1 if self.scored is None else len(self.scored)
 
-    def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
-        """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
-        self.blocks = int_array(blocks)
+    @property
+    def pool(self) -> int:
+        """Number of the pool that the blocks are from."""
+        return self.owner or 0
+
+    def hold(self, blocks: list[int], *, owner: int | None, num_cached_blocks: int, block_size: int) -> None:
+        """Gives it these blocks of the owner's; the first `num_cached_blocks` come from the prefix cache."""
+        self.blocks, self.owner = int_array(blocks), owner
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
@@ -248,7 +255,7 @@ class RequestState:
                 since = None
         tokens, source = (_UNKNOWN_TOKEN, self.row_index) if pending else (self.tokens[start:stop], None)
         since = since if pending else None
-        shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot
+        shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot, self.pool
         return BatchRow(self.request_id, tokens, start, *shared)
 
     def append(self, token_id: int) -> End:

@@ -198,7 +198,9 @@ class Step(NamedTuple):
             start = state.num_computed
             if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
                 stop = start + len(row.token_ids)
-                layers.append(LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks)))
+                layers.append(
+                    LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks), state.owner)
+                )
         return StepEvents(self.number, 0.0, layers=tuple(layers))
 
     def collect_scores(

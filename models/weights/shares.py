@@ -138,7 +138,7 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         for index, (num_kv_heads, head_dim) in enumerate(attention.layer_heads):
             own = replace(attention, num_kv_heads=num_kv_heads, head_dim=head_dim)
             yield from _of_layer(index, _grouped_attention(own, of_first, parallel))
-    else:
+    elif not parallel.own_attention:
         yield from _latent_attention(attention, parallel)
 
     def part_of(size: int) -> Share:

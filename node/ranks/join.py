@@ -41,7 +41,17 @@ def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParall
         device_id=place if on_gpu else None,
         **how,
     )
-    return TensorParallel(rank, size, whole_experts=settings.expert_parallel)
+    return as_rank(rank, settings)
+
+
+def as_rank(rank: int, settings: NodeSettings) -> TensorParallel:
+    """The part of a rank in a model that is split as the settings say."""
+    return TensorParallel(
+        rank,
+        settings.tensor_parallel_size,
+        whole_experts=settings.expert_parallel,
+        own_attention=settings.attention_data_parallel,
+    )
 
 
 def serve_store(host: str) -> tuple[object, Meeting]:

@@ -184,6 +184,8 @@ def job(
     peer: int = PEER,
     sender_number: int = SENDER,
     state_slot: int = -1,
+    owner: int | None = None,
+    owner_there: int | None = None,
 ) -> SendJob:
     return SendJob(
         peer=peer,
@@ -196,4 +198,6 @@ def job(
         resume_at=token_stop if resume_at is None else resume_at,
         block_ids=block_ids,
         state_slot=state_slot,
+        owner=owner,
+        owner_there=owner_there,
     )

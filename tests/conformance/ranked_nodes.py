@@ -109,9 +109,14 @@ async def linked(
     transport: str,
     layouts: tuple[KVCacheLayout, KVCacheLayout] = (KVCacheLayout.NHD, KVCacheLayout.NHD),
     block_sizes: tuple[int, int] = (8, 4),
+    whole_requests: bool = False,
 ) -> AsyncIterator[Nodes]:
-    """Two nodes, paired as a prefill and a decode node are."""
-    links = dict(part_flows(spec, senders=senders, receivers=receivers))
+    """Two nodes, paired as a prefill and a decode node are.
+
+    Args:
+        whole_requests: each of the sender's ranks has requests of its own.
+    """
+    links = dict(part_flows(spec, senders=senders, receivers=receivers, whole_requests=whole_requests))
     begin = partial(ranked_node, spec, transport=transport)
     async with (
         begin(senders, layouts[0], block_sizes[0], incarnation=PREFILL_INCARNATION) as prefill,
@@ -130,11 +135,13 @@ async def fill(
     blocks_d: tuple[int, ...],
     *cuts: int,
     slots: tuple[int, int] = (-1, -1),
+    owners: tuple[int | None, int | None] = (None, None),
 ) -> LeaseTotals:
     """One lease over [cuts[0], cuts[-1]), sent in the chunks between the cuts, the last with the state in these slots
-    of both; its totals."""
+    of both, between the ranks that own the request on both; its totals."""
     number = len(nodes.decode.events.filled)
-    await nodes.decode.transfer.open_lease(LeaseGrant(number, blocks_d, cuts[0], cuts[-1], state_slot=slots[1]))
+    grant = LeaseGrant(number, blocks_d, cuts[0], cuts[-1], state_slot=slots[1], owner=owners[1])
+    await nodes.decode.transfer.open_lease(grant)
     first, sent_bytes = 0, 0
     for start, stop in pairwise(cuts):
         sent = await nodes.prefill.transfer.send(
@@ -148,6 +155,8 @@ async def fill(
                 peer=PEER,
                 sender_number=SENDER,
                 state_slot=slots[0] if stop == cuts[-1] else -1,
+                owner=owners[0],
+                owner_there=owners[1],
             )
         )
         first = 1 + max(segment.number for segment in sent)

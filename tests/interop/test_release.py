@@ -117,7 +117,7 @@ async def test_the_old_gateway_pairs_old_and_new_nodes(mixed: Mixed, reference: 
 
 def become_a_later_version() -> None:
     """Of a node that no longer speaks this version's wire."""
-    vars(assembly).update(wire_oldest=lambda _: WIRE_NEWEST + 1, WIRE_NEWEST=WIRE_NEWEST + 2)
+    vars(assembly).update(wire_oldest=lambda *_, **__: WIRE_NEWEST + 1, WIRE_NEWEST=WIRE_NEWEST + 2)
 
 
 async def test_versions_without_a_common_wire_are_refused_with_the_reason(mixed: Mixed, reference: Reference) -> None:

@@ -37,6 +37,7 @@ def make(
     window: int = 0,
     costs: StepCosts | None = None,
     stream_share: float = 1.0,
+    owners: int = 1,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -54,6 +55,7 @@ def make(
         eos_token_ids=(EOS,),
         identity="m",
         window_tokens=window,
+        num_owners=owners,
     )
     return Scheduler(limits, facts, Meter(costs))
 

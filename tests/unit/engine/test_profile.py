@@ -1,5 +1,6 @@
 """How a GPU's memory is divided: the arithmetic, with the numbers of a profile."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from engine.device.profile import (
     MemoryShare,
     Profile,
     decode_step,
+    most_padded,
     plan_memory,
     prefill_step,
 )
+from engine.request import ModelFacts
+from models.token_exchange import TokenShares
 from tests.unit.engine.tiny import build
 
 GIB = 1 << 30
@@ -72,3 +76,20 @@ def test_a_runner_can_run_every_step_of_a_profile(llama: tuple[Path, Any]) -> No
         blocks = [block for row in batch.rows for block in row.block_ids]
         assert len(set(blocks)) == len(blocks), "each request writes to blocks of its own"
         assert len(runner.run(batch)) == len(batch.rows)
+
+
+@pytest.mark.parametrize("owners", [3, 4, 8])
+def test_one_profiled_step_of_several_owners_has_as_much_padding_as_a_step_can_have(owners: int) -> None:
+    facts = ModelFacts(64, 16, 100, 300, (), "")
+    step = most_padded(prefill_step(960, facts, max_batch_requests=16), owners)
+    counts = Counter[int]()
+    for row in step.shared_rows:
+        counts[row.owner] += len(row.token_ids)
+    assert sorted(counts) == list(range(owners))
+    shares = TokenShares.of([counts[owner] for owner in range(owners)])
+    assert shares.width == counts[0]
+    assert shares.num_places == pytest.approx(2 * 960, rel=0.01)
+
+
+def test_profiled_decodes_are_of_all_owners() -> None:
+    assert [row.owner for row in decode_step(5, num_owners=2).shared_rows] == [0, 1, 0, 1, 0]

@@ -61,10 +61,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     Attributes:
         meter: None: step costs are not known.
         state_slots: of a model with recurrent states; 0: it has none.
+        owners: ranks that each have a pool of blocks.
     """
 
     budget = 5
     state_slots = 0
+    owners = 1
     align: int | None = None
     meter: KnownCosts | None = None
 
@@ -86,10 +88,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             identity="",
             state_slots=self.state_slots,
             scan_tokens=1,
+            num_owners=self.owners,
         )
         self.scheduler = Scheduler(limits, facts, self.meter)
         self.now = 0.0
-        self.written: dict[int, Tokens] = {}
+        self.written: dict[tuple[int, int], Tokens] = {}  # by owner and slot
         self.in_flight: deque[Running] = deque()
         self.front: tuple[int, list[int]] = (0, [])  # the last step that the device ran, and the tokens that it drew
         self.names = 0
@@ -176,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, token_id: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         reservation = self.reserved.pop(name)
-        self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, len(self.sequences[name]))
+        self.write(self.sequences[name], reservation, reservation.cached_tokens, len(self.sequences[name]))
         self.receive_state(name, reservation, len(self.sequences[name]))
         first = TokenOutput(token_id, self.given[name])
         self.sequences[name] += (token_id,)
@@ -198,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             part -= part % lcm(BLOCK_SIZE, self.align or 1)
             if not reservation.cached_tokens <= part < len(self.sequences[name]) or state.request.scores_prompt:
                 part = 0
-            self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, part)
+            self.write(self.sequences[name], reservation, reservation.cached_tokens, part)
             self.receive_state(name, reservation, part)
             self.scheduler.prefill_here(name, output, self.now, received_tokens=part)
         else:
@@ -234,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [state for state in self.states().values() if state.phase is Phase.RUNNING]
         prefilling = [state for state in running if state.prefilling]
         waiting = [state for state in self.states().values() if state.phase is Phase.WAITING]
-        before = self.scheduler.load()
+        before, free = self.scheduler.load(), [pool.num_free for pool in self.pools()]
         self.now += 1
         batch = self.scheduler.schedule(self.now)
         if (refused := self.scheduler.take_refused()) is not None:
@@ -254,7 +257,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sent_back == 0
         if batch is None:
             able = [state for state in running if state.phase is Phase.RUNNING and (state.prefilling or state.decoding)]
-            assert not able or (self.in_flight and before.blocks_free < len(able))
+            wanted = Counter(state.pool for state in able)
+            assert not able or (self.in_flight and any(free[owner] < count for owner, count in wanted.items()))
             return
         lengths = [len(row.token_ids) for row in batch.rows]
         assert sum(lengths) <= self.budget
@@ -301,7 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in step.batch.rows:
             self.doomed.add(row.request_id)
             for position in range(row.token_start, row.token_stop):
-                self.written.pop(self.slot(row.block_ids, position), None)
+                self.written.pop(self.slot(row, position), None)
         expected = [row.request_id for row in step.batch.rows if row.request_id in self.live]
         events = self.scheduler.fail(InternalError("the device failed"), 0.0)
         assert events.step == step.batch.step
@@ -313,11 +317,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_equal_holders(self) -> None:
-        held = Counter(block_id for state in self.holders() for block_id in state.blocks)
-        assert [self.manager()._references[block_id] for block_id in range(NUM_BLOCKS)] == [
-            held[block_id] for block_id in range(NUM_BLOCKS)
-        ]
-        assert self.scheduler.load().blocks_free == NUM_BLOCKS - len(held)
+        held = Counter((state.pool, block_id) for state in self.holders() for block_id in state.blocks)
+        for owner, pool in enumerate(self.pools()):
+            assert pool._references == [held[owner, block_id] for block_id in range(NUM_BLOCKS)]
+        assert self.scheduler.load().blocks_free == self.owners * NUM_BLOCKS - len(held)
 
     @invariant()
     def blocks_leak_only_with_requests_that_nobody_knows(self) -> None:
@@ -330,22 +333,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         for state in self.holders():
             if state.phase is not Phase.HELD:
                 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
-                    assert self.manager()._references[block_id] == 1
+                    assert self.pools()[state.pool]._references[block_id] == 1
 
     @invariant()
     def a_step_in_flight_reads_what_is_held_and_writes_what_nobody_can_match(self) -> None:
         for row in self.rows():
-            assert all(self.manager()._references[block_id] for block_id in row.block_ids)
+            pool = self.pools()[row.owner]
+            assert all(pool._references[block_id] for block_id in row.block_ids)
             for block_id in row.block_ids[row.token_start // BLOCK_SIZE :]:
-                assert self.manager()._references[block_id] == 1
-                assert self.manager()._keys[block_id] is None
+                assert pool._references[block_id] == 1
+                assert pool._keys[block_id] is None
 
     @invariant()
     def what_can_be_matched_is_computed(self) -> None:
-        for block_id, key in enumerate(self.manager()._keys):
-            if key is not None:
-                last = self.written[block_id * BLOCK_SIZE + BLOCK_SIZE - 1]
-                assert [*memoryview(key.tokens).cast("i")] == [*last[-BLOCK_SIZE:]]
+        for owner, pool in enumerate(self.pools()):
+            for block_id, key in enumerate(pool._keys):
+                if key is not None:
+                    last = self.written[owner, block_id * BLOCK_SIZE + BLOCK_SIZE - 1]
+                    assert [*memoryview(key.tokens).cast("i")] == [*last[-BLOCK_SIZE:]]
 
     @invariant()
     def live_requests_are_known(self) -> None:
@@ -367,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert self.live == set()
         assert self.states() == {}
-        assert self.scheduler.load().blocks_free == NUM_BLOCKS
+        assert self.scheduler.load().blocks_free == self.owners * NUM_BLOCKS
 
     # ---- the device
 
@@ -393,8 +398,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_stop = min(prompt, (start // self.align + 1) * self.align)
             assert row.token_stop == (chunk_stop if start < prompt else start + 1)
         for position in range(row.token_start):
-            assert self.written[self.slot(row.block_ids, position)] == sequence[: position + 1]
-        self.write(sequence, row.block_ids, row.token_start, row.token_stop)
+            assert self.written[self.slot(row, position)] == sequence[: position + 1]
+        self.write(sequence, row, row.token_start, row.token_stop)
         assert (row.sample is not None) == (row.token_stop == len(sequence))
         if row.sample is not None:
             assert row.sample.output_index == len(sequence) - self.prompts[row.request_id]
@@ -485,8 +490,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def logprob(self, sequence: Tokens, place: int) -> PromptLogprob:
         return PromptLogprob(sequence[place], -float(hash(sequence[:place]) % 10_000))
 
-    def manager(self) -> BlockManager:
-        return self.scheduler._blocks._blocks
+    def pools(self) -> tuple[BlockManager, ...]:
+        return self.scheduler._blocks._pools
 
     def states(self) -> dict[str, RequestState]:
         return {state.request_id: state for state in self.scheduler._roster.everyone()}
@@ -502,17 +507,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive_state(self, name: str, reservation: Reservation, stop: int) -> None:
         """The state after `stop` tokens has come; 0: part of one."""
 
-    def slot(self, block_ids: Sequence[int], position: int) -> int:
-        return block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def slot(self, of: BatchRow | Reservation, position: int) -> tuple[int, int]:
+        return of.owner or 0, of.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def write(self, sequence: Tokens, block_ids: Sequence[int], start: int, stop: int) -> None:
+    def write(self, sequence: Tokens, of: BatchRow | Reservation, start: int, stop: int) -> None:
         for position in range(start, stop):
-            self.written[self.slot(block_ids, position)] = sequence[: position + 1]
+            self.written[self.slot(of, position)] = sequence[: position + 1]
 
 
 class AlignedSchedulerMachine(SchedulerMachine):
     budget = 6
     align = 3
+
+
+class OwnersSchedulerMachine(SchedulerMachine):
+    owners = 2
 
 
 class BoundedSchedulerMachine(SchedulerMachine):
@@ -523,5 +532,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestAlignedSchedulerMachine = AlignedSchedulerMachine.TestCase
 TestAlignedSchedulerMachine.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
+TestOwnersSchedulerMachine = OwnersSchedulerMachine.TestCase
+TestOwnersSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestBoundedSchedulerMachine = BoundedSchedulerMachine.TestCase
 TestBoundedSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)

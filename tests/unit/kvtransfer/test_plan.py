@@ -189,6 +189,36 @@ def test_numbers_of_ranks_may_differ_and_decide_the_links() -> None:
     assert [flow.heads for (flow,) in links.values()] == [range(1), range(1, 2)]
 
 
+LATENT = replace(
+    NODE,
+    spec=KVCacheSpec(KVKind.MLA, num_layers=4, num_kv_heads=1, head_dim=8, dtype="bfloat16"),
+    tensor_parallel_size=2,
+)
+OWN = replace(
+    LATENT,
+    attention_data_parallel=True,
+    wire_oldest=wire_oldest(LATENT.spec, attention_data_parallel=True),
+)
+
+
+@pytest.mark.parametrize("receiver", [OWN, LATENT], ids=["own", "split"])
+def test_each_rank_with_requests_of_its_own_sends_all_layers_to_every_rank(receiver: NodeDescription) -> None:
+    links = links_between(OWN, receiver)
+    assert set(links) == {RankPair(sender, to) for sender in range(2) for to in range(2)}
+    assert all(flows == (Flow(range(4), range(1)),) for flows in links.values())
+
+
+def test_a_rank_that_owns_requests_gets_them_from_all_ranks_that_share_them() -> None:
+    assert links_between(LATENT, OWN) == links_between(LATENT, LATENT)
+    assert agree(LATENT, OWN).wire_version == WIRE_NEWEST
+
+
+def test_a_node_that_knows_no_owners_is_refused() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        agree(OWN, replace(LATENT, wire_newest=5))
+    assert [mismatch.field for mismatch in refused.value.mismatches] == ["wire"]
+
+
 def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:
     with pytest.raises(PlanRefused) as refused:
         agree(NODE, replace(NODE, tensor_parallel_size=3))

@@ -108,6 +108,23 @@ def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
     assert size.rank_bytes(8) == pytest.approx(85e9, rel=0.01)
     assert cache_tokens(size, GPUS["h200"], 8) == pytest.approx(539_000, rel=0.02)
     assert cache_tokens(size, GPUS["h200"], 4) < 0
+    own = size.with_own_attention()
+    assert own.rank_bytes(8) == pytest.approx(94e9, rel=0.01)
+    assert cache_tokens(own, GPUS["h200"], 8) == pytest.approx(3_270_000, rel=0.02)
+
+
+def test_a_rank_with_requests_of_its_own_weighs_what_is_computed_and_leaves_room_on_every_rank() -> None:
+    config = read_config(CONFIGS / "deepseek-v3-4-layers")
+    own = TensorParallel(0, 8, whole_experts=True, own_attention=True)
+    local = local_config(config, own)
+    model = _build(local, backend=backend_for(local), dtype=torch.bfloat16, device="meta")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    size = model_size(config)
+    assert size.with_own_attention().rank_bytes(8) == pytest.approx(weights, rel=0.01)
+    split, whole = (cache_tokens(each, GPUS["h200"], 8) for each in (size, size.with_own_attention()))
+    assert 6 * split < whole < 8 * split
+    with pytest.raises(ConfigError, match="latent attention and experts"):
+        size_of("llama-3.1-8b").with_own_attention()
 
 
 def test_the_cache_is_what_the_weights_leave() -> None:

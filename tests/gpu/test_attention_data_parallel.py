@@ -1,0 +1,46 @@
+"""Nodes whose two GPUs have requests of their own give the tokens of the reference, with CUDA graphs and without."""
+
+import asyncio
+
+import pytest
+import torch
+
+from baton.config import DEMO_MODELS
+from baton.types import Path as RequestPath
+from tests.gpu.test_ranks import MAX_TOKENS, NODE, PARAMS
+from tests.integration.cluster import machines, nothing_held, until_status
+from tests.integration.generation import generate
+from tests.integration.reference import Reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+MODEL = DEMO_MODELS / "deepseek"
+OWN = {"tensor_parallel_size": 2, "expert_parallel": True, "attention_data_parallel": True}
+# Equal numbers of decodes on both ranks, unequal ones, and one request.
+LENGTHS = [[33, 64, 129, 300], [17, 200, 5], [90]]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_ranks_with_requests_of_their_own_give_the_same_tokens(*, graphs: bool) -> None:
+    reference = Reference(MODEL)
+    flags = {**NODE, **OWN, "model": MODEL, "cuda_graphs": graphs}
+    with machines() as start:
+        prefill, decode = start.nodes(("prefill", flags), ("decode", flags))
+        gateway = start.gateway([prefill], [decode], model=MODEL, local_policy="strict")
+
+        async def tokens(prompts: list[list[int]]) -> list[list[int]]:
+            results = await asyncio.gather(*(generate(gateway, prompt, PARAMS) for prompt in prompts))
+            assert all(result.proof.path is RequestPath.REMOTE for result in results)
+            for node in (prefill, decode):
+                await until_status(node, nothing_held)
+            return [result.token_ids for result in results]
+
+        for lengths in LENGTHS:
+            prompts = reference.prompts(lengths)
+            expected = [reference.greedy(prompt, MAX_TOKENS).token_ids for prompt in prompts]
+            assert asyncio.run(tokens(prompts)) == expected, str(lengths)
+        for node in (prefill, decode):
+            assert start.end(node) == 0

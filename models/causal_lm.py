@@ -5,7 +5,7 @@ the next norm adds and normalizes in one pass. Shapes: T token of the batch, D h
 computed, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
@@ -17,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.config.model_config import ModelConfig
+from models.kernels.adapter_products import AdapterRows
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.parallel import ParallelModule, TensorParallel
@@ -80,7 +81,8 @@ class CausalLM(ParallelModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
-        adapter_slots: int32, the slot of each token's adapter (`models.adapters.bank`); see `use_adapters`.
+        adapter_rows: the adapters of the step that is computed; see `use_adapters`.
+        find_adapters: makes them from the slots of a step's tokens; None: the model has no slots for adapters.
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
             `models.weights.names` translates them.
         config: of this rank, where several ranks compute the model together.
@@ -101,7 +103,8 @@ class CausalLM(ParallelModule):
         self.model = Decoder(config, layers, norm=norm, dtype=dtype)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
-        self.adapter_slots: Tensor | None = None
+        self.adapter_rows: AdapterRows | None = None
+        self.find_adapters: Callable[[Tensor], AdapterRows] | None = None
         self.state_rows: StateRows | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
@@ -124,12 +127,14 @@ class CausalLM(ParallelModule):
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def use_adapters(self, slots_T: Tensor | None) -> None:
-        """Sets the adapters of the step that is computed or captured next.
+        """Sets the adapters of the step that is computed or captured next. May launch kernels: a kernel of torch must
+        follow before the model.
 
         Args:
             slots_T: int32, of each token, negative for none; None: no token has an adapter.
         """
-        self.adapter_slots = slots_T
+        find = self.find_adapters
+        self.adapter_rows = None if slots_T is None or find is None else find(slots_T)
 
     def use_states(self, rows: StateRows | None) -> None:
         """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""

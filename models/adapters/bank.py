@@ -1,7 +1,7 @@
 """All adapters of a model on its device, in a fixed number of slots, and the product that each linear layer adds.
 
-A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The slot
-of each token of a step is in `CausalLM.adapter_slots`, a tensor that a captured step reads again in each replay.
+A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The
+adapters of a step's tokens are in `CausalLM.adapter_rows`, tensors that a captured step computes again in each replay.
 A rank that has part of a layer's outputs has these rows of B and the whole A; one that has part of the inputs has these
 columns of A and the whole B, and the sum over ranks that follows the layer adds up the adapter's product too.
 
@@ -19,7 +19,7 @@ from attention.mla import MLAAttention
 from models.adapters.adapter import Adapter, LayerShape
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.kernels.adapter_products import SlotWeights, add_products, output_tiles
+from models.kernels.adapter_products import AdapterRows, SlotWeights, add_products, group_by_adapter
 from models.kernels.matmul import multiply_invariant
 from models.linear import FusedLinear, Linear, Multiply
 from models.parallel import SINGLE, TensorParallel
@@ -54,17 +54,17 @@ class AdaptedLayer:
             torch.zeros(count, parts * rank, layer.in_features, dtype=dtype, device=device),
             torch.zeros(count, layer.out_features, rank, dtype=dtype, device=device),
             torch.zeros(count, parts, dtype=torch.float32, device=device),
-            output_tiles(sizes).to(device),
+            tuple(sizes),
         )
 
-    def add(self, x_TK: Tensor, out_TN: Tensor, slots_T: Tensor, *, batch_invariant: bool) -> None:
+    def add(self, x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, *, batch_invariant: bool) -> None:
         """Adds each token's product to the layer's result, in place."""
         if x_TK.is_cuda:
             x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-            add_products(x_TK, out_TN, slots_T, self.weights, batch_invariant=batch_invariant)
+            add_products(x_TK, out_TN, rows, self.weights)
         else:
             multiply: Multiply = multiply_invariant if batch_invariant else linear
-            add_in_torch(x_TK, out_TN, slots_T, self.weights, self.sizes, multiply)
+            add_in_torch(x_TK, out_TN, rows.slots_T, self.weights, multiply)
 
     def clear(self, slot: int) -> None:
         for each in (self.weights.a_SQK, self.weights.b_SNR, self.weights.scale_SP):
@@ -72,12 +72,7 @@ class AdaptedLayer:
 
 
 def add_in_torch(
-    x_TK: Tensor,
-    out_TN: Tensor,
-    slots_T: Tensor,
-    weights: SlotWeights,
-    sizes: list[int],
-    multiply: Multiply = linear,
+    x_TK: Tensor, out_TN: Tensor, slots_T: Tensor, weights: SlotWeights, multiply: Multiply = linear
 ) -> None:
     """The reference of `add_products`, one adapter after the other. The host waits for the slots."""
     for slot in slots_T.unique().tolist():
@@ -87,7 +82,9 @@ def add_in_torch(
         shrunk = multiply(x_TK[tokens], weights.a_SQK[slot], None).split(weights.rank, dim=1)
         sums = [
             multiply(h, b, None).float() * scale
-            for h, b, scale in zip(shrunk, weights.b_SNR[slot].split(sizes), weights.scale_SP[slot], strict=True)
+            for h, b, scale in zip(
+                shrunk, weights.b_SNR[slot].split(weights.sizes), weights.scale_SP[slot], strict=True
+            )
         ]
         out_TN[tokens] = (out_TN[tokens].float() + torch.cat(sums, dim=1)).to(out_TN.dtype)
 
@@ -134,6 +131,13 @@ class AdapterBank:
             module.has_adapters = True
             module.register_forward_hook(self._hook(layer))
         self.layers: Mapping[str, LayerShape] = {name: _whole_shape(part) for name, part in self._parts.items()}
+        model.find_adapters = self.rows_of
+
+    def rows_of(self, slots_T: Tensor) -> AdapterRows:
+        """What the layers' products need to know of a step's tokens: computed once, at the beginning of the step."""
+        if not slots_T.is_cuda:
+            return AdapterRows(slots_T, None, None, 0)
+        return group_by_adapter(slots_T, num_slots=self.count, batch_invariant=self._batch_invariant)
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot. Steps that are queued already, and use it, still compute what it had.
@@ -156,9 +160,9 @@ class AdapterBank:
 
     def _hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
         def add(_: nn.Module, inputs: tuple[Tensor], out_TN: Tensor) -> None:
-            slots_T = self._model.adapter_slots
-            if slots_T is not None:
-                layer.add(inputs[0], out_TN, slots_T, batch_invariant=self._batch_invariant)
+            rows = self._model.adapter_rows
+            if rows is not None:
+                layer.add(inputs[0], out_TN, rows, batch_invariant=self._batch_invariant)
 
         return add
 

@@ -19,15 +19,18 @@ from attention.mla import MLAAttention
 from models.adapters.adapter import Adapter, LayerShape
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.kernels.adapter_products import AdapterRows, SlotWeights, add_products, group_by_adapter
+from models.kernels.adapter_products import AdapterRows, SlotWeights, expand, group_by_adapter, shrink
 from models.kernels.matmul import multiply_invariant
 from models.linear import FusedLinear, Linear, Multiply
 from models.parallel import SINGLE, TensorParallel
 from models.weights.names import renamed
 from models.weights.shares import Share, Shares
+from tritonlib.launch import MOST_OVERLAPPING_ROWS
 
 # Ranks of slots are multiples of this, for the tensor cores.
 RANK_MULTIPLE = 16
+# Up to this many tokens, shrink comes before the layer's own product, which overlaps with it.
+MOST_SHRUNK_BEFORE = MOST_OVERLAPPING_ROWS
 # The head, and OPT's layer before it.
 _OF_LOGITS = ("lm_head", "project_out")
 
@@ -56,12 +59,20 @@ class AdaptedLayer:
             torch.zeros(count, parts, dtype=torch.float32, device=device),
             tuple(sizes),
         )
+        self._sums_TQC: Tensor | None = None
+
+    def begin(self, x_TK: Tensor, rows: AdapterRows) -> None:
+        """Before the layer is computed: its kernel loads weights while shrink runs, if they overlap."""
+        if x_TK.is_cuda and len(x_TK) <= MOST_SHRUNK_BEFORE:
+            self._sums_TQC = shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
 
     def add(self, x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, *, batch_invariant: bool) -> None:
         """Adds each token's product to the layer's result, in place."""
         if x_TK.is_cuda:
-            x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-            add_products(x_TK, out_TN, rows, self.weights)
+            sums_TQC, self._sums_TQC = self._sums_TQC, None
+            if sums_TQC is None:
+                sums_TQC = shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
+            expand(sums_TQC, out_TN, rows, self.weights)
         else:
             multiply: Multiply = multiply_invariant if batch_invariant else linear
             add_in_torch(x_TK, out_TN, rows.slots_T, self.weights, multiply)
@@ -129,6 +140,7 @@ class AdapterBank:
                 self._parts[name] = _Part(layer, index, start, outputs, shares.of(f"{name}.weight"))
                 start += outputs
             module.has_adapters = True
+            module.register_forward_pre_hook(self._pre_hook(layer))
             module.register_forward_hook(self._hook(layer))
         self.layers: Mapping[str, LayerShape] = {name: _whole_shape(part) for name, part in self._parts.items()}
         model.find_adapters = self.rows_of
@@ -157,6 +169,14 @@ class AdapterBank:
             _fill(a_RK, delta.a, share if share is not None and share.dim == 1 else None)
             _fill(b_NR, delta.b, share if share is not None and share.dim == 0 else None)
             weights.scale_SP[slot, part.index] = delta.scale
+
+    def _pre_hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def begin(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            rows = self._model.adapter_rows
+            if rows is not None:
+                layer.begin(inputs[0], rows)
+
+        return begin
 
     def _hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
         def add(_: nn.Module, inputs: tuple[Tensor], out_TN: Tensor) -> None:

@@ -1,12 +1,12 @@
 """(x A^T) B^T * scale of each token's own adapter, added to a layer's result: two launches, shrink and expand.
 
 Tokens are sorted by adapter once a step (`AdapterRows`), and a program computes tokens of one adapter, so that they
-share what it reads. The order stays on the device: a captured step serves any mix of adapters. Tokens without an adapter
-are neither read nor written. The twin is `models.adapters.bank.add_in_torch`.
+share what it reads. The order stays on the device: a captured step serves any mix of adapters. Tokens without an
+adapter are neither read nor written. The twin is `models.adapters.bank.add_in_torch`.
 
-Few tokens, which are decodes: the time is that of reading A and B. So a program reads its whole part of A at once, before
-it waits for the layer's input, and several programs share a token's sum; expand reads B while shrink runs, and adds up
-the parts in their order. A token's bits depend neither on the number of tokens nor on the others.
+Few tokens, which are decodes: the time is that of reading A and B. So several programs share a token's sum, each reads
+its whole part of A at once, before it waits for the layer's input, and expand reads B while shrink runs. The layer's
+shape alone says which parts a sum has, so a token's bits depend neither on the number of tokens nor on the others.
 
 Legend: T token, K input, N output, S slot, P part of a fused layer, R rank of a slot, Q = P * R, C split of K, W warp.
 """
@@ -97,16 +97,19 @@ def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotW
     Args:
         x_TK, out_TN: channels adjacent; rows at any stride.
     """
+    expand(shrink(x_TK, rows, weights), out_TN, rows, weights)
+
+
+def shrink(x_TK: Tensor, rows: AdapterRows, weights: SlotWeights) -> Tensor:
+    """x A^T as sums [T, Q, C] of the splits of K, of which those of tokens without an adapter are not written."""
     assert rows.order_T is not None
     assert rows.groups_3G is not None
-    inputs, columns = x_TK.shape[1], weights.a_SQK.shape[1]
+    inputs, columns, num_groups = x_TK.shape[1], weights.a_SQK.shape[1], rows.groups_3G.shape[1]
     few = rows.group_tokens == FEW_TOKENS
     span = _inputs_of_program(inputs, x_TK.dtype) if few else inputs
     warps = max(1, span // _WARP_INPUTS) if few else 0
     splits = triton.next_power_of_2(triton.cdiv(inputs, span))
     sums_TQC = torch.empty(len(x_TK), columns, splits, dtype=torch.float32, device=x_TK.device)
-    num_groups = rows.groups_3G.shape[1]
-    common = _common(rows, x_TK.device)
     _shrink[(num_groups, splits, columns // _SHRINK_COLUMNS)](
         x_TK,
         weights.a_SQK,
@@ -122,8 +125,16 @@ def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotW
         TILE_K=span if few else _MANY_TOKENS_INPUTS,
         WARPS=warps,
         num_warps=warps or 4,
-        **common,
+        **_common(rows, x_TK.device),
     )
+    return sums_TQC
+
+
+def expand(sums_TQC: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights) -> None:
+    """Adds (x A^T) B^T * scale, given the result of `shrink`."""
+    assert rows.order_T is not None
+    assert rows.groups_3G is not None
+    few, num_groups = rows.group_tokens == FEW_TOKENS, rows.groups_3G.shape[1]
     tile_r = math.gcd(weights.rank, _MOST_RANKS_AT_ONCE)
     tile_n = (FEW_TOKENS_NUMBERS if few else _MANY_TOKENS_NUMBERS) // tile_r
     _expand[(num_groups, sum(triton.cdiv(size, tile_n) for size in weights.sizes))](
@@ -137,27 +148,28 @@ def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotW
         num_groups,
         SIZES=weights.sizes,
         OUTPUTS=weights.b_SNR.shape[1],
-        COLUMNS=columns,
+        COLUMNS=sums_TQC.shape[1],
         RANK=weights.rank,
-        SPLITS=splits,
+        SPLITS=sums_TQC.shape[2],
         TILE_N=tile_n,
         TILE_R=tile_r,
         ALIGNED=math.gcd(16, *weights.sizes),
         num_warps=4 if few else 8,
-        **common,
+        **_common(rows, out_TN.device),
     )
 
 
 def _common(rows: AdapterRows, device: torch.device) -> dict[str, Any]:
-    # Expand follows shrink, so it gains at any number of tokens.
+    # Expand follows shrink, so it gains by overlapping at any number of tokens.
     overlapping = overlap(device, rows=1) if rows.group_tokens == FEW_TOKENS else {"OVERLAP": False}
     return {"TILE_T": rows.group_tokens, "INTERPRETED": interpreted(), **overlapping}
 
 
 def _inputs_of_program(inputs: int, dtype: torch.dtype) -> int:
     """A power of two. In float32 fewer, for the registers."""
-    least = min(FEWEST_INPUTS if dtype.itemsize == 2 else 64, triton.next_power_of_2(inputs))
-    return max(16, least, triton.next_power_of_2(triton.cdiv(inputs, MOST_SPLITS)))
+    least = FEWEST_INPUTS if dtype.itemsize == 2 else 64
+    enough: int = triton.next_power_of_2(max(16, min(least, inputs), triton.cdiv(inputs, MOST_SPLITS)))
+    return enough
 
 
 @triton.jit

@@ -38,9 +38,9 @@ def products(
 ) -> Tensor:
     """The kernels' result."""
     ours_TN = out_TN.to(DEVICE, copy=True)
-    tensors = (each.to(DEVICE) for each in (weights.a_SQK, weights.b_SNR, weights.scale_SP))
+    a_SQK, b_SNR, scale_SP = (each.to(DEVICE) for each in (weights.a_SQK, weights.b_SNR, weights.scale_SP))
     rows = group_by_adapter(slots_T.to(DEVICE), num_slots=SLOTS, batch_invariant=batch_invariant)
-    add_products(x_TK.to(DEVICE), ours_TN, rows, SlotWeights(*tensors, weights.sizes))
+    add_products(x_TK.to(DEVICE), ours_TN, rows, SlotWeights(a_SQK, b_SNR, scale_SP, weights.sizes))
     return ours_TN.cpu()
 
 

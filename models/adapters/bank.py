@@ -63,19 +63,20 @@ class AdaptedLayer:
 
     def begin(self, x_TK: Tensor, rows: AdapterRows) -> None:
         """Before the layer is computed: its kernel loads weights while shrink runs, if they overlap."""
-        if x_TK.is_cuda and len(x_TK) <= MOST_SHRUNK_BEFORE:
-            self._sums_TQC = shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
+        early = x_TK.is_cuda and len(x_TK) <= MOST_SHRUNK_BEFORE
+        self._sums_TQC = self._shrink(x_TK, rows) if early else None
 
     def add(self, x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, *, batch_invariant: bool) -> None:
         """Adds each token's product to the layer's result, in place."""
         if x_TK.is_cuda:
             sums_TQC, self._sums_TQC = self._sums_TQC, None
-            if sums_TQC is None:
-                sums_TQC = shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
-            expand(sums_TQC, out_TN, rows, self.weights)
+            expand(self._shrink(x_TK, rows) if sums_TQC is None else sums_TQC, out_TN, rows, self.weights)
         else:
             multiply: Multiply = multiply_invariant if batch_invariant else linear
             add_in_torch(x_TK, out_TN, rows.slots_T, self.weights, multiply)
+
+    def _shrink(self, x_TK: Tensor, rows: AdapterRows) -> Tensor:
+        return shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
 
     def clear(self, slot: int) -> None:
         for each in (self.weights.a_SQK, self.weights.b_SNR, self.weights.scale_SP):

@@ -2,7 +2,7 @@
 
 Tokens are sorted by adapter once a step (`AdapterRows`), and a program computes tokens of one adapter, so that they
 share what it reads. The order stays on the device: a captured step serves any mix of adapters. Tokens without an
-adapter are neither read nor written. The twin is `models.adapters.bank.add_in_torch`.
+adapter are neither read nor written. The twin is `models.adapters.layer.add_in_torch`.
 
 Few tokens, which are decodes: the time is that of reading A and B. So several programs share a token's sum, each reads
 its whole part of A at once, before it waits for the layer's input, and expand reads B while shrink runs. The layer's
@@ -26,6 +26,8 @@ from tritonlib.rounding import round_to
 
 # Up to this many tokens, their sums are shared among programs.
 MOST_SHARED_TOKENS = 256
+# The kernel that sorts by slot counts up to this many; pairs of experts and adapters may be more.
+_MOST_COUNTED_SLOTS = 1024
 # Tokens of a program: columns of a product, which come in 8s.
 FEW_TOKENS = 8
 MANY_TOKENS = 64
@@ -87,8 +89,21 @@ def group_by_adapter(slots_T: Tensor, *, num_slots: int, batch_invariant: bool =
     """
     few = len(slots_T) <= MOST_SHARED_TOKENS and not batch_invariant
     group_tokens = FEW_TOKENS if few else MANY_TOKENS
+    if num_slots > _MOST_COUNTED_SLOTS:
+        return _group_by_sorting(slots_T, group_tokens)
     order = sort_assignments(slots_T[:, None], num_experts=num_slots, tile_tokens=group_tokens, partial=True)
     return AdapterRows(slots_T, order.order_P, order.tiles_3L, group_tokens)
+
+
+def _group_by_sorting(slots_T: Tensor, group_tokens: int) -> AdapterRows:
+    """For more slots than a program can count: a group may begin at any token, so most groups are unused."""
+    sorted_T, order_T = slots_T.sort(stable=True)
+    places_T = torch.arange(len(slots_T), dtype=torch.int32, device=slots_T.device)
+    starts_T = torch.searchsorted(sorted_T, sorted_T, out_int32=True)
+    stops_T = torch.searchsorted(sorted_T, sorted_T, out_int32=True, right=True)
+    begins_T = (places_T - starts_T) % group_tokens == 0
+    groups_3T = torch.stack((torch.where(begins_T, sorted_T, -1), places_T, stops_T))
+    return AdapterRows(slots_T, order_T.to(torch.int32), groups_3T, group_tokens)
 
 
 def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights) -> None:

@@ -61,7 +61,8 @@ class AdaptedExperts:
         out_TKD = out_SD.unflatten(0, experts_TK.shape).float()
         if self._experts.of is not None:
             out_TKD = torch.where((places_TK >= 0).unsqueeze(2), out_TKD, 0)
-        return (out_TKD * weights_TK.unsqueeze(2)).sum(1).to(x_TD.dtype)
+        out_TD: Tensor = (out_TKD * weights_TK.unsqueeze(2)).sum(1).to(x_TD.dtype)
+        return out_TD
 
     def _pairs(self, places_TK: Tensor, slots_T: Tensor) -> AdapterRows:
         slots_T1 = slots_T.unsqueeze(1)

@@ -26,7 +26,6 @@ from models.weights.tensor_reader import read_tensor
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
-Shape = tuple[int, int]
 _DTYPES = ("F32", "F16", "BF16")
 _BACKBONE = {"model.": "backbone."}
 _REVISION_CHARACTERS = 32
@@ -168,17 +167,19 @@ def _of_experts(
         raise _no_such_layer(path, name)
     count = sum(f"{module}.{expert}.gate_proj" in layers for expert in range(len(layers)))
     experts = FusedExperts(count, size=layer.inputs, inner=layer.outputs)
-    (_, inputs), (outputs, _) = sides["A"].shape, sides["B"].shape
-    parameter = experts.parameter(inputs, outputs)
+    inputs, outputs = sides["A"].shape[-1:], sides["B"].shape[:1]
+    parameter = experts.parameter((*inputs, *outputs))
     if parameter is None:
-        raise _unfit(path, f"has matrices of {name} from {inputs} to {outputs} channels, and no tensor there has these")
+        raise _unfit(path, f"has matrices of {name} for {[*inputs, *outputs]} channels, and no tensor there has these")
     rank, scale = config.rank_of(f"{name}.{parameter}"), config.scale_of(f"{name}.{parameter}")
-    _check(path, sides, (count * rank, inputs), (outputs, count * rank))
+    _check(path, sides, (count * rank, *inputs), (*outputs, count * rank))
     parts = experts.split(parameter, read_tensor(sides["A"]), read_tensor(sides["B"]))
     return rank, {f"{module}.{part}": LayerDelta(a, b, scale) for part, a, b in parts}
 
 
-def _check(path: Path, sides: Mapping[str, StoredTensor], shape_of_a: Shape, shape_of_b: Shape) -> None:
+def _check(
+    path: Path, sides: Mapping[str, StoredTensor], shape_of_a: tuple[int, ...], shape_of_b: tuple[int, ...]
+) -> None:
     for tensor, shape in ((sides["A"], shape_of_a), (sides["B"], shape_of_b)):
         if tensor.shape != shape:
             raise _unfit(path, f"has {tensor.name} as {list(tensor.shape)}, and model and config need {list(shape)}")

@@ -32,10 +32,13 @@ class FusedExperts:
     size: int
     inner: int
 
-    def parameter(self, inputs: int, outputs: int) -> str | None:
+    def parameter(self, channels: tuple[int, ...]) -> str | None:
         """The tensor that a pair of matrices with these inputs and outputs is for; None: neither."""
-        known = {(self.size, 2 * self.inner): "gate_up_proj", (self.inner, self.size): "down_proj"}
-        return known.get((inputs, outputs))
+        known: dict[tuple[int, ...], str] = {
+            (self.size, 2 * self.inner): "gate_up_proj",
+            (self.inner, self.size): "down_proj",
+        }
+        return known.get(channels)
 
     def split(self, parameter: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(Name after that of the experts, A [R, I], B [O, R]) of each expert's layers."""

@@ -277,12 +277,13 @@ def _expand(
         await_predecessors(OVERLAP)
         out_ptrs = out_ptr + tokens_T[None, :] * out_stride_T + outputs_N[:, None]
         mask_NT = exists_N[:, None] & exists_T[None, :]
-        out_NT = tl.load(out_ptrs, mask=mask_NT, other=0.0).to(tl.float32)
         sums_NT = tl.zeros((TILE_N, TILE_T), tl.float32)
         for start in tl.static_range(0, RANK, TILE_R):
             columns_R = part * RANK + start + ranks_R
             sums_ptrs = sums_ptr + (tokens_T[:, None] * COLUMNS + columns_R[None, :])[:, :, None] * SPLITS
             sums_TRC = tl.load(sums_ptrs + tl.arange(0, SPLITS), mask=exists_T[:, None, None], other=0.0)
+            if start == 0:  # both loads are in flight at once
+                out_NT = tl.load(out_ptrs, mask=mask_NT, other=0.0).to(tl.float32)
             h_TR = tl.sum(sums_TRC, axis=2)
             h_TR = round_to(h_TR, out_ptr.dtype.element_ty, INTERPRETED)
             sums_NT += _product(b_NR, tl.trans(h_TR), INTERPRETED)

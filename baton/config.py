@@ -269,6 +269,11 @@ class NodeSettings(CommonSettings):
     max_adapter_rank: int = Field(
         16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
     )
+    adapter_experts: bool = Field(
+        False,
+        description="adapters may be of routed experts, too: every adapter takes the memory of a matrix pair for each "
+        "layer of each expert, which is most of it",
+    )
     transport: Literal["ucx", "loopback"] = Field(
         "ucx", description="what carries KV; loopback works only inside one process"
     )

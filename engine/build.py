@@ -219,9 +219,11 @@ def build_runner(
                 config,
                 count=settings.adapter_slots,
                 rank=settings.max_adapter_rank,
+                experts=settings.adapter_experts,
                 parallel=parallel,
                 batch_invariant=settings.batch_invariant,
             )
+        _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
     grammars = GrammarCompiler(tokenizer_json(settings.model), facts.vocab_size, facts.eos_token_ids)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:

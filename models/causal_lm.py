@@ -5,7 +5,7 @@ the next norm adds and normalizes in one pass. Shapes: T token of the batch, D h
 computed, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
@@ -18,6 +18,7 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.config.model_config import ModelConfig
 from models.expert_counts import ExpertCounts
+from models.kernels.adapter_products import AdapterRows
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.parallel import ParallelModule, TensorParallel
@@ -85,7 +86,8 @@ class CausalLM(ExchangingModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
-        adapter_slots: int32, the slot of each token's adapter (`models.adapters.bank`); see `use_adapters`.
+        adapter_rows: the adapters of the step that is computed; see `use_adapters`.
+        find_adapters: makes them from the slots of a step's tokens; None: the model has no slots for adapters.
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
             `models.weights.names` translates them.
         config: of this rank, where several ranks compute the model together.
@@ -107,7 +109,8 @@ class CausalLM(ExchangingModule):
         self.model = Decoder(config, layers, norm=norm, dtype=dtype)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
-        self.adapter_slots: Tensor | None = None
+        self.adapter_rows: AdapterRows | None = None
+        self.find_adapters: Callable[[Tensor], AdapterRows] | None = None
         self.expert_counts: ExpertCounts | None = None
         self.state_rows: StateRows | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
@@ -134,12 +137,14 @@ class CausalLM(ExchangingModule):
         return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
 
     def use_adapters(self, slots_T: Tensor | None) -> None:
-        """Sets the adapters of the step that is computed or captured next.
+        """Sets the adapters of the step that is computed or captured next. May launch kernels: a kernel of torch must
+        follow before the model.
 
         Args:
             slots_T: int32, of each token, negative for none; None: no token has an adapter.
         """
-        self.adapter_slots = slots_T
+        find = self.find_adapters
+        self.adapter_rows = None if slots_T is None or find is None else find(slots_T)
 
     def use_states(self, rows: StateRows | None) -> None:
         """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""

@@ -140,6 +140,8 @@ class RoutedExperts(nn.Module):
         turns_EC: int32, the places of each expert's copies, on the ranks in turn; None with `of`.
         copies_E: int32, how many copies each expert has.
         counts: gets the tokens of each place of this layer; None: they are not counted.
+        adapted: computes `forward` with the adapters of experts, or gives None in a step without adapters
+            (`models.adapters.experts`); None: the experts have no slots for adapters.
     """
 
     def __init__(self, num_experts: int, held: Sequence[int]) -> None:
@@ -148,6 +150,7 @@ class RoutedExperts(nn.Module):
         self.of = None if len(held) == num_experts else num_experts
         self.own = range(held[0], held[0] + len(held))
         self.counts: LayerCounts | None = None
+        self.adapted: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
         self.turns_EC: Tensor | None
         self.copies_E: Tensor | None
         self.register_buffer("turns_EC", None, persistent=False)
@@ -241,6 +244,9 @@ class Experts(RoutedExperts):
         Args:
             plus_TD: added to the sum of a token's experts.
         """
+        adapted_TD = None if self.adapted is None else self.adapted(x_TD, weights_TK, experts_TK)
+        if adapted_TD is not None:
+            return adapted_TD if plus_TD is None else adapted_TD + plus_TD
         if x_TD.is_cuda:
             return self.run_grouped(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         places_TK = self.places(experts_TK)
@@ -339,10 +345,11 @@ class MoE(nn.Module):
         """The shared experts' weights if the launches of routed experts also compute them, else None.
 
         They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no gate, bias, scales, adapters or activation that routed experts lack.
+        part of them may not be), and have no gate, bias, scales or activation that routed experts lack, and no
+        adapters, which routed experts do not have either then.
         """
         experts, mlp = self.experts, self.shared_experts
-        if mlp is None or self.shared_expert_gate is not None:
+        if mlp is None or self.shared_expert_gate is not None or experts.adapted is not None:
             return None
         if num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
             return None

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,6 +34,14 @@ MOST_ROWS = 1024
 
 # Queues a step over the rows in the buffers; returns its logits, which the next step overwrites.
 Step = Callable[[], Tensor]
+
+
+class Steps(NamedTuple):
+    """A size's step, and the one for rows with adapters, which launches two more kernels for each layer; the same where
+    the model has no slots for adapters."""
+
+    plain: Step
+    adapted: Step
 
 
 @dataclass(frozen=True)
@@ -82,20 +92,34 @@ def owned_decode_step(
 
 
 def decode_step(
-    model: CausalLM, cache: PagedKVCache, buffers: DecodeBuffers, metadata: AttentionMetadata, size: int
+    model: CausalLM,
+    cache: PagedKVCache,
+    buffers: DecodeBuffers,
+    metadata: AttentionMetadata,
+    size: int,
+    *,
+    adapters: bool = True,
 ) -> Tensor:
     """One step over the first `size` rows of the buffers: looks their tokens up, writes their KV, samples their next
-    tokens. Returns logits [R, V]. Reads no memory of the host."""
+    tokens. Returns logits [R, V]. Reads no memory of the host.
+
+    Args:
+        adapters: rows may have adapters.
+    """
+    model.use_adapters(buffers.adapters[:size] if adapters else None)
     # NOTE: this must be a kernel of torch, which waits for all queued work. The layers' kernels read their attention
-    # plan before they wait, and that plan may have been queued just now.
+    # plan and the order of adapters before they wait, and these may have been queued just now.
     token_ids = buffers.look_tokens_up(size)
-    model.use_adapters(buffers.adapters[:size])
     model.use_states(None if cache.state is None else buffers.state_rows(size))
     model.count_tokens(buffers.slot_mapping[:size])
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
     return logits_RV
+
+
+class _Make(Protocol):
+    def __call__(self, size: int, /, *, adapters: bool) -> Step: ...
 
 
 class DecodeGraphs:
@@ -124,7 +148,7 @@ class DecodeGraphs:
         if model.exchange is not None:
             self._owned = new_owned_buffers(self.buffers, model.exchange.parallel)
         self.sizes: list[int] = []
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Steps] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The captured size that these rows run in; None: they must run outside of a graph."""
@@ -138,7 +162,8 @@ class DecodeGraphs:
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor:
         """Queues a step that writes its tokens to `buffers.sampled`. Returns its logits, valid until the next step."""
         self._fill(rows, size, step=step, slot=slot)
-        logits_RV = self._steps[size]()
+        steps = self._steps[size]
+        logits_RV = steps.adapted() if self.buffers.host.has_adapters else steps.plain()
         self.buffers.host.copied()
         return logits_RV
 
@@ -180,7 +205,7 @@ class DecodeGraphs:
     def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
         start_s = time.perf_counter()
         sizes = self._wanted
-        self._add(sizes, lambda size: self._captured(size, recorder), progress, recorder.taken)
+        self._add(sizes, partial(self._captured, recorder=recorder), progress, recorder.taken)
         _log.info(
             "captured decode steps of %s rows in %.1f s, %.0f MiB",
             ", ".join(map(str, self.sizes)),
@@ -198,35 +223,39 @@ class DecodeGraphs:
     def _add(
         self,
         sizes: Sequence[int],
-        make: Callable[[int], Step],
+        make: _Make,
         progress: Progress | None,
         taken: Sequence[int] = (),
     ) -> None:
+        has_adapters = self._model.find_adapters is not None
         while sizes:
             *sizes, size = sizes
-            self._steps[size] = make(size)
+            # First the one that takes more memory, which the other shares.
+            adapted = make(size, adapters=has_adapters)
+            self._steps[size] = Steps(make(size, adapters=False) if has_adapters else adapted, adapted)
             self.sizes = sorted(self._steps)
             # Ranks sum over the rows of a graph, so all of them must capture the same sizes.
             count = self._model.parallel.smallest(affordable(taken, self._settings.memory_bytes), self._device)
-            sizes = thin(sizes, count)
+            sizes = thin(sizes, count // 2 if has_adapters else count)
             if progress is not None:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))
 
     def _common(self, size: int) -> CommonAttentionMetadata:
         return self.buffers.common(size) if self._owned is None else self._owned.common(size)
 
-    def _uncaptured(self, size: int) -> Step:
+    def _uncaptured(self, size: int, *, adapters: bool) -> Step:
         builder, common = self._backend.builder, self._common(size)
-        return lambda: self._run(size, lambda: builder.build(0, common))
+        return lambda: self._run(size, lambda: builder.build(0, common), adapters=adapters)
 
-    def _captured(self, size: int, recorder: Recorder) -> Step:
+    def _captured(self, size: int, *, adapters: bool, recorder: Recorder) -> Step:
         builder, common = self._backend.builder, self._common(size)
         self._fill_for_capture(size)
         if builder.plans_on_device:
-            return recorder.record(lambda: self._run(size, lambda: builder.build_for_cudagraph_capture(common)))
+            build = partial(builder.build_for_cudagraph_capture, common)
+            return recorder.record(lambda: self._run(size, build, adapters=adapters))
         metadata = builder.build_for_cudagraph_capture(common)
         assert builder.can_run_in_cudagraph(common), "the metadata was built for a graph"
-        replay = recorder.record(lambda: self._run(size, lambda: metadata))
+        replay = recorder.record(lambda: self._run(size, lambda: metadata, adapters=adapters))
 
         def planned() -> Tensor:
             self._begin(size)  # the graph repeats this, but the plan may read the table before
@@ -235,10 +264,10 @@ class DecodeGraphs:
 
         return planned
 
-    def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> Tensor:
+    def _run(self, size: int, build: Callable[[], AttentionMetadata], *, adapters: bool) -> Tensor:
         self._begin(size)
         if self._owned is None:
-            return decode_step(self._model, self._cache, self.buffers, build(), size)
+            return decode_step(self._model, self._cache, self.buffers, build(), size, adapters=adapters)
         assert self._model.exchange is not None
         self._model.exchange.use(TokenShares.equal(size, self._owned.parallel.size))
         return owned_decode_step(self._model, self._cache, self._owned, build(), size)

@@ -116,6 +116,11 @@ class HostRows:
             self._size = all_rows
         return self._grow() if self._missing or self._growing_rows else {}
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return bool((self.fields["adapters"] >= 0).any())
+
     def copied(self) -> None:
         """Call it when the step is queued: from then on the device has all rows' blocks. A request whose blocks change
         has a new array, so arrays are compared by identity."""

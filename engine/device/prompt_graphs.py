@@ -204,9 +204,9 @@ class PromptGraphs:
         buffers = self.buffers
         buffers.decodes.place_new_blocks(buffers.most_decodes(size))
         metadata = build()
-        # NOTE: this must begin with a kernel of torch, for the reason given in `decode_step`.
-        token_ids_T = buffers.look_tokens_up(size)
         self._model.use_adapters(buffers.adapters[:size])
+        # NOTE: this must be a kernel of torch, for the reason given in `decode_step`.
+        token_ids_T = buffers.look_tokens_up(size)
         self._model.use_states(None if self._cache.state is None else buffers.state_rows(size))
         self._model.count_tokens(buffers.slot_mapping[:size])
         hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)

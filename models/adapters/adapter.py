@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from models.adapters.config import AdapterConfig, read_adapter_config
+from models.adapters.fused_experts import FusedExperts, experts_of
 from models.weights.checkpoint import StoredTensor, read_file
 from models.weights.expert_names import our_name
 from models.weights.names import LANGUAGE_MODEL, renamed
@@ -91,13 +92,21 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
             value=str(directory),
             cure="save the adapter with safe_serialization=True",
         )
-    pairs = _pairs(path, read_file(path))
-    own = {name: _own_name(name, layers) for name in pairs}
-    for name, sides in pairs.items():
-        _check(path, name, sides, layers.get(own[name]), config)
-    if len({*own.values()}) < len(own):
-        raise _unfit(path, "has a layer under two names")
-    rank = max(sides["A"].shape[0] for sides in pairs.values())
+    read: dict[str, LayerDelta] = {}
+    rank = 0
+    for name, sides in _pairs(path, read_file(path)).items():
+        if len(sides) < 2:
+            raise _unfit(path, f"has only one of the two matrices of {name}")
+        experts = experts_of(name)
+        if experts is None:
+            own_rank = config.rank_of(name)
+            deltas = _of_layer(path, name, sides, layers, config)
+        else:
+            own_rank, deltas = _of_experts(path, experts, sides, layers, config)
+        if read.keys() & deltas.keys():
+            raise _unfit(path, "has a layer under two names")
+        read |= deltas
+        rank = max(rank, own_rank)
     if rank > max_rank:
         raise ConfigError(
             f"{path} has rank {rank}, and this node takes ranks up to {max_rank}",
@@ -106,10 +115,6 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
             allowed=(f"at most {max_rank}",),
             cure="give the node a larger --max-adapter-rank",
         )
-    read = {
-        own[name]: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))
-        for name, sides in pairs.items()
-    }
     return Adapter(_revision(read), rank, read)
 
 
@@ -133,23 +138,65 @@ def _own_name(name: str, layers: Mapping[str, LayerShape]) -> str:
     return next((each for each in spellings if each in layers), name)
 
 
-def _check(
+def _of_layer(
     path: Path,
     name: str,
     sides: Mapping[str, StoredTensor],
-    layer: LayerShape | None,
+    layers: Mapping[str, LayerShape],
     config: AdapterConfig,
-) -> None:
-    if len(sides) < 2:
-        raise _unfit(path, f"has only one of the two matrices of {name}")
+) -> dict[str, LayerDelta]:
+    own, rank = _own_name(name, layers), config.rank_of(name)
+    layer = layers.get(own)
     if layer is None:
-        raise _unfit(path, f"is for {name}, and the model has no such linear layer that can have an adapter")
-    a, b, rank = sides["A"], sides["B"], config.rank_of(name)
-    for tensor, shape in ((a, (rank, layer.inputs)), (b, (layer.outputs, rank))):
+        raise _no_such_layer(path, name)
+    _check(path, sides, (rank, layer.inputs), (layer.outputs, rank))
+    return {own: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))}
+
+
+def _of_experts(
+    path: Path,
+    name: str,
+    sides: Mapping[str, StoredTensor],
+    layers: Mapping[str, LayerShape],
+    config: AdapterConfig,
+) -> tuple[int, dict[str, LayerDelta]]:
+    """The rank of an adapter of all experts in one tensor, and what it adds to each expert's layers."""
+    first = _own_name(f"{name}.0.gate_proj", layers)
+    module, layer = first.removesuffix(".0.gate_proj"), layers.get(first)
+    if layer is None:
+        raise _no_such_layer(path, name)
+    count = sum(f"{module}.{expert}.gate_proj" in layers for expert in range(len(layers)))
+    experts = FusedExperts(count, size=layer.inputs, inner=layer.outputs)
+    inputs, outputs = sides["A"].shape[-1:], sides["B"].shape[:1]
+    parameter = experts.parameter((*inputs, *outputs))
+    if parameter is None:
+        raise _unfit(path, f"has matrices of {name} for {[*inputs, *outputs]} channels, and no tensor there has these")
+    rank, scale = config.rank_of(f"{name}.{parameter}"), config.scale_of(f"{name}.{parameter}")
+    _check(path, sides, (count * rank, *inputs), (*outputs, count * rank))
+    parts = experts.split(parameter, read_tensor(sides["A"]), read_tensor(sides["B"]))
+    return rank, {f"{module}.{part}": LayerDelta(a, b, scale) for part, a, b in parts}
+
+
+def _check(
+    path: Path, sides: Mapping[str, StoredTensor], shape_of_a: tuple[int, ...], shape_of_b: tuple[int, ...]
+) -> None:
+    for tensor, shape in ((sides["A"], shape_of_a), (sides["B"], shape_of_b)):
         if tensor.shape != shape:
             raise _unfit(path, f"has {tensor.name} as {list(tensor.shape)}, and model and config need {list(shape)}")
         if tensor.dtype not in _DTYPES:
             raise _unfit(path, f"has {tensor.name} as {tensor.dtype}, known are {', '.join(_DTYPES)}")
+
+
+def _no_such_layer(path: Path, name: str) -> ConfigError:
+    if ".experts" not in name:
+        return _unfit(path, f"is for {name}, and the model has no such linear layer that can have an adapter")
+    return ConfigError(
+        f"{path} is for {name}, and this node takes no adapters of routed experts of this model",
+        field="adapter_experts",
+        value=str(path),
+        cure="give the node --adapter-experts, if its experts are gated by silu and not quantized; else train linear "
+        "layers outside of routed experts",
+    )
 
 
 def _revision(layers: Mapping[str, LayerDelta]) -> str:

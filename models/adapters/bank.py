@@ -1,27 +1,28 @@
 """All adapters of a model on its device, in a fixed number of slots, and the product that each linear layer adds.
 
-A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The slot
-of each token of a step is in `CausalLM.adapter_slots`, a tensor that a captured step reads again in each replay.
+A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The
+adapters of a step's tokens are in `CausalLM.adapter_rows`, tensors that a captured step computes again in each replay.
 A rank that has part of a layer's outputs has these rows of B and the whole A; one that has part of the inputs has these
 columns of A and the whole B, and the sum over ranks that follows the layer adds up the adapter's product too.
 
 Legend: as in `models.kernels.adapter_products`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from attention.mla import MLAAttention
-from models.adapters.adapter import Adapter, LayerShape
+from models.adapters.adapter import Adapter, LayerDelta, LayerShape
+from models.adapters.experts import AdaptedExperts
+from models.adapters.layer import AdaptedLayer
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.kernels.adapter_products import SlotWeights, add_products, output_tiles
-from models.kernels.matmul import multiply_invariant
-from models.linear import FusedLinear, Linear, Multiply
+from models.kernels.adapter_products import AdapterRows, group_by_adapter
+from models.linear import FusedLinear, Linear
+from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel
 from models.weights.names import renamed
 from models.weights.shares import Share, Shares
@@ -34,69 +35,27 @@ _OF_LOGITS = ("lm_head", "project_out")
 
 @dataclass(frozen=True)
 class _Part:
-    """One of a checkpoint's layers within a layer of the model. `start`: its first output there."""
+    """One of a checkpoint's layers within a layer of the model.
 
-    layer: "AdaptedLayer"
+    Args:
+        start: its first output there.
+        place: its expert's place in this rank's memory.
+    """
+
+    layer: AdaptedLayer
     index: int
     start: int
     outputs: int
     share: Share | None
-
-
-class AdaptedLayer:
-    """A linear layer's part of every slot."""
-
-    def __init__(self, layer: Linear, count: int, rank: int, *, dtype: torch.dtype) -> None:
-        sizes = [rows for _, rows in layer.parts] if isinstance(layer, FusedLinear) else [layer.out_features]
-        device, parts = layer.weight.device, len(sizes)
-        self.sizes, self.rank = sizes, rank
-        self.weights = SlotWeights(
-            torch.zeros(count, parts * rank, layer.in_features, dtype=dtype, device=device),
-            torch.zeros(count, layer.out_features, rank, dtype=dtype, device=device),
-            torch.zeros(count, parts, dtype=torch.float32, device=device),
-            output_tiles(sizes).to(device),
-        )
-
-    def add(self, x_TK: Tensor, out_TN: Tensor, slots_T: Tensor, *, batch_invariant: bool) -> None:
-        """Adds each token's product to the layer's result, in place."""
-        if x_TK.is_cuda:
-            x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-            add_products(x_TK, out_TN, slots_T, self.weights, batch_invariant=batch_invariant)
-        else:
-            multiply: Multiply = multiply_invariant if batch_invariant else linear
-            add_in_torch(x_TK, out_TN, slots_T, self.weights, self.sizes, multiply)
-
-    def clear(self, slot: int) -> None:
-        for each in (self.weights.a_SQK, self.weights.b_SNR, self.weights.scale_SP):
-            each[slot].zero_()
-
-
-def add_in_torch(
-    x_TK: Tensor,
-    out_TN: Tensor,
-    slots_T: Tensor,
-    weights: SlotWeights,
-    sizes: list[int],
-    multiply: Multiply = linear,
-) -> None:
-    """The reference of `add_products`, one adapter after the other. The host waits for the slots."""
-    for slot in slots_T.unique().tolist():
-        if slot < 0:
-            continue
-        (tokens,) = torch.nonzero(slots_T == slot, as_tuple=True)
-        shrunk = multiply(x_TK[tokens], weights.a_SQK[slot], None).split(weights.rank, dim=1)
-        sums = [
-            multiply(h, b, None).float() * scale
-            for h, b, scale in zip(shrunk, weights.b_SNR[slot].split(sizes), weights.scale_SP[slot], strict=True)
-        ]
-        out_TN[tokens] = (out_TN[tokens].float() + torch.cat(sums, dim=1)).to(out_TN.dtype)
+    place: int = 0
 
 
 class AdapterBank:
     """The slots of one model, or of one rank's part of it.
 
     Attributes:
-        layers: shapes of the layers that can have adapters, by their names in the checkpoint.
+        layers: shapes of the layers that can have adapters, by their names in the checkpoint, also of experts that
+            other ranks hold.
         rank: the largest rank of an adapter.
     """
 
@@ -107,6 +66,7 @@ class AdapterBank:
         *,
         count: int,
         rank: int,
+        experts: bool = False,
         parallel: TensorParallel = SINGLE,
         batch_invariant: bool = False,
     ) -> None:
@@ -115,6 +75,7 @@ class AdapterBank:
         Args:
             model: loaded and post-processed.
             config: of the whole model.
+            experts: slots have matrices of routed experts, too.
         """
         self._model = model
         self.count, self.rank = count, rank
@@ -123,17 +84,34 @@ class AdapterBank:
         shares = Shares(config, parallel)
         dtype = model.model.embed_tokens.weight.dtype
         self._adapted: list[AdaptedLayer] = []
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, list[_Part]] = {}
         for path, module in _adaptable(model):
-            layer = AdaptedLayer(module, count, padded, dtype=dtype)
+            sizes = [rows for _, rows in module.parts] if isinstance(module, FusedLinear) else [module.out_features]
+            device = module.weight.device
+            layer = AdaptedLayer(module.in_features, sizes, slots=count, rank=padded, dtype=dtype, device=device)
             self._adapted.append(layer)
             start = 0
             for index, (name, outputs) in enumerate(zip(_names(model, path, module), layer.sizes, strict=True)):
-                self._parts[name] = _Part(layer, index, start, outputs, shares.of(f"{name}.weight"))
+                self._parts[name] = [_Part(layer, index, start, outputs, shares.of(f"{name}.weight"))]
                 start += outputs
             module.has_adapters = True
+            module.register_forward_pre_hook(self._pre_hook(layer))
             module.register_forward_hook(self._hook(layer))
-        self.layers: Mapping[str, LayerShape] = {name: _whole_shape(part) for name, part in self._parts.items()}
+        self.layers: dict[str, LayerShape] = {name: _whole_shape(parts[0]) for name, parts in self._parts.items()}
+        if experts:
+            self.layers |= self._adapt_experts(padded, dtype, shares)
+        model.find_adapters = self.rows_of
+
+    @property
+    def bytes_per_slot(self) -> int:
+        weights = [layer.weights for layer in self._adapted]
+        return sum(each.a_SQK.nbytes + each.b_SNR.nbytes for each in weights) // max(1, self.count)
+
+    def rows_of(self, slots_T: Tensor) -> AdapterRows:
+        """What the layers' products need to know of a step's tokens: computed once, at the beginning of the step."""
+        if not slots_T.is_cuda:
+            return AdapterRows(slots_T, None, None, 0)
+        return group_by_adapter(slots_T, num_slots=self.count, batch_invariant=self._batch_invariant)
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot. Steps that are queued already, and use it, still compute what it had.
@@ -142,23 +120,62 @@ class AdapterBank:
             adapter: checked against `layers`, of at most `rank`.
         """
         for each in self._adapted:
-            each.clear(slot)
+            each.clear(slot, stride=self.count)
         for name, delta in adapter.layers.items():
-            part = self._parts[name]
-            weights, rank = part.layer.weights, delta.a.shape[0]
-            first = part.index * weights.rank
-            a_RK = weights.a_SQK[slot, first : first + rank]
-            b_NR = weights.b_SNR[slot, part.start : part.start + part.outputs, :rank]
-            share = part.share
-            _fill(a_RK, delta.a, share if share is not None and share.dim == 1 else None)
-            _fill(b_NR, delta.b, share if share is not None and share.dim == 0 else None)
-            weights.scale_SP[slot, part.index] = delta.scale
+            for part in self._parts.get(name, ()):  # none: an expert of another rank
+                self._fill_part(part, slot, delta)
+
+    def _fill_part(self, part: _Part, slot: int, delta: LayerDelta) -> None:
+        weights, rank, share = part.layer.weights, delta.a.shape[0], part.share
+        first, own = part.index * weights.rank, part.place * self.count + slot
+        a_RK = weights.a_SQK[own, first : first + rank]
+        b_NR = weights.b_SNR[own, part.start : part.start + part.outputs, :rank]
+        _fill(a_RK, delta.a, share if share is not None and share.dim == 1 else None)
+        _fill(b_NR, delta.b, share if share is not None and share.dim == 0 else None)
+        weights.scale_SP[own, part.index] = delta.scale
+
+    def _adapt_experts(self, rank: int, dtype: torch.dtype, shares: Shares) -> dict[str, LayerShape]:
+        """Makes routed experts add their products; the layers of all of them, also of other ranks."""
+        shapes: dict[str, LayerShape] = {}
+        for path, module in self._model.named_modules():
+            if type(module) is not Experts or module.down_proj.dtype != dtype:
+                continue
+            adapted = AdaptedExperts(
+                module, self._current_rows, count=self.count, rank=rank, batch_invariant=self._batch_invariant
+            )
+            module.adapted = adapted
+            self._adapted += (adapted.gate_up, adapted.down)
+            prefix = renamed(path, self._model.checkpoint_prefixes)
+            inner, size = adapted.gate_up.sizes[0], adapted.down.sizes[0]
+            for layer, index, name, outputs in (
+                (adapted.gate_up, 0, "gate_proj", inner),
+                (adapted.gate_up, 1, "up_proj", inner),
+                (adapted.down, 0, "down_proj", size),
+            ):
+                share = shares.of(f"{prefix}.{module.held[0]}.{name}.weight")
+                parts = [_Part(layer, index, index * inner, outputs, share, place) for place in range(len(module.held))]
+                for expert, part in zip(module.held, parts, strict=True):
+                    self._parts.setdefault(f"{prefix}.{expert}.{name}", []).append(part)
+                shape = _whole_shape(parts[0])
+                shapes |= {f"{prefix}.{expert}.{name}": shape for expert in range(module.of or len(module.held))}
+        return shapes
+
+    def _current_rows(self) -> AdapterRows | None:
+        return self._model.adapter_rows
+
+    def _pre_hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def begin(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            rows = self._model.adapter_rows
+            if rows is not None:
+                layer.begin(inputs[0], rows)
+
+        return begin
 
     def _hook(self, layer: AdaptedLayer) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
         def add(_: nn.Module, inputs: tuple[Tensor], out_TN: Tensor) -> None:
-            slots_T = self._model.adapter_slots
-            if slots_T is not None:
-                layer.add(inputs[0], out_TN, slots_T, batch_invariant=self._batch_invariant)
+            rows = self._model.adapter_rows
+            if rows is not None:
+                layer.add(inputs[0], out_TN, rows, batch_invariant=self._batch_invariant)
 
         return add
 

@@ -19,7 +19,8 @@ _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "base_model_class", "corda_config", "eva_config", "exclude_modules",
         "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "parent_library",
-        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters",
+        "task_type",
         "ensure_weight_tying", "loftq_config", "megatron_core", "lora_ga_config",
     }
 )  # fmt: skip
@@ -30,7 +31,6 @@ _DAMAGED = "save the adapter again with PEFT"
 _CURES = {
     "use_dora": "train without DoRA, or merge it into the base",
     "modules_to_save": "train linear layers only, or merge the adapter into the base",
-    "target_parameters": "train linear layers only: experts in one tensor have no adapters",
 }
 
 
@@ -50,7 +50,7 @@ class AdapterConfig:
 
     def rank_of(self, layer: str) -> int:
         """Args:
-        layer: its name in the base's checkpoint, without `.weight`.
+        layer: its name in the base's checkpoint, without `.weight`; of a tensor of all experts, the tensor's.
         """
         return next((rank for key, rank in self.ranks.items() if _names(key, layer)), self.rank)
 

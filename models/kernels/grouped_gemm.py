@@ -223,6 +223,27 @@ def run_gated_experts(
     return out_TD
 
 
+def multiply_by_expert(
+    x_SC: Tensor, experts_TK: Tensor, layer: ExpertWeights, *, batch_invariant: bool = False, of: int | None = None
+) -> Tensor:
+    """[S, N], each assignment's product with its expert's weights, given a row of x for each assignment. The rows of
+    experts below 0 are undefined. Other arguments are those of `run_gated_experts`."""
+    num_tokens, choices = experts_TK.shape
+    num_experts, outputs, _ = layer.weights_ENC.shape
+    tiles = tiles_for(
+        num_assignments=len(x_SC),
+        num_experts=num_experts if of is None else of,
+        dtype=x_SC.dtype,
+        fp8=layer.scales is not None,
+        batch_invariant=batch_invariant,
+    ).down
+    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.tokens, partial=of is not None)
+    x_PC = x_SC if order.order_P is None else x_SC.index_select(0, order.order_P)
+    out_SN = x_SC.new_empty(len(x_SC), outputs)
+    _launch_down(x_PC, layer, None, order, out_SN, None, tiles, choices=choices, num_tokens=num_tokens)
+    return out_SN
+
+
 def _launch_gate_up(
     x_TD: Tensor,
     layer: ExpertWeights,

@@ -27,7 +27,12 @@ BLOCKS_EACH = 8
 
 def built(model: str, *, cuda_graphs: bool) -> Built:
     made = build_demo(
-        DEMO_MODELS / model, dtype="float32", cuda_graphs=cuda_graphs, max_adapters=3, max_adapter_rank=RANK
+        DEMO_MODELS / model,
+        dtype="float32",
+        cuda_graphs=cuda_graphs,
+        max_adapters=3,
+        max_adapter_rank=RANK,
+        adapter_experts=True,
     )
     made.runner.prepare()
     load(made.runner, seeds=(1, 2, 3))

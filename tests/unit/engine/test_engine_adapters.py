@@ -92,6 +92,17 @@ async def test_each_request_of_a_mixed_batch_has_the_tokens_of_its_adapter(model
         assert events.ids(f"{name}0") == events.ids(f"{name}1") == expected[name]
 
 
+async def test_decodes_without_adapters_run_as_steps_that_have_no_part_of_them(models: Models) -> None:
+    model, used = models.built.runner.model, []
+    async with running(models, padded=True) as (engine, events):
+        a = await engine.load_adapter("a", models.adapters["a"])
+        for name, adapter in (("base", None), ("adapted", a), ("base again", None)):
+            engine.submit(asks(name, adapter))
+            await events.finished(name)
+            used.append(model.adapter_rows is not None)
+    assert used == [False, True, False]
+
+
 async def test_cached_prefixes_are_shared_within_one_revision_of_one_adapter(models: Models) -> None:
     async with running(models) as (engine, events):
         a = await engine.load_adapter("a", models.adapters["a"])

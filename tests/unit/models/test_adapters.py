@@ -35,7 +35,14 @@ PROMPTS = {"a": [3, 14, 15, 9, 26], "b": [5, 35, 8], "c": [3, 14, 15, 9], "d": [
 class Adapted:
     """A model with its bank, and a cache."""
 
-    def __init__(self, directory: Path, *, parallel: TensorParallel = SINGLE, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        experts: bool = False,
+        parallel: TensorParallel = SINGLE,
+        batch_invariant: bool = False,
+    ) -> None:
         config = read_config(directory)
         backend = backend_for(local_config(config, parallel))
         self.model = load_model(
@@ -47,7 +54,15 @@ class Adapted:
             parallel=parallel,
             batch_invariant=batch_invariant,
         )
-        self.bank = AdapterBank(self.model, config, count=3, rank=8, parallel=parallel, batch_invariant=batch_invariant)
+        self.bank = AdapterBank(
+            self.model,
+            config,
+            count=3,
+            rank=8,
+            experts=experts,
+            parallel=parallel,
+            batch_invariant=batch_invariant,
+        )
         self.driver = PagedDriver(self.model, backend)
 
     def load(self, slot: int, directory: Path) -> Adapter:
@@ -190,7 +205,6 @@ def test_the_revision_follows_numbers_and_scales_only(checkpoints: Path, tmp_pat
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"peft_type": "LOHA"}, "peft_type"),

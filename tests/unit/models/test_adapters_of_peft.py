@@ -83,8 +83,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return Base(directory, build(directory))
 
 
-def build(directory: Path) -> Built:
-    settings = {"model": directory, "num_blocks": 64, "block_size": BLOCK_SIZE, "device": "cpu"}
+def build(directory: Path, **given: Any) -> Built:
+    settings = {"model": directory, "num_blocks": 64, "block_size": BLOCK_SIZE, "device": "cpu", **given}
     return build_runner(NodeSettings.model_validate({**settings, "max_adapters": 1, "max_adapter_rank": MAX_RANK}))
 
 

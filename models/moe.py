@@ -16,6 +16,7 @@ from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_
 from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
 from models.linear import Linear, Multiply
+from models.parallel import ParallelModule
 from models.quantization.fp8 import dequantize_blocks
 
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
@@ -54,13 +55,14 @@ class Router(nn.Module):
         )
         self.multiply: Multiply = linear
         self.batch_invariant = False
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, size, dtype=torch.float32))
+        num_experts = moe.num_experts + moe.zero_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, size, dtype=torch.float32))
         self.bias: nn.Parameter | None = None
         if moe.router_bias:
-            self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+            self.bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.method is TopKMethod.NOAUX_TC:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+            self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T,K] float32, experts [T,K] integers), the best first."""
@@ -130,16 +132,19 @@ def sigmoid(x: Tensor) -> Tensor:
 class RoutedExperts(nn.Module):
     """A layer's experts, or those that one rank holds: it computes these for all tokens, and the ranks' sum is whole.
 
+    Args:
+        zero_experts: how many more experts have no weights, and are computed elsewhere.
+
     Attributes:
         held: their numbers.
         of: the number of all experts; None: all are held.
         places_E: place in memory of each expert, -1 for those of other ranks; None: all are held.
     """
 
-    def __init__(self, num_experts: int, held: range) -> None:
+    def __init__(self, num_experts: int, held: range, *, zero_experts: int = 0) -> None:
         super().__init__()
         self.held = held
-        self.of = None if len(held) == num_experts else num_experts
+        self.of = None if len(held) == num_experts + zero_experts else num_experts + zero_experts
         self.places_E: Tensor | None
         self.register_buffer("places_E", None, persistent=False)
         self.locate()
@@ -174,9 +179,10 @@ class Experts(RoutedExperts):
         *,
         dtype: torch.dtype,
         held: range | None = None,
+        zero_experts: int = 0,
     ) -> None:
         held = range(num_experts) if held is None else held
-        super().__init__(num_experts, held)
+        super().__init__(num_experts, held, zero_experts=zero_experts)
         num_experts = len(held)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size, dtype=dtype))
@@ -266,25 +272,44 @@ def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     return torch.einsum("tkd,tk->td", out_TKD, weights_TK.to(out_TKD.dtype))
 
 
-class MoE(nn.Module):
+class MoE(ParallelModule):
     """Routed experts plus, where the model has them, experts that every token goes through, each token to a degree of
     its own where they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(size, moe)
-        self.experts = Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype, held=moe.held)
+        self.experts = Experts(
+            moe.num_experts,
+            size,
+            moe.intermediate_size,
+            dtype=dtype,
+            held=moe.held,
+            zero_experts=moe.zero_experts,
+        )
+        self.zero_numbers = moe.zero_numbers
         self.shared_experts = (
             GatedMLP(size, moe.shared_intermediate_size, dtype=dtype) if moe.shared_intermediate_size else None
         )
         self.shared_expert_gate = Linear(size, 1, dtype=dtype) if moe.shared_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.gate(x_TD)
+        plus_TD = self._given_back(x_TD, weights_TK, experts_TK)
         shared = self.shared_weights(len(x_TD)) if x_TD.is_cuda else None
         if shared is not None:
-            return self.experts.run_grouped(x_TD, *self.gate(x_TD), shared=shared)
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=self._shared(x_TD))
+            return self.experts.run_grouped(x_TD, weights_TK, experts_TK, shared=shared, plus_TD=plus_TD)
+        if (shared_TD := self._shared(x_TD)) is not None:
+            plus_TD = shared_TD if plus_TD is None else plus_TD + shared_TD
+        out_TD: Tensor = self.experts(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         return out_TD
+
+    def _given_back(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
+        """The sum of the experts that give their input back: the first rank's part of it, which is the whole."""
+        if not self.zero_numbers or self.parallel.rank > 0:
+            return None
+        shares_TK = weights_TK.masked_fill(experts_TK < self.zero_numbers.start, 0)
+        return x_TD * shares_TK.sum(dim=-1, keepdim=True).to(x_TD.dtype)
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared_experts is None:

@@ -45,6 +45,7 @@ from models.families.layer_norm_config import (
 from models.families.lfm2_config import read_lfm2, read_lfm2_moe
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.longcat_config import read_longcat
 from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
 from models.families.moe_config import (
     read_granite_moe,
@@ -161,6 +162,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
         "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
+        "LongcatFlashForCausalLM": Family(read_longcat, "models.families.longcat:LongcatFlashForCausalLM"),
         # Sparse attention.
         "DeepseekV32ForCausalLM": Family(read_deepseek_v32, _DEEPSEEK),
         "GlmMoeDsaForCausalLM": Family(read_glm_moe_dsa, _DEEPSEEK),
@@ -262,6 +264,12 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "KimiK25ForConditionalGeneration": Features(
             "mixture of experts without groups", "latent cache (MLA)", experts=True, latent=True
+        ),
+        "LongcatFlashForCausalLM": Features(
+            "two attentions and two MLPs in a layer, experts in parallel to half of it, some of them without weights",
+            "latent cache (MLA)",
+            experts=True,
+            latent=True,
         ),
         "DeepseekV32ForCausalLM": Features(_GROUPED, "latent cache (MLA), sparse", experts=True, latent=True),
         "GlmMoeDsaForCausalLM": Features(

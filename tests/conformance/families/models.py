@@ -39,6 +39,7 @@ _GROWN = (
     "shared_expert_intermediate_size",
     "intermediate_size_mlp",
     "ffn_hidden_size",
+    "expert_ffn_hidden_size",
     "kv_lora_rank",
     "q_lora_rank",
     "hidden_size_per_layer_input",

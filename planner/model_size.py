@@ -94,7 +94,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         windows = attention.sliding_windows
         kv_layers = attention.num_kv_layers
     if config.recurrent is not None:
-        kv_layers -= config.recurrent.num_layers
+        kv_layers = sum(config.recurrent.kv_layers)
     projections = 2 if config.architecture in _UNGATED else 3
     moe = config.moe
     moe_layers = 0 if moe is None else sum(moe.layers)

@@ -29,6 +29,7 @@ from models.families.dense_config import (
     read_smollm3,
 )
 from models.families.falcon_config import read_falcon
+from models.families.falcon_h1_config import read_falcon_h1
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
@@ -191,9 +192,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
         "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
         "KimiLinearForCausalLM": Family(read_kimi_linear, "models.families.kimi_linear:KimiLinearForCausalLM"),
-        # Mamba-2 in most layers.
+        # Mamba-2 in most layers, or in all next to attention.
         "GraniteMoeHybridForCausalLM": Family(read_granite_hybrid, f"{_GRANITE_HYBRID}:GraniteHybridForCausalLM"),
         "BambaForCausalLM": Family(read_bamba, f"{_GRANITE_HYBRID}:BambaForCausalLM"),
+        "FalconH1ForCausalLM": Family(read_falcon_h1, "models.families.falcon_h1:FalconH1ForCausalLM"),
         "NemotronHForCausalLM": Family(read_nemotron_h, "models.families.nemotron_h:NemotronHForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
@@ -320,6 +322,9 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
             experts=True,
         ),
         "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
+        "FalconH1ForCausalLM": Features(
+            "Mamba-2 and attention in parallel in each layer, muP's multipliers of all parts"
+        ),
         "NemotronHForCausalLM": Features(
             "layers of Mamba-2, attention, an MLP or a mixture of experts, without positions and gates"
         ),

@@ -111,6 +111,8 @@ def test_logits_are_float32_for_the_rows_asked_for(pair: Pair) -> None:
         "ministral3",
         "granite-hybrid",
         "nemotron-h-latent-experts",
+        "longcat",
+        "falcon-h1",
     ],
 )
 def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
-from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from models.families.deepseek_sparse_config import read_deepseek_v32, read_glm_moe_dsa
 from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
@@ -34,6 +34,7 @@ from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.grouped_moe_config import read_dots1, read_exaone_moe, read_solar_open
 from models.families.kimi_linear_config import read_kimi_linear
 from models.families.layer_norm_config import (
     read_gpt2,
@@ -113,6 +114,8 @@ _LFM2 = "models.families.lfm2:Lfm2ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
+_EXAONE_MOE_PARTS = "norms on queries and keys, layers without positions, mixture of experts, chosen in groups"
+_EXAONE_MOE = "sliding window in three of four layers, where the config has one"
 _GEMMA2_PARTS = "norms before and after both halves of a layer, capped logits"
 _GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in layers with a window"
 _LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
@@ -155,6 +158,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "OlmoeForCausalLM": Family(read_olmoe, _LLAMA),
         "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
+        "Dots1ForCausalLM": Family(read_dots1, _LLAMA),
+        "SolarOpenForCausalLM": Family(read_solar_open, _LLAMA),
+        "ExaoneMoeForCausalLM": Family(read_exaone_moe, _LLAMA),
+        "ExaoneMoEForCausalLM": Family(read_exaone_moe, _LLAMA),
         "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
         "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
@@ -162,6 +169,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         # Experts in files of their own.
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
+        "Glm4MoeLiteForCausalLM": Family(read_glm4_moe_lite, _DEEPSEEK),
         "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
         "LongcatFlashForCausalLM": Family(read_longcat, "models.families.longcat:LongcatFlashForCausalLM"),
         # Sparse attention.
@@ -254,6 +262,14 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "OlmoeForCausalLM": Features("norms over all queries and all keys, mixture of experts", experts=True),
         "GraniteMoeForCausalLM": Features("multipliers as Granite, mixture of experts", experts=True),
         "Glm4MoeForCausalLM": Features("half of each head turns, mixture of experts, chosen in groups", experts=True),
+        "Dots1ForCausalLM": Features(
+            "norms on queries and keys, mixture of experts, chosen in groups",
+            "sliding window in some layers, where the config has one",
+            experts=True,
+        ),
+        "SolarOpenForCausalLM": Features("mixture of experts in all layers, chosen in groups", experts=True),
+        "ExaoneMoeForCausalLM": Features(_EXAONE_MOE_PARTS, _EXAONE_MOE, experts=True),
+        "ExaoneMoEForCausalLM": Features(_EXAONE_MOE_PARTS, _EXAONE_MOE, experts=True),
         "MiniMaxM2ForCausalLM": Features(
             "norms over all queries and all keys, a part of each head turns, mixture of experts", experts=True
         ),
@@ -264,6 +280,7 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "DeepseekV2ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
+        "Glm4MoeLiteForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "KimiK25ForConditionalGeneration": Features(
             "mixture of experts without groups", "latent cache (MLA)", experts=True, latent=True
         ),

@@ -174,7 +174,9 @@ def cases() -> dict[str, Case]:
 
 
 # transformers has changed these names.
-_PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType({"MPTForCausalLM": "mpt", "PhiMoEForCausalLM": "phimoe"})
+_PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
+    {"MPTForCausalLM": "mpt", "PhiMoEForCausalLM": "phimoe", "ExaoneMoEForCausalLM": "exaone-moe"}
+)
 # Language models of architectures, where they have other names.
 _NESTED: Mapping[str, str] = MappingProxyType(
     {"Mistral3ForConditionalGeneration": "ministral3", "KimiK25ForConditionalGeneration": "kimi-k2"}

@@ -42,6 +42,8 @@ PLAIN = (
     "gemma4-experts",
     "kimi-k2",
     "longcat-yarn-most-experts-zero",
+    "glm4-moe-lite",
+    "dots1",
 )
 WIDE = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 QUANTIZED: Mapping[str, Callable[[Path], Any]] = MappingProxyType(

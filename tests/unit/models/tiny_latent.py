@@ -28,6 +28,25 @@ _LONGCAT = {
     "routed_scaling_factor": 1.7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+_GLM = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -48,7 +67,14 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"rms_norm_eps": 1e-4, "tie_word_embeddings": True},
         ),
         "longcat-no-zero-experts": ("LongcatFlash", _LONGCAT | {"zero_expert_num": 0}),
+        "glm4-moe-lite": ("Glm4MoeLite", _GLM),
+        "glm4-moe-lite-groups-dense-between": (
+            "Glm4MoeLite",
+            _GLM
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 4, "topk_group": 2, "q_lora_rank": None}
+            | {"norm_topk_prob": False, "rope_interleave": False, "n_shared_experts": 2},
+        ),
     }
 )
 # In the tests of tensor parallelism.
-SPLIT = ("longcat", "longcat-yarn-most-experts-zero")
+SPLIT = ("longcat", "longcat-yarn-most-experts-zero", "glm4-moe-lite-groups-dense-between")

@@ -16,6 +16,7 @@ from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
+from models.blocks import CenteredNorm
 from models.config.model_config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
@@ -120,7 +121,7 @@ class CausalLM(ParallelModule):
         update_TD: Tensor | None = None
         for layer in self.model.layers:
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
-        assert isinstance(self.model.norm, RMSNorm)
+        assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def use_adapters(self, slots_T: Tensor | None) -> None:

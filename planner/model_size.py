@@ -6,7 +6,7 @@ from kvcache.spec import DTYPE_BYTES
 from models.config.model_config import MLAConfig, ModelConfig
 
 # Their MLPs have two projections, without a gate.
-_UNGATED = ("BloomForCausalLM", "FalconForCausalLM")
+_UNGATED = ("ArceeForCausalLM", "BloomForCausalLM", "FalconForCausalLM")
 
 
 @dataclass(frozen=True)

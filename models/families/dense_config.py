@@ -326,6 +326,19 @@ def read_apertus(file: ConfigFile) -> ModelConfig:
     return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(xielu_mlp=True))
 
 
+class _ArceeFields(LlamaLikeFields):
+    hidden_act: Literal["relu2"] = "relu2"
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+
+
+def read_arcee(file: ConfigFile) -> ModelConfig:
+    fields = _ArceeFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
+    return fields.llama_like(attention, switches=LlamaSwitches(squared_relu_mlp=True))
+
+
 class _GlmFields(LlamaLikeFields):
     partial_rotary: ClassVar[bool] = True
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"partial_rotary_factor": 0.5, "head_dim": 128})

@@ -12,6 +12,7 @@ from models.families.deepseek_sparse_config import read_deepseek_v32, read_glm_m
 from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
     read_apertus,
+    read_arcee,
     read_cohere,
     read_cohere2,
     read_ernie4_5,
@@ -150,6 +151,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Cohere2ForCausalLM": Family(read_cohere2, _LLAMA),
         "GlmForCausalLM": Family(read_glm, _LLAMA),
         "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
+        "ArceeForCausalLM": Family(read_arcee, _LLAMA),
         "ApertusForCausalLM": Family(read_apertus, "models.families.llama:ApertusForCausalLM"),
         # Llama's file, with a mixture of experts.
         "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
@@ -253,6 +255,7 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "GlmForCausalLM": Features("rotary embedding on half of a head"),
         "Glm4ForCausalLM": Features("as GLM, norms before and after both halves of a layer"),
+        "ArceeForCausalLM": Features("squared ReLU without a gate"),
         "ApertusForCausalLM": Features("xIELU without a gate, norms on queries and keys"),
         "MixtralForCausalLM": Features(
             "mixture of experts", "sliding window in all layers, where the config has one", experts=True

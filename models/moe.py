@@ -14,6 +14,7 @@ from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.kernels.decode_matmul import DecodeMultiply
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
+from models.kernels.zero_experts import given_back
 from models.layers import GatedMLP, silu_and_multiply
 from models.linear import Linear, Multiply
 from models.parallel import ParallelModule
@@ -308,8 +309,9 @@ class MoE(ParallelModule):
         """The sum of the experts that give their input back: the first rank's part of it, which is the whole."""
         if not self.zero_numbers or self.parallel.rank > 0:
             return None
-        shares_TK = weights_TK.masked_fill(experts_TK < self.zero_numbers.start, 0)
-        return x_TD * shares_TK.sum(dim=-1, keepdim=True).to(x_TD.dtype)
+        if x_TD.is_cuda:
+            return given_back(x_TD, weights_TK, experts_TK, first=self.zero_numbers.start)
+        return given_back_in_torch(x_TD, weights_TK, experts_TK, first=self.zero_numbers.start)
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared_experts is None:
@@ -341,6 +343,12 @@ class MoE(ParallelModule):
         if {weight.dtype for weight in weights} not in ({torch.bfloat16}, {torch.float16}):
             return None
         return SharedWeights(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+
+
+def given_back_in_torch(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, first: int) -> Tensor:
+    """As `models.kernels.zero_experts.given_back`."""
+    share_T1 = weights_TK.masked_fill(experts_TK < first, 0).sum(dim=-1, keepdim=True)
+    return (x_TD.float() * share_T1).to(x_TD.dtype)
 
 
 def _is_plain(multiply: Multiply) -> bool:

@@ -12,7 +12,8 @@ from torch import nn
 from baton.errors import ConfigError
 from models.config.model_config import MLAConfig, ModelConfig, Scoring, TopKMethod
 from models.config.reader import read_config
-from models.moe import Experts, MoE
+from models.kernels.zero_experts import given_back
+from models.moe import Experts, MoE, given_back_in_torch
 from models.needs import kv_cache_spec
 from models.parallel import TensorParallel, local_config
 from models.weights.loader import _build, load_model
@@ -165,6 +166,17 @@ def test_experts_without_weights_have_no_part_in_the_products_of_a_gpu(num_token
     experts.to(DEVICE)
     ours = experts.run_grouped(x_TD.to(DEVICE), weights_TK.to(DEVICE), experts_TK.to(DEVICE)).cpu()
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_a_gpu_gives_back_what_the_twin_does(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x_TD = torch.randn(num_tokens, 2 * 2100).to(dtype)[:, :2100]
+    weights_TK, experts_TK = torch.rand(num_tokens, 5), torch.rand(num_tokens, 9).topk(5).indices.int()
+    expected = given_back_in_torch(x_TD, weights_TK, experts_TK, first=4)
+    ours = given_back(x_TD.to(DEVICE), weights_TK.to(DEVICE), experts_TK.to(DEVICE), first=4)
+    torch.testing.assert_close(ours.cpu(), expected)
 
 
 def test_a_token_whose_experts_all_lack_weights_is_given_back_with_their_weights(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class MLAAttention(nn.Module):
         scale: factor of the scores.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
         scales: of an fp8 cache; its `k_scale` is the latents' scale.
+        latent_multiplier: of latents after their norm, where `rotate_and_attend` norms them.
 
     Attributes:
         multiply_heads: computes the products of absorbed decodes; may be replaced by a function that is faster for few
@@ -70,6 +71,7 @@ class MLAAttention(nn.Module):
         kv_b_proj: nn.Linear,
         backend: AttentionBackend,
         scales: KVScales | None = None,
+        latent_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         if not isinstance(backend, MLABackend):
@@ -88,6 +90,7 @@ class MLAAttention(nn.Module):
         self.scales = scales
         self.asked = AttentionParameters(scale=scale, scales=scales)
         self.layer_index = layer_index
+        self.latent_multiplier = latent_multiplier
         self.kv_b_proj = kv_b_proj
         self.backend = backend
         self.sparse_backend = backend if isinstance(backend, SparseMLABackend) else None
@@ -160,10 +163,12 @@ class MLAAttention(nn.Module):
             q_nope_THP, q_pe_THR = q_THD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             # The key's rotary part is turned as one more head: one rotation serves queries and key.
             pe_TXR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
-            q_THD = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1)
-            return self.forward(q_THD, norm(kv_c_TL), pe_TXR[:, -1], kv_cache, metadata, selected=selected)
+            q_THD, kv_c_TL = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1), norm(kv_c_TL)
+            if self.latent_multiplier != 1.0:
+                kv_c_TL = kv_c_TL * self.latent_multiplier
+            return self.forward(q_THD, kv_c_TL, pe_TXR[:, -1], kv_cache, metadata, selected=selected)
         if self.scales is not None and self.scales.calculate:  # from latents that are normed, but not yet stored
-            rotate_latents(q_THD, latent_TC, rotation, norm=norm)
+            rotate_latents(q_THD, latent_TC, rotation, norm=norm, multiplier=self.latent_multiplier)
             return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata, selected=selected)
         kv_layer = kv_cache.layer(self.layer_index)
         decode_q_THC = self._new_decode_queries(q_THD, metadata) if metadata.num_decode_tokens else None
@@ -172,6 +177,7 @@ class MLAAttention(nn.Module):
             latent_TC,
             rotation,
             norm=norm,
+            multiplier=self.latent_multiplier,
             decode_q_THC=decode_q_THC,
             kv_layer=kv_layer,
             slot_mapping=metadata.new_tokens.slot_mapping,

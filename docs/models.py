@@ -54,10 +54,15 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   Hadamard matrix and rounds them to fp8 first. Of equal scores the first tokens are taken. Their kernels
   have passed their tests on an H200; their speed is not measured.
 - Qwen3-Next and 3.5, Kimi-Linear, Granite 4, Nemotron-H, Bamba and LFM2 have recurrent layers, which keep one state of
-  each request instead of KV. It travels with the KV, also between nodes of unequal numbers of ranks. A prefix is reused
-  up to the last place where a prompt's state was kept: a multiple of 64 tokens and of the block size. `--state-slots`
-  sets how many states a node holds. On an H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of
-  LFM2, Qwen3-Next, Kimi-Linear, Granite 4 and Nemotron-H; their speed is not measured.
+  each request instead of KV; each layer of Falcon-H1 keeps both. The state travels with the KV, also between nodes of
+  unequal numbers of ranks. A prefix is reused up to the last place where a prompt's state was kept: a multiple of 64
+  tokens and of the block size. `--state-slots` sets how many states a node holds. On an H200, steps captured as CUDA
+  graphs gave the CPU's tokens for tiny models of LFM2, Qwen3-Next, Kimi-Linear, Granite 4 and Nemotron-H; their speed
+  is not measured.
+- Each layer of LongCat-Flash has two attentions, so its cache has twice as many layers as the model. Experts without
+  weights (`zero_expert_num`) take no memory and no products: a token's weights of these multiply its input. Files that
+  ask for what transformers ignores (`router_bias`, `norm_topk_prob`) are refused. LongCat-Flash and Falcon-H1 were
+  tested on CPUs only.
 - `--expert-parallel` gives each rank of a mixture whole experts instead of some channels of all; attention, shared
   experts and the rest are split as before. Each rank computes its experts for all tokens, which all ranks have
   after attention, and their sum is the reduction that the layer has anyway: no tokens are exchanged. Experts of

@@ -16,6 +16,7 @@ from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
+from models.blocks import CenteredNorm
 from models.config.model_config import ModelConfig
 from models.expert_counts import ExpertCounts
 from models.kernels.adapter_products import AdapterRows
@@ -133,7 +134,7 @@ class CausalLM(ExchangingModule):
         update_TD: Tensor | None = None
         for layer in self.model.layers:
             update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
-        assert isinstance(self.model.norm, RMSNorm)
+        assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
         return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
 
     def use_adapters(self, slots_T: Tensor | None) -> None:

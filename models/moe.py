@@ -17,8 +17,10 @@ from models.kernels.decode_matmul import DecodeMultiply
 from models.kernels.expert_places import find_places
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
+from models.kernels.zero_experts import given_back
 from models.layers import GatedMLP, silu_and_multiply
 from models.linear import Linear, Multiply
+from models.parallel import ParallelModule
 from models.quantization.fp8 import dequantize_blocks
 
 # Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
@@ -57,13 +59,14 @@ class Router(nn.Module):
         )
         self.multiply: Multiply = linear
         self.batch_invariant = False
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, size, dtype=torch.float32))
+        num_experts = moe.num_experts + moe.zero_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, size, dtype=torch.float32))
         self.bias: nn.Parameter | None = None
         if moe.router_bias:
-            self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+            self.bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.method is TopKMethod.NOAUX_TC:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
+            self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T,K] float32, experts [T,K] integers), the best first."""
@@ -133,6 +136,9 @@ def sigmoid(x: Tensor) -> Tensor:
 class RoutedExperts(nn.Module):
     """A layer's experts, or those that one rank holds: it computes these for all tokens, and the ranks' sum is whole.
 
+    Args:
+        zero_experts: how many more experts have no weights, and are computed elsewhere.
+
     Attributes:
         held: their numbers, in the order of memory.
         of: the number of all experts; None: all are held, and no other rank has any.
@@ -144,10 +150,11 @@ class RoutedExperts(nn.Module):
             (`models.adapters.experts`); None: the experts have no slots for adapters.
     """
 
-    def __init__(self, num_experts: int, held: Sequence[int]) -> None:
+    def __init__(self, num_experts: int, held: Sequence[int], *, zero_experts: int = 0) -> None:
         super().__init__()
         self.held = held
-        self.of = None if len(held) == num_experts else num_experts
+        self._zero_experts = zero_experts
+        self.of = None if len(held) == num_experts + zero_experts else num_experts + zero_experts
         self.own = range(held[0], held[0] + len(held))
         self.counts: LayerCounts | None = None
         self.adapted: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
@@ -160,22 +167,23 @@ class RoutedExperts(nn.Module):
     def locate(self) -> None:
         """Makes the tables of consecutive experts without copies, on the current device."""
         if self.of is not None:
-            self._set_turns([(expert,) for expert in range(self.of)])
+            self._set_turns([(expert,) for expert in range(self.of - self._zero_experts)])
 
     def place(self, places: LayerPlaces, rank: int) -> None:
         """Makes this the rank's part of a plan, with its tables on the current device. Memory is as it was: as many
         experts as the rank has places."""
         assert len(self.held) == len(places.ranks[rank])
-        self.held, self.of = places.ranks[rank], len(places.turns)
+        self.held, self.of = places.ranks[rank], len(places.turns) + self._zero_experts
         self.own = range(places.first(rank), places.first(rank) + len(self.held))
         self._set_turns(places.turns)
 
     def take_places_of(self, other: "RoutedExperts") -> None:
         """For experts that replace others."""
-        self.held, self.of, self.own = other.held, other.of, other.own
+        self.held, self.of, self.own, self._zero_experts = other.held, other.of, other.own, other._zero_experts
         self.turns_EC, self.copies_E, self.counts = other.turns_EC, other.copies_E, other.counts
 
     def _set_turns(self, turns: Sequence[tuple[int, ...]]) -> None:
+        turns = [*turns, *[(-1,)] * self._zero_experts]
         most = max(map(len, turns))
         self.turns_EC = torch.tensor([(*each, *each[:1] * (most - len(each))) for each in turns], dtype=torch.int32)
         self.copies_E = torch.tensor([len(each) for each in turns], dtype=torch.int32)
@@ -218,9 +226,10 @@ class Experts(RoutedExperts):
         *,
         dtype: torch.dtype,
         held: range | None = None,
+        zero_experts: int = 0,
     ) -> None:
         held = range(num_experts) if held is None else held
-        super().__init__(num_experts, held)
+        super().__init__(num_experts, held, zero_experts=zero_experts)
         num_experts = len(held)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size, dtype=dtype))
@@ -313,25 +322,45 @@ def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     return torch.einsum("tkd,tk->td", out_TKD, weights_TK.to(out_TKD.dtype))
 
 
-class MoE(nn.Module):
+class MoE(ParallelModule):
     """Routed experts plus, where the model has them, experts that every token goes through, each token to a degree of
     its own where they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Router(size, moe)
-        self.experts = Experts(moe.num_experts, size, moe.intermediate_size, dtype=dtype, held=moe.held)
+        self.experts = Experts(
+            moe.num_experts,
+            size,
+            moe.intermediate_size,
+            dtype=dtype,
+            held=moe.held,
+            zero_experts=moe.zero_experts,
+        )
+        self.zero_numbers = moe.zero_numbers
         self.shared_experts = (
             GatedMLP(size, moe.shared_intermediate_size, dtype=dtype) if moe.shared_intermediate_size else None
         )
         self.shared_expert_gate = Linear(size, 1, dtype=dtype) if moe.shared_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.gate(x_TD)
+        plus_TD = self._given_back(x_TD, weights_TK, experts_TK)
         shared = self.shared_weights(len(x_TD)) if x_TD.is_cuda else None
         if shared is not None:
-            return self.experts.run_grouped(x_TD, *self.gate(x_TD), shared=shared)
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=self._shared(x_TD))
+            return self.experts.run_grouped(x_TD, weights_TK, experts_TK, shared=shared, plus_TD=plus_TD)
+        if (shared_TD := self._shared(x_TD)) is not None:
+            plus_TD = shared_TD if plus_TD is None else plus_TD + shared_TD
+        out_TD: Tensor = self.experts(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         return out_TD
+
+    def _given_back(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
+        """The sum of the experts that give their input back: the first rank's part of it, which is the whole."""
+        if not self.zero_numbers or self.parallel.rank > 0:
+            return None
+        if x_TD.is_cuda:
+            return given_back(x_TD, weights_TK, experts_TK, first=self.zero_numbers.start)
+        return given_back_in_torch(x_TD, weights_TK, experts_TK, first=self.zero_numbers.start)
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared_experts is None:
@@ -364,6 +393,12 @@ class MoE(nn.Module):
         if {weight.dtype for weight in weights} not in ({torch.bfloat16}, {torch.float16}):
             return None
         return SharedWeights(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+
+
+def given_back_in_torch(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, first: int) -> Tensor:
+    """As `models.kernels.zero_experts.given_back`."""
+    share_T1 = weights_TK.masked_fill(experts_TK < first, 0).sum(dim=-1, keepdim=True)
+    return (x_TD.float() * share_T1).to(x_TD.dtype)
 
 
 def _is_plain(multiply: Multiply) -> bool:

@@ -46,7 +46,9 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
         state = KVCacheSpec(KVKind.STATE, recurrent.num_layers, recurrent.num_heads, recurrent.head_channels, "float32")
     if isinstance(attention, MLAConfig):
         channels = attention.kv_lora_rank + attention.qk_rope_head_dim
-        num_layers = config.num_layers if recurrent is None else sum(recurrent.kv_layers)
+        num_layers = config.num_layers * config.attentions_per_layer
+        if recurrent is not None:
+            num_layers = sum(recurrent.kv_layers)
         index = None
         if attention.index is not None:
             num_indexers = sum(attention.index.layers)

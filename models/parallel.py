@@ -388,4 +388,5 @@ def _intermediate_sizes(config: ModelConfig, *, whole_experts: bool) -> dict[str
     sizes = {"the shared expert": moe.shared_intermediate_size}
     if not whole_experts:
         sizes["an expert"] = moe.intermediate_size
-    return sizes if all(moe.layers) else sizes | {"its MLP": config.intermediate_size}
+    only_experts = all(moe.layers) and not config.shortcut_experts
+    return sizes if only_experts else sizes | {"its MLP": config.intermediate_size}

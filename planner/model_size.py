@@ -7,7 +7,7 @@ from kvcache.spec import DTYPE_BYTES
 from models.config.model_config import MLAConfig, ModelConfig
 
 # Their MLPs have two projections, without a gate.
-_UNGATED = ("BloomForCausalLM", "FalconForCausalLM")
+_UNGATED = ("ArceeForCausalLM", "BloomForCausalLM", "FalconForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class ModelSize:
     """Numbers of parameters, and bytes where the name says so.
 
     Args:
+        num_layers: a layer of two attentions counts as two.
         dense: of all linear layers that every token uses, without head and embedding.
         experts: of all routed experts together.
         head: of the projection to the vocabulary.
@@ -114,7 +115,7 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
             allowed=("0",),
         )
     hidden = config.hidden_size
-    attention = config.attention
+    attention, layers = config.attention, config.num_layers * config.attentions_per_layer
     if isinstance(attention, MLAConfig):
         heads = attention.num_heads
         query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
@@ -124,12 +125,12 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         latent = attention.kv_lora_rank + attention.qk_rope_head_dim
         per_layer = queries + hidden * latent + heads * attention.v_head_dim * hidden
         per_layer += attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-        whole = latent_whole = config.num_layers * hidden * (latent + (attention.q_lora_rank or 0))
-        latent_attention = config.num_layers * per_layer
+        whole = latent_whole = layers * hidden * (latent + (attention.q_lora_rank or 0))
+        latent_attention = layers * per_layer
         kv_numbers, kv_heads = latent, 1
         pair_flops = 2.0 * heads * (query + attention.v_head_dim)
         windows: tuple[int | None, ...] = ()
-        kv_layers = config.num_layers
+        kv_layers = layers
     else:
         whole = latent_whole = latent_attention = 0
         per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
@@ -138,18 +139,20 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
         windows = attention.sliding_windows
         kv_layers = attention.num_kv_layers
     if config.recurrent is not None:
-        kv_layers -= config.recurrent.num_layers
+        kv_layers = sum(config.recurrent.kv_layers)
     projections = 2 if config.architecture in _UNGATED else 3
-    moe, layers = config.moe, config.num_layers
+    moe = config.moe
     moe_layers = 0 if moe is None else sum(moe.layers)
-    dense = layers * per_layer + (layers - moe_layers) * projections * hidden * config.intermediate_size
+    dense_layers = layers if config.shortcut_experts else layers - moe_layers
+    dense = layers * per_layer + dense_layers * projections * hidden * config.intermediate_size
     experts, copies, share = 0, 0, 0.0
     if moe is not None:
-        whole += moe_layers * hidden * moe.num_experts
-        dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + moe.num_experts)
+        to_choose = moe.num_experts + moe.zero_experts
+        whole += moe_layers * hidden * to_choose
+        dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + to_choose)
         experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
         copies = redundant_experts * experts // moe.num_experts
-        share = moe.experts_per_token / max(1, moe.num_experts)
+        share = moe.experts_per_token / max(1, to_choose)
     head_bytes = DTYPE_BYTES[config.dtype]
     bounded = [window for window in windows if window]
     return ModelSize(

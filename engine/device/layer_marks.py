@@ -41,7 +41,8 @@ def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
     read another layer's KV come last and write none."""
     if config.recurrent is not None:
         return list(accumulate(map(int, config.recurrent.kv_layers)))
-    return [min(layer_stop, spec.num_layers) for layer_stop in range(1, config.num_layers + 1)]
+    each = config.attentions_per_layer
+    return [min(each * layer_stop, spec.num_layers) for layer_stop in range(1, config.num_layers + 1)]
 
 
 # A captured step has marks at the ends of its parts only. Each part costs the host one more launch.

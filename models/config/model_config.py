@@ -112,6 +112,7 @@ class MLAConfig:
 
     Attributes:
         index: None where every query attends to all tokens that it sees.
+        query_multiplier, latent_multiplier: factors of queries, and of latents after their norm.
     """
 
     num_heads: int
@@ -121,6 +122,8 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     index: IndexConfig | None = None
+    query_multiplier: float = 1.0
+    latent_multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class MoEConfig:
         shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
         own: numbers of the experts that this rank holds, or with a plan (`models.expert_places`), by which the model is
             placed once it is made, of as many experts; None: all.
+        zero_experts: how many more experts, numbered after the others, give their input back.
     """
 
     layers: tuple[bool, ...]
@@ -201,11 +205,17 @@ class MoEConfig:
     shared_gate: bool = False
     mixer_threshold: float = 0.0
     own: range | None = None
+    zero_experts: int = 0
 
     @property
     def held(self) -> range:
         """Numbers of the experts in memory."""
         return range(self.num_experts) if self.own is None else self.own
+
+    @property
+    def zero_numbers(self) -> range:
+        """Numbers of the experts that give their input back."""
+        return range(self.num_experts, self.num_experts + self.zero_experts)
 
 
 @dataclass(frozen=True)
@@ -223,6 +233,8 @@ class ModelConfig:
         intermediate_sizes: of each layer's dense MLP, where they differ; intermediate_size is then the largest.
         switches: values of this family alone, in a frozen dataclass of its own.
         recurrent: None where every layer has KV.
+        shortcut_experts: every layer has two attentions and two dense MLPs by turns, and experts that read what its
+            first MLP reads and are added after its second one (arXiv 2404.05019).
     """
 
     architecture: str
@@ -246,6 +258,12 @@ class ModelConfig:
     switches: object = None
     intermediate_sizes: tuple[int, ...] = ()
     recurrent: RecurrentConfig | None = None
+    shortcut_experts: bool = False
+
+    @property
+    def attentions_per_layer(self) -> int:
+        """Each has a place of its own in the cache."""
+        return 2 if self.shortcut_experts else 1
 
     def cache_layer(self, layer_index: int) -> int:
         """The number of this layer among those of its kind: where its state, or its KV if it has no state, is in the
@@ -289,10 +307,11 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of attention scores. YaRN's stretched context makes that of latent attention larger."""
+        """Factor of attention scores. YaRN's stretched context and larger queries make that of latent attention
+        larger."""
         attention = self.attention
         if isinstance(attention, GQAConfig):
             return attention.scale
-        scale: float = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
+        scale: float = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5 * attention.query_multiplier
         scaling = None if self.rope is None else self.rope.scaling
         return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale

@@ -68,6 +68,7 @@ class DeepseekAttention(nn.Module):
             layer_index=layer_index,
             kv_b_proj=self.kv_b_proj,
             backend=backend,
+            latent_multiplier=mla.latent_multiplier,
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:

@@ -1,9 +1,10 @@
-"""config.json of DeepSeek V2 and V3."""
+"""config.json of DeepSeek V2 and V3, and of GLM-4.7-Flash."""
 
+from dataclasses import replace
 from typing import Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Heads, LayersOrZero, Positive, Size, Table
+from models.config.fields import Heads, LayersOrZero, Positive, Size, Table, Texts
 from models.config.file import ConfigFile
 from models.config.model_config import MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 
@@ -53,6 +54,12 @@ class GroupedExpertFields(RotaryFields):
             normalize_weights=normalize_weights,
             weight_scale=weight_scale,
         )
+
+    def layers_by_type(self, types: tuple[str, ...]) -> tuple[bool, ...]:
+        """Those with experts, by the field `mlp_layer_types`."""
+        if len(types) != self.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
+            raise self.refuse("mlp_layer_types", f"dense or sparse for each of {self.num_hidden_layers} layers")
+        return tuple(kind == "sparse" for kind in types)
 
     def _needed(self, name: str, value: int | None) -> int:
         if value is None:
@@ -115,7 +122,10 @@ class DeepseekV3Fields(DeepseekFields):
 
 
 def read_deepseek_v3(file: ConfigFile) -> ModelConfig:
-    fields = DeepseekV3Fields.read(file)
+    return _deepseek_v3(DeepseekV3Fields.read(file))
+
+
+def _deepseek_v3(fields: DeepseekV3Fields) -> ModelConfig:
     attention = fields.mla()
     return fields.model(
         attention=attention,
@@ -129,3 +139,34 @@ def read_deepseek_v3(file: ConfigFile) -> ModelConfig:
         ),
         mtp_layers=fields.num_nextn_predict_layers,
     )
+
+
+class _Glm4MoELiteFields(DeepseekV3Fields):
+    rms_norm_eps: Positive = 1e-5
+    n_routed_experts: Heads = 64
+    num_experts_per_tok: Heads = 4
+    moe_intermediate_size: Size = 1536
+    n_shared_experts: LayersOrZero = 1
+    n_group: Heads = 1
+    topk_group: Heads = 1
+    routed_scaling_factor: Positive = 1.8
+    first_k_dense_replace: LayersOrZero = 1
+    mlp_layer_types: Texts = ()
+
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        """All but the first, unless the file lists them. transformers reads no `first_k_dense_replace`."""
+        types = self.mlp_layer_types or ("dense",) + ("sparse",) * (self.num_hidden_layers - 1)
+        layers = self.layers_by_type(types)
+        first = self.first_k_dense_replace
+        if "first_k_dense_replace" in self.model_fields_set and (any(layers[:first]) or not all(layers[first:])):
+            raise self.refuse("first_k_dense_replace", "the number of dense layers before all others")
+        return layers
+
+
+def read_glm4_moe_lite(file: ConfigFile) -> ModelConfig:
+    """Latent attention and experts as DeepSeek-V3's."""
+    fields = _Glm4MoELiteFields.read(file)
+    config = _deepseek_v3(fields)
+    assert config.moe is not None
+    layers = fields.layers_with_experts()
+    return replace(config, moe=replace(config.moe, layers=layers) if any(layers) else None)

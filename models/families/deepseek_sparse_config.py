@@ -45,11 +45,9 @@ class _SparseFields(DeepseekV3Fields):
             normalize_weights=self.norm_topk_prob,
             weight_scale=self.routed_scaling_factor,
         )
-        types = self.mlp_layer_types
-        if types:
-            if len(types) != self.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
-                raise self.refuse("mlp_layer_types", f"dense or sparse for each of {self.num_hidden_layers} layers")
-            moe = None if moe is None else replace(moe, layers=tuple(kind == "sparse" for kind in types))
+        if self.mlp_layer_types:
+            layers_with_experts = self.layers_by_type(self.mlp_layer_types)
+            moe = None if moe is None else replace(moe, layers=layers_with_experts)
         return self.model(
             attention=attention,
             rope=self.rope(dim=attention.qk_rope_head_dim, interleaved=True),

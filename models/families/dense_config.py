@@ -114,7 +114,9 @@ def read_olmo3(file: ConfigFile) -> ModelConfig:
     )
 
 
-class _Exaone4Fields(LlamaLikeFields):
+class ExaoneFields(LlamaLikeFields):
+    """Those of EXAONE's attention, with and without experts."""
+
     rms_norm_eps: Positive = 1e-5
     sliding_window: Count | None = 4096
     sliding_window_pattern: CountOrZero | str | None = 4
@@ -128,16 +130,16 @@ class _Exaone4Fields(LlamaLikeFields):
             raise self.refuse("sliding_window_pattern", "an integer of at least 1", cure="or give layer_types")
         return self.windows_by_type(self.sliding_window, every=1 if isinstance(every, str) or not every else every)
 
+    def attention(self) -> GQAConfig:
+        """A model with windows turns queries and keys in the layers that have one."""
+        windows = self.windows()
+        turns = () if self.sliding_window is None else tuple(window is not None for window in windows)
+        return self.gqa(windows=windows, qkv_bias=False, output_bias=False, qk_norm=True, rotary_layers=turns)
+
 
 def read_exaone4(file: ConfigFile) -> ModelConfig:
-    fields = _Exaone4Fields.read(file)
-    windows = fields.windows()
-    # A model with windows turns queries and keys in the layers that have one.
-    rotary_layers = () if fields.sliding_window is None else tuple(window is not None for window in windows)
-    attention = fields.gqa(
-        windows=windows, qkv_bias=False, output_bias=False, qk_norm=True, rotary_layers=rotary_layers
-    )
-    return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(norms=Norms.AFTER))
+    fields = ExaoneFields.read(file)
+    return fields.llama_like(fields.attention(), mlp_bias=False, switches=LlamaSwitches(norms=Norms.AFTER))
 
 
 class _Ernie45Fields(LlamaLikeFields):
@@ -322,6 +324,19 @@ def read_apertus(file: ConfigFile) -> ModelConfig:
     bias, windows = fields.attention_bias, fields.uniform_windows(None)
     attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
     return fields.llama_like(attention, mlp_bias=False, switches=LlamaSwitches(xielu_mlp=True))
+
+
+class _ArceeFields(LlamaLikeFields):
+    hidden_act: Literal["relu2"] = "relu2"
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+
+
+def read_arcee(file: ConfigFile) -> ModelConfig:
+    fields = _ArceeFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    attention = fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias)
+    return fields.llama_like(attention, switches=LlamaSwitches(squared_relu_mlp=True))
 
 
 class _GlmFields(LlamaLikeFields):

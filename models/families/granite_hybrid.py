@@ -98,11 +98,18 @@ class GraniteHybridForCausalLM(CausalLM):
         assert isinstance(gqa, GQAConfig)
         assert isinstance(switches, MambaSwitches)
         layers = [
-            HybridLayer(config, gqa, self.make_mlp(config, dtype), layer_index=index, backend=backend, dtype=dtype)
+            self.make_layer(config, gqa, layer_index=index, backend=backend, dtype=dtype)
             for index in range(config.num_layers)
         ]
         super().__init__(config, layers, dtype=dtype)
         self.switches = switches
+
+    @classmethod
+    def make_layer(
+        cls, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
+    ) -> ParallelModule:
+        mlp = cls.make_mlp(config, dtype)
+        return HybridLayer(config, gqa, mlp, layer_index=layer_index, backend=backend, dtype=dtype)
 
     @staticmethod
     def make_mlp(config: ModelConfig, dtype: torch.dtype) -> nn.Module:

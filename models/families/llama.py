@@ -27,6 +27,7 @@ from models.parallel import ParallelModule
 from models.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from models.rotary import Rotary
 from models.stacked_experts import StackedExperts
+from models.ungated_experts import SquaredReluMLP
 from models.xielu import XieluMLP
 
 
@@ -157,6 +158,8 @@ def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn
         return mixture
     if switches_of(config).xielu_mlp:
         return XieluMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+    if switches_of(config).squared_relu_mlp:
+        return SquaredReluMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
     return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
 

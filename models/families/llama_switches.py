@@ -27,6 +27,7 @@ class LlamaSwitches:
     """Attributes:
     norms: of each layer. Norms of SHARED are layer norms without bias, and so is the last one of the model.
     xielu_mlp: MLPs have no gate, and xIELU between their two products.
+    squared_relu_mlp: MLPs have no gate, and the square of a ReLU between their two products.
     query_growth: None: queries have the same size everywhere.
     embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
         layer adds to the residual stream, and of the logits.
@@ -42,3 +43,4 @@ class LlamaSwitches:
     logits_multiplier: float = 1.0
     in_one_tensor: tuple[str, ...] = ()
     stacked_experts: bool = False
+    squared_relu_mlp: bool = False

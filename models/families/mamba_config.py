@@ -30,6 +30,9 @@ class MambaSwitches:
             to the residual stream, and of logits.
         kinds: of each layer, where layers are a single part: "linear_attention", "full_attention", "mlp" or "moe".
         latent_size: channels of routed experts' inputs and outputs, where these are projected; 0: the model's.
+        gated_norm: the scan's outputs are normed, by groups, after their gate; otherwise they are gated only.
+        input_multiplier, part_multipliers: of a mixer's input, and of the five parts of its projection: gate, inputs,
+            B, C and steps in time; () leaves these as they are.
     """
 
     head_dim: int
@@ -44,6 +47,9 @@ class MambaSwitches:
     logits_multiplier: float = 1.0
     kinds: tuple[str, ...] = ()
     latent_size: int = 0
+    gated_norm: bool = True
+    input_multiplier: float = 1.0
+    part_multipliers: tuple[float, ...] = ()
 
     @property
     def conv_channels(self) -> int:
@@ -77,7 +83,7 @@ def _limits(fields: DecoderFields, limit: object) -> tuple[float, float]:
     raise fields.refuse("time_step_limit", "a list of two numbers")
 
 
-class _MambaFields(LlamaLikeFields):
+class MambaFields(LlamaLikeFields):
     """As Bamba and Granite spell them."""
 
     mamba_n_heads: Heads = 128
@@ -91,11 +97,15 @@ class _MambaFields(LlamaLikeFields):
     time_step_limit: object = None
     attention_bias: bool = False
 
+    def inner_size(self) -> tuple[int, str]:
+        """The channels of all heads, and how the file says so."""
+        return self.mamba_expand * self.hidden_size, "mamba_expand * hidden_size"
+
     def mamba(self) -> MambaSwitches:
-        inner = self.mamba_expand * self.hidden_size
+        inner, name = self.inner_size()
         head_dim = inner // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
         if head_dim * self.mamba_n_heads != inner:
-            raise self.refuse("mamba_d_head", f"mamba_expand * hidden_size, {inner}, divided by mamba_n_heads")
+            raise self.refuse("mamba_d_head", f"{name}, {inner}, divided by mamba_n_heads")
         _check_groups(self, self.mamba_n_heads, self.mamba_n_groups, "mamba_n_groups")
         if self.mamba_d_conv < 2:
             raise self.refuse("mamba_d_conv", "an integer of at least 2")
@@ -126,7 +136,7 @@ class _MambaFields(LlamaLikeFields):
         return replace(model, recurrent=recurrent)
 
 
-class _BambaFields(_MambaFields):
+class _BambaFields(MambaFields):
     partial_rotary: ClassVar[bool] = True
     partial_rotary_factor: Fraction = 0.5
     rms_norm_eps: Positive = 1e-5
@@ -147,7 +157,7 @@ def read_bamba(file: ConfigFile) -> ModelConfig:
     return fields.with_states(model, switches, layers, name="attn_layer_indices")
 
 
-class _GraniteHybridFields(_MambaFields, RoutedFields):
+class _GraniteHybridFields(MambaFields, RoutedFields):
     layers_block_type: Texts = ()
     num_local_experts: CountOrZero | None = 8
     num_experts_per_tok: CountOrZero = 2

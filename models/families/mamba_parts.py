@@ -6,6 +6,7 @@ the state of one channel, X channel of the convolution, W its width.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
@@ -60,18 +61,22 @@ class Mamba2Mixer(nn.Module):
         self.A_log, self.D, self.dt_bias = (
             nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32)) for _ in range(3)
         )
-        self.norm = GatedGroupNorm(
-            self.inner,
-            num_groups=self.num_groups,
-            ranks_per_group=recurrent.ranks_per_group,
-            eps=norm_eps,
-            dtype=dtype,
-        )
+        self.norm: GatedGroupNorm | None = None
+        if switches.gated_norm:
+            self.norm = GatedGroupNorm(
+                self.inner,
+                num_groups=self.num_groups,
+                ranks_per_group=recurrent.ranks_per_group,
+                eps=norm_eps,
+                dtype=dtype,
+            )
+        self.multipliers_X: Tensor | None
+        self.register_buffer("multipliers_X", self._multipliers(), persistent=False)
         self.out_proj = Linear(self.inner, hidden_size, dtype=dtype, bias=bias)
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
         switches, sizes = self.switches, [self.inner, self.inner + 2 * self.shared, self.num_heads]
-        z_TX, xbc_TX, dt_TH = self.in_proj(x_TD).split(sizes, dim=-1)
+        z_TX, xbc_TX, dt_TH = self._projected(x_TD).split(sizes, dim=-1)
         conv_SHXW, states_SHPN = self._states(kv_cache)
         x_TX, b_TX, c_TX = self._convolved(xbc_TX, conv_SHXW, rows)
         y_THP = selective_scan(
@@ -83,8 +88,23 @@ class Mamba2Mixer(nn.Module):
             states_SHPN,
             rows,
         )
-        out_TD: Tensor = self.out_proj(self.norm(y_THP.flatten(1), z_TX))
+        y_TX = y_THP.flatten(1)
+        out_TD: Tensor = self.out_proj(y_TX * silu(z_TX) if self.norm is None else self.norm(y_TX, z_TX))
         return out_TD
+
+    def _multipliers(self) -> Tensor | None:
+        """Of each channel of the projection, float32 for every model dtype: few of them are exact in bfloat16."""
+        if not self.switches.part_multipliers:
+            return None
+        sizes = (self.inner, self.inner, self.shared, self.shared, self.num_heads)
+        parts = zip(sizes, self.switches.part_multipliers, strict=True)
+        return torch.cat([torch.full((size,), multiplier, dtype=torch.float32) for size, multiplier in parts])
+
+    def _projected(self, x_TD: Tensor) -> Tensor:
+        if self.switches.input_multiplier != 1.0:
+            x_TD = x_TD * self.switches.input_multiplier
+        out_TX: Tensor = self.in_proj(x_TD)
+        return out_TX if self.multipliers_X is None else out_TX.mul_(self.multipliers_X)
 
     def _convolved(self, xbc_TX: Tensor, conv_SHXW: Tensor, rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
         """x, B and C after the convolution. The first head of a group keeps the inputs of B and C for all of them."""

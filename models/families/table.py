@@ -7,11 +7,12 @@ from types import MappingProxyType
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 from models.families.bloom_config import read_bloom
-from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from models.families.deepseek_sparse_config import read_deepseek_v32, read_glm_moe_dsa
 from models.families.delta_config import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from models.families.dense_config import (
     read_apertus,
+    read_arcee,
     read_cohere,
     read_cohere2,
     read_ernie4_5,
@@ -29,10 +30,12 @@ from models.families.dense_config import (
     read_smollm3,
 )
 from models.families.falcon_config import read_falcon
+from models.families.falcon_h1_config import read_falcon_h1
 from models.families.gemma3n_config import read_gemma3n
 from models.families.gemma4_config import read_gemma4
 from models.families.gemma_config import read_gemma1, read_gemma2, read_gemma3, read_vault_gemma
 from models.families.gpt_oss_config import read_gpt_oss
+from models.families.grouped_moe_config import read_dots1, read_exaone_moe, read_solar_open
 from models.families.kimi_linear_config import read_kimi_linear
 from models.families.layer_norm_config import (
     read_gpt2,
@@ -45,6 +48,7 @@ from models.families.layer_norm_config import (
 from models.families.lfm2_config import read_lfm2, read_lfm2_moe
 from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.longcat_config import read_longcat
 from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
 from models.families.moe_config import (
     read_granite_moe,
@@ -111,6 +115,8 @@ _LFM2 = "models.families.lfm2:Lfm2ForCausalLM"
 _LAYER_NORM = "models.families.layer_norm_decoder"
 
 _GROUPED = "mixture of experts, chosen in groups"
+_EXAONE_MOE_PARTS = "norms on queries and keys, layers without positions, mixture of experts, chosen in groups"
+_EXAONE_MOE = "sliding window in three of four layers, where the config has one"
 _GEMMA2_PARTS = "norms before and after both halves of a layer, capped logits"
 _GEMMA3_PARTS = "norms as Gemma 2 and on queries and keys, faster rotation in layers with a window"
 _LLAMA4_PARTS = "mixture of experts and a shared expert, layers without positions"
@@ -145,6 +151,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Cohere2ForCausalLM": Family(read_cohere2, _LLAMA),
         "GlmForCausalLM": Family(read_glm, _LLAMA),
         "Glm4ForCausalLM": Family(read_glm4, _LLAMA),
+        "ArceeForCausalLM": Family(read_arcee, _LLAMA),
         "ApertusForCausalLM": Family(read_apertus, "models.families.llama:ApertusForCausalLM"),
         # Llama's file, with a mixture of experts.
         "MixtralForCausalLM": Family(read_mixtral, _LLAMA),
@@ -153,6 +160,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "OlmoeForCausalLM": Family(read_olmoe, _LLAMA),
         "GraniteMoeForCausalLM": Family(read_granite_moe, _LLAMA),
         "Glm4MoeForCausalLM": Family(read_glm4_moe, _LLAMA),
+        "Dots1ForCausalLM": Family(read_dots1, _LLAMA),
+        "SolarOpenForCausalLM": Family(read_solar_open, _LLAMA),
+        "ExaoneMoeForCausalLM": Family(read_exaone_moe, _LLAMA),
+        "ExaoneMoEForCausalLM": Family(read_exaone_moe, _LLAMA),
         "MiniMaxM2ForCausalLM": Family(read_minimax_m2, _LLAMA),
         "Ernie4_5_MoeForCausalLM": Family(read_ernie_moe, _LLAMA),
         "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _LLAMA),
@@ -160,7 +171,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         # Experts in files of their own.
         "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
         "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
+        "Glm4MoeLiteForCausalLM": Family(read_glm4_moe_lite, _DEEPSEEK),
         "KimiK25ForConditionalGeneration": Family(read_deepseek_v3, _DEEPSEEK, text_config=True),
+        "LongcatFlashForCausalLM": Family(read_longcat, "models.families.longcat:LongcatFlashForCausalLM"),
         # Sparse attention.
         "DeepseekV32ForCausalLM": Family(read_deepseek_v32, _DEEPSEEK),
         "GlmMoeDsaForCausalLM": Family(read_glm_moe_dsa, _DEEPSEEK),
@@ -189,9 +202,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _QWEN3_NEXT),
         "Qwen3_5MoeForConditionalGeneration": Family(read_qwen3_5_moe, _QWEN3_NEXT, text_config=True),
         "KimiLinearForCausalLM": Family(read_kimi_linear, "models.families.kimi_linear:KimiLinearForCausalLM"),
-        # Mamba-2 in most layers.
+        # Mamba-2 in most layers, or in all next to attention.
         "GraniteMoeHybridForCausalLM": Family(read_granite_hybrid, f"{_GRANITE_HYBRID}:GraniteHybridForCausalLM"),
         "BambaForCausalLM": Family(read_bamba, f"{_GRANITE_HYBRID}:BambaForCausalLM"),
+        "FalconH1ForCausalLM": Family(read_falcon_h1, "models.families.falcon_h1:FalconH1ForCausalLM"),
         "NemotronHForCausalLM": Family(read_nemotron_h, "models.families.nemotron_h:NemotronHForCausalLM"),
         # Layer norms.
         "GPT2LMHeadModel": Family(read_gpt2, f"{_LAYER_NORM}:GPT2LMHeadModel"),
@@ -241,6 +255,7 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "GlmForCausalLM": Features("rotary embedding on half of a head"),
         "Glm4ForCausalLM": Features("as GLM, norms before and after both halves of a layer"),
+        "ArceeForCausalLM": Features("squared ReLU without a gate"),
         "ApertusForCausalLM": Features("xIELU without a gate, norms on queries and keys"),
         "MixtralForCausalLM": Features(
             "mixture of experts", "sliding window in all layers, where the config has one", experts=True
@@ -250,6 +265,14 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "OlmoeForCausalLM": Features("norms over all queries and all keys, mixture of experts", experts=True),
         "GraniteMoeForCausalLM": Features("multipliers as Granite, mixture of experts", experts=True),
         "Glm4MoeForCausalLM": Features("half of each head turns, mixture of experts, chosen in groups", experts=True),
+        "Dots1ForCausalLM": Features(
+            "norms on queries and keys, mixture of experts, chosen in groups",
+            "sliding window in some layers, where the config has one",
+            experts=True,
+        ),
+        "SolarOpenForCausalLM": Features("mixture of experts in all layers, chosen in groups", experts=True),
+        "ExaoneMoeForCausalLM": Features(_EXAONE_MOE_PARTS, _EXAONE_MOE, experts=True),
+        "ExaoneMoEForCausalLM": Features(_EXAONE_MOE_PARTS, _EXAONE_MOE, experts=True),
         "MiniMaxM2ForCausalLM": Features(
             "norms over all queries and all keys, a part of each head turns, mixture of experts", experts=True
         ),
@@ -260,8 +283,15 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         ),
         "DeepseekV2ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "DeepseekV3ForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
+        "Glm4MoeLiteForCausalLM": Features(_GROUPED, "latent cache (MLA)", experts=True, latent=True),
         "KimiK25ForConditionalGeneration": Features(
             "mixture of experts without groups", "latent cache (MLA)", experts=True, latent=True
+        ),
+        "LongcatFlashForCausalLM": Features(
+            "two attentions and two MLPs in a layer, experts in parallel to half of it, some of them without weights",
+            "latent cache (MLA)",
+            experts=True,
+            latent=True,
         ),
         "DeepseekV32ForCausalLM": Features(_GROUPED, "latent cache (MLA), sparse", experts=True, latent=True),
         "GlmMoeDsaForCausalLM": Features(
@@ -312,6 +342,9 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
             experts=True,
         ),
         "BambaForCausalLM": Features("Mamba-2 layers, half of each head turns"),
+        "FalconH1ForCausalLM": Features(
+            "Mamba-2 and attention in parallel in each layer, muP's multipliers of all parts"
+        ),
         "NemotronHForCausalLM": Features(
             "layers of Mamba-2, attention, an MLP or a mixture of experts, without positions and gates"
         ),

@@ -23,7 +23,7 @@ _RENAMED = tuple(
         (r"mlp\.experts\.(\d+)\.w2\.", r"mlp.experts.\2.down_proj."),
         (r"mlp\.shared_(?:expert|mlp)\.", "mlp.shared_experts."),
         (r"mlp\.(?:router|gate)\.(?:layer|wg)\.", "mlp.gate."),
-        (r"mlp\.router\.", "mlp.gate."),
+        (r"mlp\.router\.(?:classifier\.)?", "mlp.gate."),
         (r"mlp\.(?:gate\.)?(?:moe_statics\.)?e_score_correction_bias$", "mlp.gate.e_score_correction_bias"),
     )
 )

@@ -79,6 +79,7 @@ _OTHER_PARTS = (
     "embed_vision.",
     "embed_audio.",
 )
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 
 
@@ -316,6 +317,10 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return config.tie_word_embeddings
     if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # ERNIE's and Qwen's multi-token prediction
         return True
+    if name.startswith("model.mtp."):  # LongCat's, which no field of its config mentions
+        return True
+    if config.moe is not None and (expert := _EXPERT.search(name)) and int(expert[1]) in config.moe.zero_numbers:
+        return True  # transformers saves weights of experts that use none
     gqa, of_layer = config.attention, _SHARED_KV.match(name)
     owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers
     if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # of a layer that reads another layer's KV

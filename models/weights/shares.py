@@ -145,6 +145,8 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         return Share(0, size, (channels(size, parallel, block=block),))
 
     yield from _plain_mlp(part_of(config.intermediate_size), of_first)
+    for mlp in ("mlps.0", "mlps.1"):
+        yield from _mlp(mlp, part_of(config.intermediate_size), of_first)
     for mlp in ("mlp", "feed_forward"):
         yield from _mlp(mlp, part_of(config.intermediate_size), of_first)
         if config.moe is not None:
@@ -362,16 +364,18 @@ def _gated_convolution(
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    """Of a layer's attention, or of its first and second one."""
     heads = query_heads(mla.num_heads, parallel)
 
     def of_heads(channels_per_head: int) -> Share:
         return Share(0, mla.num_heads * channels_per_head, (_times(heads, channels_per_head),))
 
     queries = of_heads(mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    yield "self_attn.q_proj.weight", queries
-    yield "self_attn.q_b_proj.weight", queries
-    yield "self_attn.kv_b_proj.weight", of_heads(mla.qk_nope_head_dim + mla.v_head_dim)
-    yield "self_attn.o_proj.weight", _as_inputs(of_heads(mla.v_head_dim))
+    for attention in ("self_attn", "self_attn.0", "self_attn.1"):
+        yield f"{attention}.q_proj.weight", queries
+        yield f"{attention}.q_b_proj.weight", queries
+        yield f"{attention}.kv_b_proj.weight", of_heads(mla.qk_nope_head_dim + mla.v_head_dim)
+        yield f"{attention}.o_proj.weight", _as_inputs(of_heads(mla.v_head_dim))
 
 
 def _mlp(prefix: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:

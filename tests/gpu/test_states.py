@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LATENT = ("kimi-linear", "deepseek-v32")  # steps with prompts are not captured
-MODELS = ("lfm2", "qwen3-next", "granite-hybrid", "nemotron-h-experts", *LATENT)
+MODELS = ("lfm2", "qwen3-next", "granite-hybrid", "nemotron-h-experts", "falcon-h1", *LATENT)
 LENGTHS = (1, 7, 66, 130, 200)
 
 

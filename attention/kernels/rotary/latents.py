@@ -31,6 +31,7 @@ def rotate_latents(
     rotation: Rotation,
     *,
     norm: RowNorm,
+    multiplier: float = 1.0,
     decode_q_THC: Tensor | None = None,
     kv_layer: Tensor | None = None,
     slot_mapping: Tensor | None = None,
@@ -41,6 +42,7 @@ def rotate_latents(
 
     Args:
         q_THD, latent_TC: any strides, channels adjacent.
+        multiplier: of normed latents.
         decode_q_THC: memory that gets the turned part of the first tokens' queries instead, after L channels that stay
             as they are; it has one row for each of those tokens.
         kv_layer: [1, B, N, 1, C], of any dtype that caches have.
@@ -73,6 +75,7 @@ def rotate_latents(
         *((0, 0) if kv_layer is None else kv_layer.stride()[1:3]),
         norm.eps,
         WEIGHT_OFFSET=norm.weight_offset,
+        MULTIPLIER=multiplier,
         NUM_HEADS=num_heads,
         WITHOUT_POSITION=channels - 2 * pairs,
         LATENT=latent,
@@ -111,6 +114,7 @@ def _rotate_latents(
     stride_N,
     eps,
     WEIGHT_OFFSET: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     WITHOUT_POSITION: tl.constexpr,
     LATENT: tl.constexpr,
@@ -138,7 +142,7 @@ def _rotate_latents(
         first_1P, second_1P = load_pairs(row_1 + LATENT, every_1, PAIRS, BLOCK_P, INTERLEAVED)
         cos_1P, sin_1P = load_angles(cos_ptr, sin_ptr, token_1, every_1, PAIRS, BLOCK_P)
         first_1P, second_1P = turn(first_1P, second_1P, cos_1P, sin_1P, dtype, INTERPRETED)
-        latent_1L = _normed(row_1, weight_ptr, eps, WEIGHT_OFFSET, LATENT, BLOCK_L, INTERPRETED)
+        latent_1L = _normed(row_1, weight_ptr, eps, WEIGHT_OFFSET, MULTIPLIER, LATENT, BLOCK_L, INTERPRETED)
         channels_L = tl.arange(0, BLOCK_L)
         mask_1L = (channels_L < LATENT)[None, :]
         if layer_ptr is not None:
@@ -175,11 +179,12 @@ def _normed(
     weight_ptr,
     eps,
     WEIGHT_OFFSET: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     LATENT: tl.constexpr,
     BLOCK_L: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A normed latent [1, L], in the row's dtype."""
+    """A normed latent [1, L], in the row's dtype, rounded before it is multiplied and after."""
     channels_1L = tl.arange(0, BLOCK_L)[None, :]
     mask_1L = channels_1L < LATENT
     x_1L = tl.load(row_1[:, None] + channels_1L, mask=mask_1L, other=0.0).to(tl.float32)
@@ -187,4 +192,7 @@ def _normed(
     if WEIGHT_OFFSET:
         weight_1L += WEIGHT_OFFSET
     shrink_11 = tl.rsqrt(tl.sum(x_1L * x_1L, 1) / LATENT + eps)[:, None]
-    return round_to(x_1L * shrink_11 * weight_1L, row_1.dtype.element_ty, INTERPRETED)
+    normed_1L = round_to(x_1L * shrink_11 * weight_1L, row_1.dtype.element_ty, INTERPRETED)
+    if MULTIPLIER == 1.0:
+        return normed_1L
+    return round_to(normed_1L.to(tl.float32) * MULTIPLIER, row_1.dtype.element_ty, INTERPRETED)

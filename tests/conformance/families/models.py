@@ -39,6 +39,7 @@ _GROWN = (
     "shared_expert_intermediate_size",
     "intermediate_size_mlp",
     "ffn_hidden_size",
+    "expert_ffn_hidden_size",
     "kv_lora_rank",
     "q_lora_rank",
     "hidden_size_per_layer_input",
@@ -173,7 +174,9 @@ def cases() -> dict[str, Case]:
 
 
 # transformers has changed these names.
-_PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType({"MPTForCausalLM": "mpt", "PhiMoEForCausalLM": "phimoe"})
+_PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
+    {"MPTForCausalLM": "mpt", "PhiMoEForCausalLM": "phimoe", "ExaoneMoEForCausalLM": "exaone-moe"}
+)
 # Language models of architectures, where they have other names.
 _NESTED: Mapping[str, str] = MappingProxyType(
     {"Mistral3ForConditionalGeneration": "ministral3", "KimiK25ForConditionalGeneration": "kimi-k2"}

@@ -48,7 +48,7 @@ _FP8_CHANNELS = {
 # Parts of layers' names that PEFT takes for experts' in models that have experts.
 _LIKE_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # Layers that PEFT refuses by the type of model, as kernels read their weights without calling them.
-_REFUSED_BY_PEFT = {"nemotron_h": (".out_proj",)}
+_REFUSED_BY_PEFT = {"nemotron_h": (".out_proj",), "falcon_h1": (".out_proj",)}
 _MOST_GROUP, _LEAST_GROUP = 32, 8
 
 

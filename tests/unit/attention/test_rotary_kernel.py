@@ -214,6 +214,18 @@ def test_latents_turn_in_place_and_decodes_where_they_are_wanted(
     assert_near(ours_TC[:, LATENT:], rotation.apply(latent_TC[:, None, LATENT:])[:, 0])
 
 
+@by_dtype
+def test_normed_latents_are_multiplied_and_their_rotary_keys_are_not(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    latent_TC = torch.randn(9, LATENT + ROTARY).to(dtype)
+    norm, rotation = norm_of(LATENT, dtype, 0), rotation_of(9, ROTARY // 2, interleaved=True)
+    ours_TC = with_margins(latent_TC)
+    q_THD = torch.randn(9, HEADS, NOPE + ROTARY, device=DEVICE).to(dtype)
+    rotate_latents(q_THD, ours_TC, to_device(rotation), norm=norm.on_device(), multiplier=3.5)
+    assert_near(ours_TC[:, :LATENT], norm(latent_TC[:, :LATENT]) * 3.5)
+    assert_near(ours_TC[:, LATENT:], rotation.apply(latent_TC[:, None, LATENT:])[:, 0])
+
+
 @pytest.mark.parametrize("layout", MLA_LAYOUTS, ids=lambda layout: layout.label)
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("num_tokens", [4, 5, 7], ids=["slots left over", "all", "padded"])

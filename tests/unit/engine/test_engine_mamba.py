@@ -18,7 +18,7 @@ Saved = tuple[Path, Any]
 LENGTHS = (1, 17, 70, 131)
 
 
-@pytest.fixture(scope="module", params=["granite-hybrid", "bamba", "nemotron-h"])
+@pytest.fixture(scope="module", params=["granite-hybrid", "bamba", "nemotron-h", "falcon-h1"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp("mamba")
     return directory, save_tiny(request.param, directory)

@@ -32,7 +32,7 @@ def batch_of(runner: ModelRunner, *, layers_per_group: int) -> Batch:
 
 # One model for each way to iterate over the layers.
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "llama4", "deepseek-v2", "falcon-new", "bloom", "gpt-oss", "gemma3n"]
+    "family", ["llama", "gemma2", "llama4", "deepseek-v2", "falcon-new", "bloom", "gpt-oss", "gemma3n", "longcat"]
 )
 def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
@@ -51,7 +51,8 @@ def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp
         seen.append(torch.stack(layers[: mark.layer_stop]).clone())
 
     runner.launch(batch_of(runner, layers_per_group=1), on_mark).wait()
-    assert marks == list(range(1, num_layers + computed_after))
+    each = runner.model.config.attentions_per_layer
+    assert marks == list(range(each, num_layers + computed_after, each))
     for layer_stop, kv in zip(marks, seen, strict=True):
         now = torch.stack([cache.layer(layer)[:, list(BLOCKS)] for layer in range(layer_stop)])
         assert torch.equal(kv.nan_to_num(-1), now.nan_to_num(-1))

@@ -22,6 +22,7 @@ FAMILIES = [
     "deepseek-v2",
     "deepseek-v3-yarn",
     "deepseek-v32",
+    "longcat",
     "glm-moe-dsa-shared-selection",
     "gemma2",
     "llama4",

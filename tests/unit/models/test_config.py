@@ -195,7 +195,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        (LLAMA | {"architectures": ["ArceeForCausalLM"]}, "architectures", "LlamaForCausalLM"),
+        (LLAMA | {"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act", "relu2"),
+        (LLAMA | {"architectures": ["HeliumForCausalLM"]}, "architectures", "LlamaForCausalLM"),
         (LLAMA | {"architectures": []}, "architectures", "DeepseekV3ForCausalLM"),
         (LLAMA | {"architectures": None}, "architectures", "missing"),
         (V2 | {"moe_layer_freq": 2}, "moe_layer_freq", "allowed: 1"),

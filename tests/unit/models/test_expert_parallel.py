@@ -31,7 +31,7 @@ from tests.unit.models.split import Run, run_model, run_split
 from tests.unit.models.test_quantization import DEEPSEEK
 from tests.unit.models.tiny import save_tiny
 
-# Five experts (granite-moe, llama4, gemma4) and nine (kimi-k2) are shared unequally.
+# Five experts (granite-moe, llama4, gemma4), nine (kimi-k2) and three (longcat) are shared unequally.
 PLAIN = (
     "qwen3-moe",
     "deepseek-v3",
@@ -41,6 +41,9 @@ PLAIN = (
     "llama4-all-experts-two-of-them-biases",
     "gemma4-experts",
     "kimi-k2",
+    "longcat-yarn-most-experts-zero",
+    "glm4-moe-lite",
+    "dots1",
 )
 WIDE = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 QUANTIZED: Mapping[str, Callable[[Path], Any]] = MappingProxyType(

@@ -27,7 +27,7 @@ SPELLINGS = ["{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind
 SCALES = {(layer, kind): 0.03 * (1 + layer) + offset for layer in (0, 1) for kind, offset in (("k", 0), ("v", 0.07))}
 
 
-@pytest.fixture(scope="module", params=["llama", "bloom", "deepseek-v3"])
+@pytest.fixture(scope="module", params=["llama", "bloom", "deepseek-v3", "longcat"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     save_tiny(request.param, directory)

@@ -66,6 +66,8 @@ def test_experts_of_another_number_are_refused_by_name(tmp_path: Path) -> None:
         ("model.layers.3.mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight"),
         ("model.layers.3.block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
         ("model.layers.3.block_sparse_moe.router.layer.weight", "mlp.gate.weight"),
+        ("model.layers.3.mlp.router.classifier.weight", "mlp.gate.weight"),
+        ("model.layers.3.mlp.router.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
         ("model.layers.3.self_attn.q_proj.weight", "self_attn.q_proj.weight"),
     ],
 )

@@ -28,7 +28,17 @@ from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
 from tests.ranks import run_ranks
-from tests.unit.models import tiny, tiny_delta, tiny_dense, tiny_gemma, tiny_hybrid, tiny_moe, tiny_sparse, tiny_ssm
+from tests.unit.models import (
+    tiny,
+    tiny_delta,
+    tiny_dense,
+    tiny_gemma,
+    tiny_hybrid,
+    tiny_latent,
+    tiny_moe,
+    tiny_sparse,
+    tiny_ssm,
+)
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,
@@ -105,7 +115,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
     | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
-    | dict.fromkeys(tiny_sparse.SPLIT, (2, 4))
+    | dict.fromkeys((*tiny_sparse.SPLIT, *tiny_latent.SPLIT), (2, 4))
     | dict.fromkeys((*tiny_ssm.SPLIT, *tiny_hybrid.SPLIT), (2, 4))
     | dict.fromkeys(("phi3-window", "stablelm", *tiny_delta.BY_TWO), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))

@@ -10,9 +10,11 @@ import pytest
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig, Scoring
 from models.config.reader import read_config
+from models.families.falcon_h1_config import FalconH1Switches
 from models.families.mamba_config import MambaSwitches
 from models.needs import kv_cache_spec
 from models.parallel import TensorParallel, local_config
+from planner.model_size import model_size
 
 GRANITE_4_SMALL: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -112,6 +114,53 @@ BAMBA_9B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+FALCON_H1_DEEP: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.6640625,
+    "attn_layer_indices": None,
+    "embedding_multiplier": 22.627416997969522,
+    "eos_token_id": 11,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1280,
+    "intermediate_size": 3840,
+    "key_multiplier": 0.0625,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "mlp_multipliers": [0.5, 0.1875],
+    "model_type": "falcon_h1",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 66,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "projectors_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.25, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.2357022603955158,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 65537,
+}
 
 
 def read(directory: Path, values: dict[str, Any]) -> ModelConfig:
@@ -162,6 +211,20 @@ def test_bamba_9b(tmp_path: Path) -> None:
     assert (spec.num_layers, spec.state.num_layers) == (3, 29)
 
 
+def test_falcon_h1_keeps_a_state_and_kv_in_every_layer(tmp_path: Path) -> None:
+    config = read(tmp_path, FALCON_H1_DEEP)
+    switches = config.switches
+    assert isinstance(switches, FalconH1Switches)
+    assert isinstance(config.attention, GQAConfig)
+    assert (switches.head_dim, switches.state_size, switches.gated_norm) == (64, 256, False)
+    assert config.attention.scale == 128**-0.5 * 0.0625
+    spec = kv_cache_spec(config, "bfloat16")
+    assert spec.state is not None
+    assert (spec.num_layers, spec.state.num_layers, spec.state.num_kv_heads) == (66, 66, 24)
+    assert {(config.cache_layer(index), config.kv_layer(index)) for index in (0, 65)} == {(0, 0), (65, 65)}
+    assert model_size(config).kv_bytes == 66 * 2 * 2 * 128 * 2
+
+
 @pytest.mark.parametrize(("size", "groups", "ranks_per_group"), [(2, 4, 1), (8, 1, 1), (16, 1, 2)])
 def test_ranks_that_share_a_group(tmp_path: Path, size: int, groups: int, ranks_per_group: int) -> None:
     config = read(tmp_path, NEMOTRON_H_8B)
@@ -181,6 +244,13 @@ def test_ranks_that_share_a_group(tmp_path: Path, size: int, groups: int, ranks_
         (GRANITE_4_SMALL | {"time_step_limit": [0]}, "time_step_limit"),
         (GRANITE_4_SMALL | {"mamba_d_conv": 1}, "mamba_d_conv"),
         (BAMBA_9B | {"attn_layer_indices": []}, "attn_layer_indices"),
+        (FALCON_H1_DEEP | {"projectors_bias": True}, "projectors_bias"),
+        (FALCON_H1_DEEP | {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate"),
+        (FALCON_H1_DEEP | {"mamba_use_mlp": False}, "mamba_use_mlp"),
+        (FALCON_H1_DEEP | {"attn_layer_indices": [3]}, "attn_layer_indices"),
+        (FALCON_H1_DEEP | {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
+        (FALCON_H1_DEEP | {"mlp_multipliers": [1.0] * 3}, "mlp_multipliers"),
+        (FALCON_H1_DEEP | {"mamba_d_ssm": 1024}, "mamba_d_head"),
         (NEMOTRON_H_8B | {"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern"),
         (NEMOTRON_H_8B | {"hybrid_override_pattern": "M-M-"}, "layers_block_type"),
         (NEMOTRON_H_8B | {"n_groups": 3}, "n_groups"),

@@ -15,6 +15,7 @@ from tests.unit.models import (
     tiny_gemma,
     tiny_gpt,
     tiny_hybrid,
+    tiny_latent,
     tiny_moe,
     tiny_rope,
     tiny_sparse,
@@ -196,6 +197,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         **tiny_delta.MODELS,
         **tiny_ssm.MODELS,
         **tiny_sparse.MODELS,
+        **tiny_latent.MODELS,
     }
 )
 
@@ -229,7 +231,7 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
             if path.endswith(
-                (*_REDRAWN, *tiny_gemma.REDRAWN, *tiny_ssm.REDRAWN)
+                (*_REDRAWN, *tiny_gemma.REDRAWN, *tiny_latent.REDRAWN, *tiny_ssm.REDRAWN)
             ):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
             for end, between in tiny_ssm.DRAWN.items():

@@ -44,6 +44,7 @@ SPLIT = (
     "hunyuan-dense",
     "ministral3",
     "cohere-norms-untied",
+    "arcee",
     "apertus",
     "glm4",
 )
@@ -91,6 +92,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             _DENSE | {"use_qk_norm": True, "tie_word_embeddings": False, "logit_scale": 0.4},
         ),
         "cohere2": ("Cohere2", _FOUR_LAYERS | {"logit_scale": 0.4, "sliding_window": 7, "sliding_window_pattern": 2}),
+        "arcee": ("Arcee", _DENSE | {"attention_bias": True, "mlp_bias": True}),
         "apertus": ("Apertus", _DENSE | {"rms_norm_eps": 0.1}),
         "glm": ("Glm", _DENSE | {"head_dim": 16}),
         "glm4": ("Glm4", _DENSE | {"head_dim": 16, "attention_bias": False, "rms_norm_eps": 0.1}),

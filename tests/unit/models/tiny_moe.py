@@ -25,6 +25,30 @@ _GLM = _SHARED | {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_DOTS = _SHARED | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+_SOLAR = {name: value for name, value in _SHARED.items() if name != "intermediate_size"} | {
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+}
+_EXAONE = _SHARED | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "num_experts": 8,
+    "sliding_window": 7,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 _ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 20,
@@ -96,6 +120,27 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
         ),
+        "dots1": ("Dots1", _DOTS | {"sliding_window": None, "routed_scaling_factor": 1.7, "norm_topk_prob": True}),
+        "dots1-window-groups-biases": (
+            "Dots1",
+            _DOTS
+            | {"sliding_window": 7, "max_window_layers": 1, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        ),
+        "solar-open": ("SolarOpen", _SOLAR | {"attention_bias": True, "routed_scaling_factor": 1.7}),
+        "solar-open-groups": (
+            "SolarOpen",
+            _SOLAR
+            | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        ),
+        "exaone-moe": ("ExaoneMoe", _EXAONE),
+        "exaone-moe-groups-dense-between": (
+            "ExaoneMoe",
+            _EXAONE
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+            | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "n_group": 4, "topk_group": 2}
+            | {"num_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+        ),
         "granite-moe": (
             "GraniteMoe",
             _SHARED
@@ -145,6 +190,9 @@ SPLIT = (
     "mixtral-window-tied",
     "qwen2-moe",
     "glm4-moe-biases-groups",
+    "dots1-window-groups-biases",
+    "solar-open",
+    "exaone-moe-groups-dense-between",
     "granite-moe",
     "ernie-moe",
 )
@@ -154,6 +202,9 @@ SPELLED = (
     "mixtral",
     "qwen2-moe",
     "glm4-moe",
+    "dots1",
+    "solar-open",
+    "exaone-moe",
     "granite-moe",
     "ernie-moe",
     "phimoe",

@@ -48,6 +48,26 @@ _GRANITE = (
     }
 )
 _BAMBA = _SHARED | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}
+_FALCON = (
+    _SHARED
+    | _MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "mamba_d_ssm": 48,
+        "mamba_norm_before_gate": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.7, 1.5, 0.8, 1.2, 0.6],
+        "ssm_out_multiplier": 0.6,
+        "mlp_multipliers": [1.4, 0.3],
+    }
+)
 _NEMOTRON = _SHARED | {
     "head_dim": 12,
     "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp", "full_attention"],
@@ -89,6 +109,14 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"mamba_n_groups": 4, "mamba_expand": 3, "mamba_d_head": 12, "attn_layer_indices": [0, 2]}
             | {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True},
         ),
+        "falcon-h1": ("FalconH1", _FALCON),
+        "falcon-h1-norm-groups-biases": (
+            "FalconH1",
+            _FALCON
+            | {"mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_d_ssm": None, "mamba_conv_bias": False}
+            | {"mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True, "mlp_bias": True}
+            | {"time_step_limit": (0.4, 0.9), "tie_word_embeddings": True},
+        ),
         "nemotron-h": ("NemotronH", _NEMOTRON),
         "nemotron-h-biases": (
             "NemotronH",
@@ -102,5 +130,12 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     }
 )
 
-# By groups of heads that share inputs: one, two, four, four.
-SPLIT = ("granite-hybrid", "granite-hybrid-dense-groups-rope", "bamba-groups-biases", "nemotron-h-latent-experts")
+# By groups of heads that share inputs: one, two, four, four, one, two.
+SPLIT = (
+    "granite-hybrid",
+    "granite-hybrid-dense-groups-rope",
+    "bamba-groups-biases",
+    "nemotron-h-latent-experts",
+    "falcon-h1",
+    "falcon-h1-norm-groups-biases",
+)

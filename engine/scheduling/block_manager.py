@@ -106,6 +106,15 @@ class BlockManager:
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
+    def replace(self, block_ids: Sequence[int]) -> list[int] | None:
+        """Drops one reference of each block and holds as many free ones, which it returns; None: too few would be free,
+        and nothing has changed."""
+        freed = sum(1 for block_id in block_ids if self._references[block_id] == 1)
+        if len(self._free) + freed < len(block_ids):
+            return None
+        self.give_back(block_ids)
+        return self.take((), len(block_ids))
+
     def register(self, block_id: int, key: BlockKey, *, windowless: bool = False) -> None:
         """Offers a held block to later sequences. The first block of a key stays, unless it lacks windows and the new
         one does not.

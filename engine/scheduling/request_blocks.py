@@ -66,13 +66,25 @@ class RequestBlocks:
         one is known."""
         return self._cached(state, partial(self.states.resumes_after, state) if self.states.unit else None)
 
-    def _cached(self, state: RequestState, ends_after: Callable[[int], bool] | None) -> list[int]:
+    def cached_before_state(self, state: RequestState, stop: int) -> list[int]:
+        """As `cached`, for a request whose state after `stop` tokens arrives: the state after its cached blocks is not
+        needed, and the last block is sent with the state."""
+        cached = self.cached(state)
+        if not self.states.unit:
+            return cached
+        with_kv = self._cached(state, None, stop=stop)
+        return with_kv if len(with_kv) > len(cached) else cached
+
+    def _cached(
+        self, state: RequestState, ends_after: Callable[[int], bool] | None, *, stop: int | None = None
+    ) -> list[int]:
         if not self._prefix_cache:
             return []
+        most = self._reusable_tokens(state) if stop is None else min(self._reusable_tokens(state), stop - 1)
         return self._blocks.match(
             state.keys,
             state.tokens,
-            self._reusable_tokens(state) // self._block_size,
+            most // self._block_size,
             window_blocks=self._window_blocks,
             multiple=self._align_blocks,
             ends_after=ends_after,
@@ -93,7 +105,9 @@ class RequestBlocks:
             # sliding window must begin at a block.
             unit = self._align_blocks * self._block_size
             resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
-        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at, state.state_slot)
+        return Reservation(
+            state.request_id, tuple(state.blocks), state.num_cached, resume_at, state.state_slot, state.restart_at
+        )
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
@@ -122,15 +136,32 @@ class RequestBlocks:
             return False
         return self._blocks.num_free_without(cached) >= self.needed(state) - len(cached) + spare
 
-    def take(self, state: RequestState, cached: list[int]) -> None:
-        """Gives the request all blocks that it needs; the cached ones come first."""
+    def take(self, state: RequestState, cached: list[int], *, resumed: int | None = None) -> None:
+        """Gives the request all blocks that it needs; the cached ones come first.
+
+        Args:
+            resumed: after how many of these the state is known; None: after all.
+        """
+        resumed = len(cached) if resumed is None else resumed
         known_blocks = len(self._cached(state, None)) if self.states.unit else 0
         blocks = self._blocks.take(cached, self.needed(state) - len(cached))
-        state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
-        self.states.take(state, len(cached), known_blocks)
+        restart_at = resumed * self._block_size
+        state.hold(blocks, num_cached_blocks=len(cached), restart_at=restart_at, block_size=self._block_size)
+        self.states.take(state, resumed, known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
             self.hit_tokens += self.tokens_in(cached)
+
+    def restart(self, state: RequestState) -> bool:
+        """No state arrives: the request computes its tokens from `restart_at` on here, not into cached blocks, which
+        others may share. Returns False and changes nothing when too few blocks are free."""
+        shared = state.blocks[state.restart_at // self._block_size : state.num_cached // self._block_size]
+        own = self._blocks.replace(shared)
+        if own is None:
+            return False
+        self.hit_tokens -= state.num_cached - state.restart_at
+        state.restart(own, block_size=self._block_size)
+        return True
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
@@ -146,8 +177,6 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
-        if self.states.unit:  # nobody could continue after later blocks
-            num_tokens = min(num_tokens, state.state_tokens)
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._blocks.register(
                 state.blocks[index],

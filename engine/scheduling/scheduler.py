@@ -119,8 +119,11 @@ class Scheduler:
             raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
 
-    def reserve(self, request: EngineRequest, now: float) -> Reservation:
+    def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
         """Holds all blocks for a request whose KV comes from elsewhere. No other request matches them.
+
+        Args:
+            arriving_tokens: only the tokens before this one come, with the state after them; 0: all tokens.
 
         Raises:
             InvalidRequest: it could never run.
@@ -134,9 +137,10 @@ class Scheduler:
             raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
         if not self._in_stream_share(state):
             raise self._overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
-        if not self._has_blocks(state):
+        cached = self._blocks.cached_before_state(state, arriving_tokens or state.num_tokens)
+        if not self._has_blocks(state, cached):
             raise self._overloaded("no room for the request's blocks")
-        self._blocks.take(state, self._blocks.cached(state))
+        self._blocks.take(state, cached, resumed=len(self._blocks.cached(state)))
         self._roster.enter(state, Phase.RESERVED)
         return self._blocks.reservation(state)
 
@@ -193,7 +197,7 @@ class Scheduler:
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         multiple = self._blocks.split_multiple
         check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
-        if received_tokens > state.num_cached:
+        if has_arrived := received_tokens > state.num_cached:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
@@ -201,6 +205,7 @@ class Scheduler:
         # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state
         # that was in the request's own slot may have been overwritten by what arrived.
         lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
+        lost = lost or not (has_arrived or self._blocks.restart(state))
         if lost or not self._blocks.extend(state, state.num_tokens + 1):
             self._preempt(state, now)
         else:
@@ -246,6 +251,8 @@ class Scheduler:
         step = NextStep(
             self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now, state_unit=unit
         )
+        # A request is unsteady wherever a block begins, so also where a state is kept.
+        self._blocks.states.begin_decoded(step, [state for state in unsteady if state.decoding])
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
         # A step that preempted a request admits no new ones.
@@ -355,14 +362,14 @@ class Scheduler:
     def _has_room(self, state: RequestState) -> bool:
         """Whether `state` could run at once, with a seat and blocks."""
         before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
-        return self._roster.free_seats > before and self._has_blocks(state)
+        return self._roster.free_seats > before and self._has_blocks(state, self._blocks.cached(state))
 
-    def _has_blocks(self, state: RequestState) -> bool:
+    def _has_blocks(self, state: RequestState, cached: list[int]) -> bool:
         """Whether there are enough free blocks for `state` and for all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
         waiting = sum(map(self._blocks.needed, before))
         spare = self._roster.num_decoders + waiting
-        return self._blocks.fits(state, self._blocks.cached(state), spare=spare, before=len(before))
+        return self._blocks.fits(state, cached, spare=spare, before=len(before))
 
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""

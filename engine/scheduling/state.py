@@ -47,6 +47,9 @@ class RequestState:
         due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
+        num_cached: leading tokens whose KV came from the prefix cache, when it first got blocks.
+        restart_at: the first token to compute here if no state arrives: that after the cached ones, or an earlier one
+            where the recurrent state after these is not kept.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
         num_pending: tokens after `tokens` that steps in flight are drawing.
@@ -92,7 +95,7 @@ class RequestState:
         self.phase = Phase.WAITING
         self.tokens = int_array([*request.prompt, *request.output])
         self.blocks: IntArray = int_array()
-        self.num_cached = 0
+        self.num_cached = self.restart_at = 0
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
@@ -157,17 +160,26 @@ class RequestState:
         logprobs, because these come from the hidden states of the tokens before."""
         return self.prefill_stop - 1 if self.scored is None else len(self.scored)
 
-    def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
+    def hold(self, blocks: list[int], *, num_cached_blocks: int, restart_at: int, block_size: int) -> None:
         """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
         self.blocks = int_array(blocks)
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
+        self.restart_at = restart_at
         self.prefill_stop = self._prompt_stop
         if self.scored is not None:
             del self.scored[self.num_computed :]  # computed again
         if not self.started:
             self.num_cached = self.num_computed
+
+    def restart(self, blocks: list[int], *, block_size: int) -> None:
+        """It computes its tokens from `restart_at` on here. These blocks replace the cached ones from there on, before
+        it has a row."""
+        first = self.restart_at // block_size
+        self.blocks[first : first + len(blocks)] = int_array(blocks)
+        self.num_registered = first
+        self.num_cached = self.num_computed = self.num_scheduled = self.restart_at
 
     def drop_blocks(self) -> IntArray:
         """Takes all blocks and their KV away; returns the blocks."""

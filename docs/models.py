@@ -54,9 +54,13 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   Hadamard matrix and rounds them to fp8 first. Of equal scores the first tokens are taken. Their kernels
   have passed their tests on an H200; their speed is not measured.
 - Qwen3-Next and 3.5, Kimi-Linear, Granite 4, Nemotron-H, Bamba and LFM2 have recurrent layers, which keep one state of
-  each request instead of KV. It travels with the KV, also between nodes of unequal numbers of ranks. A prefix is reused
-  up to the last place where a prompt's state was kept: a multiple of 64 tokens and of the block size. `--state-slots`
-  sets how many states a node holds. On an H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of
+  each request instead of KV. It travels with the KV, also between nodes of unequal numbers of ranks. A prompt begins
+  after the last place of its prefix whose state is kept: a multiple of 64 tokens and of the block size. States are kept
+  at the end of prompts of more than 256 tokens, while answers are decoded, and where a prompt departs from one before;
+  so a shorter prompt is reused from its third time on. A hand-over brings the state, so the decode node gets only the
+  blocks that it lacks, whatever states it keeps: of a conversation's next turn the new ones. `--state-slots` sets how
+  many states a node holds; the least recently used make room. `--batch-invariant` keeps states of prompts only. On an
+  H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of
   LFM2, Qwen3-Next, Kimi-Linear, Granite 4 and Nemotron-H; their speed is not measured.
 - `--expert-parallel` gives each rank of a mixture whole experts instead of some channels of all; attention, shared
   experts and the rest are split as before. Each rank computes its experts for all tokens, which all ranks have

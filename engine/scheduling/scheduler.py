@@ -181,7 +181,8 @@ class Scheduler:
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
-        """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
+        """A reserved request computes its tokens from `Reservation.restart_at` on here. `output` is its whole output so
+        far.
 
         Args:
             received_tokens: the KV of the tokens before this one has arrived in the request's blocks, as far as it was

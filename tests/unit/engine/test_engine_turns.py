@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ async def test_a_hand_over_of_a_turn_needs_its_new_blocks_and_the_state(model: M
         for turn, expected in enumerate((0, 108, 160)):
             name = str(turn)
             prefill.submit(request(name, prompt, greedy(20), prefill_only=True))
-            await sent.until(lambda name=name: bool(sent.ids(name)))
+            await sent.until(partial(sent.tokens.__contains__, name))
             reserved = decode.reserve(request(name, prompt, greedy(20)))
             assert (reserved.cached_tokens, reserved.skipped_tokens) == (expected, 0)
             _send(built, sent.chunks[name][-1], other, reserved, stop=len(prompt))

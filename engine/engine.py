@@ -269,7 +269,7 @@ class Engine:
             return None
         outcome = self._outcomes.popleft()
         if isinstance(outcome, LayersDone):
-            return self._scheduler.layers_computed(outcome.layer_stop)
+            return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepDone):
             events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)

@@ -266,9 +266,9 @@ class Scheduler:
         refused = self._prompts.take_refused()
         return StepEvents(self._in_flight.launched, 0.0, failed=refused) if refused else None
 
-    def layers_computed(self, layer_stop: int) -> StepEvents:
+    def layers_computed(self, layer_stop: int, index_stop: int = 0) -> StepEvents:
         """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
-        return self._in_flight.oldest.layers_computed(layer_stop)
+        return self._in_flight.oldest.layers_computed(layer_stop, index_stop)
 
     def complete(
         self,

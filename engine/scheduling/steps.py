@@ -193,14 +193,15 @@ class Step(NamedTuple):
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
 
-    def layers_computed(self, layer_stop: int) -> StepEvents:
+    def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
         layers = []
         for state, row in zip(self.states, self.rows, strict=True):
             start = state.num_computed
             if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
                 stop = start + len(row.token_ids)
-                layers.append(LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks)))
+                blocks = tuple(state.blocks)
+                layers.append(LayersComputed(state.request_id, start, stop, layer_stop, blocks, index_stop))
         return StepEvents(self.number, 0.0, layers=tuple(layers))
 
     def collect_scores(

@@ -177,13 +177,23 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
+        # Of a model with states, later blocks serve only requests whose state arrives.
+        reported_tokens = state.state_tokens if self.states.unit else num_tokens
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._blocks.register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),
                 windowless=index * self._block_size < state.windows_from,
+                reported=(index + 1) * self._block_size <= reported_tokens,
             )
             state.num_registered = index + 1
+
+    def report(self, state: RequestState) -> None:
+        """There is a snapshot of the request's state: those who follow the cache learn of the blocks before it."""
+        stop = min(state.num_registered, state.state_tokens // self._block_size)
+        if stop > state.num_reported:
+            self._blocks.report(state.blocks[state.num_reported : stop])
+            state.num_reported = stop
 
     def forget(self, state: RequestState) -> None:
         """Offers none of the request's blocks to later requests: something in them gave no finite logits."""

@@ -290,6 +290,8 @@ class Scheduler:
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
         self._blocks.states.end_snapshots(step, results)
+        for snapshot in step.snapshots:
+            self._blocks.report(snapshot.state)
         scored = step.collect_scores(results, scores) if scores else ()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row

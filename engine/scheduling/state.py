@@ -62,6 +62,7 @@ class RequestState:
         steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
+        num_reported: leading blocks of which those who follow the prefix cache know; only for models with states.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
         state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
         restore_from: the slot whose state it continues from, until its first step has ended; its own where that state
@@ -102,7 +103,7 @@ class RequestState:
         self.row_index = 0
         self.shared_row: BatchRow | None = None
         self.steady_stop = 0
-        self.num_registered = 0
+        self.num_registered = self.num_reported = 0
         self.windows_from = 0
         self.state_slot = self.restore_from = -1
         self.state_tokens = 0
@@ -184,7 +185,8 @@ class RequestState:
     def drop_blocks(self) -> IntArray:
         """Takes all blocks and their KV away; returns the blocks."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = self.steady_stop = 0
+        self.num_computed = self.num_scheduled = self.num_registered = self.num_reported = 0
+        self.windows_from = self.steady_stop = 0
         self.shared_row = None
         self.prefill_stop = self._prompt_stop
         return blocks

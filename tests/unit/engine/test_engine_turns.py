@@ -19,10 +19,14 @@ from tests.unit.engine.tiny import greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
 BLOCK_SIZE = 4
+MODELS = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "nemotron-h"))]
 Model = tuple[Path, Any]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3-next", "nemotron-h"])
+@pytest.fixture(
+    scope="module",
+    params=["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "nemotron-h"))],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("model")
     return directory, save_tiny(request.param, directory)
@@ -127,6 +131,7 @@ async def test_a_turn_whose_hand_over_fails_is_computed_from_the_last_kept_state
     async with running(built) as (engine, events):
         engine.submit(request("first", prompt, greedy(50)))
         await events.finished("first")
+        assert len(engine.prefix_cache.cached_keys()) * BLOCK_SIZE == 128, "gateways know where a prompt would begin"
         turn = (*prompt, *events.ids("first"), *prompt_of(9, seed=1))
         reader = engine.reserve(request("reader", turn, greedy(5)))
         reserved = engine.reserve(request("turn", turn, greedy(20)))

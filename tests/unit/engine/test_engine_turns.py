@@ -23,10 +23,7 @@ MODELS = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwe
 Model = tuple[Path, Any]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "nemotron-h"))],
-)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("model")
     return directory, save_tiny(request.param, directory)

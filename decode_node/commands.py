@@ -29,9 +29,14 @@ class EndSession:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Hold all blocks of a request. Answered by `Reserved` or `EngineRefused`."""
+    """Hold all blocks of a request. Answered by `Reserved` or `EngineRefused`.
+
+    Args:
+        arriving_tokens: only the tokens before this one come from elsewhere; 0: all.
+    """
 
     request: EngineRequest
+    arriving_tokens: int = 0
 
 
 @dataclass(frozen=True)

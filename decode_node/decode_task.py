@@ -116,7 +116,7 @@ class DecodeTask:
         if self._reserving:
             return []
         self._reserving = True
-        return [Reserve(self._request)]
+        return [Reserve(self._request, self._split_tokens)]
 
     def reserved(self, reservation: Reservation, now_s: float) -> list[Command]:
         """The engine holds the blocks: of a new request, or of one that goes on after tokens given elsewhere."""
@@ -146,7 +146,7 @@ class DecodeTask:
         """Why this node should prefill the request itself; empty when a prefill node should."""
         if self._why_wanted_here or self._policy == pb.LOCAL_POLICY_STRICT:
             return self._why_wanted_here
-        cached = self._cached_tokens(reservation)
+        cached = self._skipped_tokens(reservation)
         if 0 < self._split_tokens <= cached:
             return f"the first {cached} tokens, which a prefill node would compute, are cached"
         return self._rules.why_local(self._num_tokens - cached, cached)
@@ -270,7 +270,7 @@ class DecodeTask:
         assert self._reservation is not None
         self._enter(Phase.DECODING)
         self.prefill_started_s = now_s
-        cached_tokens = self._cached_tokens(self._reservation)
+        cached_tokens = self._skipped_tokens(self._reservation)
         accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
         if self._traced:
             accepted.at_s = now_s - self._submitted_s
@@ -288,9 +288,9 @@ class DecodeTask:
         if self._traced and self.prefill_started_s is not None:
             self.chunk_times.add(chunk.token_start, chunk.token_stop, now_s - self._submitted_s)
 
-    def _cached_tokens(self, reservation: Reservation) -> int:
-        """How many tokens need not be computed here."""
-        return 0 if self._request.scores_prompt else reservation.cached_tokens
+    def _skipped_tokens(self, reservation: Reservation) -> int:
+        """How many tokens need not be computed if the prompt is computed here."""
+        return 0 if self._request.scores_prompt else reservation.skipped_tokens
 
     def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
         """The request decodes, unless its first token was also its last one."""

@@ -189,10 +189,10 @@ class DecodeDriver:
         engine_id = command.request.request_id if isinstance(command, Reserve) else command.engine_id
         try:
             match command:
-                case Reserve(request=request):
+                case Reserve(request=request, arriving_tokens=arriving_tokens):
                     if (task := self.machine.task_of(engine_id)) is not None:
                         log_arrival(task.request_id, engine_id)
-                    return Reserved(engine_id, self._engine.reserve(request))
+                    return Reserved(engine_id, self._engine.reserve(request, arriving_tokens=arriving_tokens))
                 case ExtendReserved(output=output):
                     return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
                 case Admit(first=first):

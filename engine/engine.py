@@ -114,8 +114,12 @@ class Engine:
         self._scheduler.submit(_with_seed(request), self._clock())
         self._wake.set()
 
-    def reserve(self, request: EngineRequest) -> Reservation:
+    def reserve(self, request: EngineRequest, *, arriving_tokens: int = 0) -> Reservation:
         """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
+
+        Args:
+            arriving_tokens: only the KV of the tokens before this one comes, with the recurrent state after them; 0:
+                that of all tokens.
 
         Raises:
             InvalidRequest: it could never run.
@@ -125,7 +129,7 @@ class Engine:
         self._check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
-        return self._scheduler.reserve(_with_seed(request), self._clock())
+        return self._scheduler.reserve(_with_seed(request), self._clock(), arriving_tokens=arriving_tokens)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
         """The reserved request got more tokens elsewhere. `output` is its whole output so far; blocks may be added.
@@ -270,7 +274,7 @@ class Engine:
             return None
         outcome = self._outcomes.popleft()
         if isinstance(outcome, LayersDone):
-            return self._scheduler.layers_computed(outcome.layer_stop)
+            return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
         self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepDone):
             events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)

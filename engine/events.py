@@ -49,7 +49,8 @@ class ChunkComputed:
 
 @dataclass(frozen=True)
 class LayersComputed:
-    """As `ChunkComputed`, for the first `layer_stop` layers only. The step still runs; `ChunkComputed` follows."""
+    """As `ChunkComputed`, for the first `layer_stop` layers of KV and the first `index_stop` ones of an index only. The
+    step still runs; `ChunkComputed` follows."""
 
     request_id: str
     token_start: int
@@ -57,6 +58,7 @@ class LayersComputed:
     layer_stop: int
     block_ids: tuple[int, ...]
     owner: int | None = None
+    index_stop: int = 0
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ class Reservation:
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
         state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
         owner: the rank with the blocks; None: every rank has blocks of these numbers.
+        restart_at: the first token to compute if the prompt is computed here after all: that after the cached ones, or
+            an earlier one where the recurrent state after these is not kept. None: that after the cached ones.
     """
 
     request_id: str
@@ -122,6 +124,12 @@ class Reservation:
     resume_at: int
     state_slot: int = -1
     owner: int | None = None
+    restart_at: int | None = None
+
+    @property
+    def skipped_tokens(self) -> int:
+        """Leading tokens that need not be computed if the prompt is computed here."""
+        return self.cached_tokens if self.restart_at is None else self.restart_at
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.elementwise import sigmoid
 from models.expert_counts import LayerCounts
 from models.expert_places import LayerPlaces
 from models.kernels.decode_matmul import DecodeMultiply
@@ -125,12 +126,6 @@ def mixed_experts(logits_TE: Tensor, experts_per_token: int, *, threshold: float
         experts.append(expert_T1)
         left_TE = left_TE.scatter(1, expert_T1, -torch.inf)
     return torch.cat(weights, dim=1), torch.cat(experts, dim=1)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """A sigmoid whose result does not depend on the number of tokens. torch's own rounds differently where it takes
-    numbers one by one."""
-    return torch.exp(-x).add_(1).reciprocal_()
 
 
 class RoutedExperts(nn.Module):

@@ -117,16 +117,18 @@ class PrefillTask:
                 self._started_s += queue_s
                 scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
                 return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
-            case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
+            case LayersComputed(token_stop=token_stop, block_ids=block_ids):
                 self._owner = event.owner
-                return self._computed(token_stop, block_ids, now_s, layer_stop=layer_stop)
+                self._unsent.computed(token_stop, layer_stop=event.layer_stop, index_stop=event.index_stop)
+                return self._send_computed(block_ids, now_s)
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
                 self._owner = event.owner
                 if token_stop == self.ticket.token_stop:
                     self._state_slot = event.state_slot
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
                 responded = self._respond(pb.PrefillEvent(progress=progress), now_s)
-                commands = [*self._computed(token_stop, block_ids, now_s), responded]
+                self._unsent.computed(token_stop)
+                commands = [*self._send_computed(block_ids, now_s), responded]
                 if self._split and token_stop >= self.ticket.token_stop:
                     self._computed_s = now_s
                     commands += self._hand_over_if_sent(now_s)
@@ -147,11 +149,8 @@ class PrefillTask:
             case _:
                 return []
 
-    def _computed(
-        self, token_stop: int, block_ids: tuple[int, ...], now_s: float, *, layer_stop: int | None = None
-    ) -> list[Command]:
+    def _send_computed(self, block_ids: tuple[int, ...], now_s: float) -> list[Command]:
         self._block_ids = block_ids
-        self._unsent.computed(token_stop, layer_stop=layer_stop)
         return self._send_next(now_s)
 
     def _send_next(self, now_s: float) -> list[Command]:

@@ -52,9 +52,10 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class LayersDone:
-    """The running step has computed all layers before `layer_stop`."""
+    """The running step has computed all layers before `layer_stop`, and those of an index before `index_stop`."""
 
     layer_stop: int
+    index_stop: int
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class DeviceThread:
             elif isinstance(launched, _Launched):
                 loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
             elif _raised(launched.wait) is None:  # an error of the device comes with its step
-                loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
+                loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop, launched.index_stop))
 
     def _outcome(self, launched: _Launched) -> Outcome:
         step, since_s, launched_s = launched

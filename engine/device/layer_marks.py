@@ -15,16 +15,18 @@ from torch import nn
 
 from engine.device.capture import OnLayer
 from kvcache.spec import KVCacheSpec
-from models.config.model_config import ModelConfig
+from models.config.model_config import MLAConfig, ModelConfig
 
 
 @dataclass(frozen=True)
 class LayerMark:
-    """The layers before `layer_stop` are computed once `event` is complete; None: they are computed already."""
+    """The layers before `layer_stop` are computed once `event` is complete; None: they are computed already. So are
+    those of an index before `index_stop`."""
 
     layer_stop: int
     event: torch.cuda.Event | None
     device: torch.device
+    index_stop: int = 0
 
     def wait(self) -> None:
         """Waits for the mark. Raises what the device raised."""
@@ -45,6 +47,13 @@ def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
     return [min(each * layer_stop, spec.num_layers) for layer_stop in range(1, config.num_layers + 1)]
 
 
+def index_stops(config: ModelConfig) -> list[int]:
+    """How many layers have written keys of an index after each layer of the model."""
+    attention = config.attention
+    index = attention.index if isinstance(attention, MLAConfig) else None
+    return [0 if index is None else index.cache_layer(layer_stop) for layer_stop in range(1, config.num_layers + 1)]
+
+
 # A captured step has marks at the ends of its parts only. Each part costs the host one more launch.
 _PARTS = 4
 
@@ -54,11 +63,14 @@ class LayerMarks:
 
     Args:
         kv_stops: how many layers have written KV after each layer.
+        index_stops: how many have written keys of an index.
     """
 
-    def __init__(self, layers: nn.ModuleList, device: torch.device, *, kv_stops: Sequence[int]) -> None:
+    def __init__(
+        self, layers: nn.ModuleList, device: torch.device, *, kv_stops: Sequence[int], index_stops: Sequence[int]
+    ) -> None:
         self._num_layers = len(layers)
-        self._kv_stops = kv_stops
+        self._kv_stops, self._index_stops = kv_stops, index_stops
         self._device = device
         self._layers_per_group = 1
         self._marked_groups = 0
@@ -96,7 +108,7 @@ class LayerMarks:
         if self._device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
-        self._on_mark(LayerMark(kv_stop, event, self._device))
+        self._on_mark(LayerMark(kv_stop, event, self._device, self._index_stops[layer_stop - 1]))
 
     def _computed(self, layer_stop: int, *_: object) -> None:
         if self._cut is None:

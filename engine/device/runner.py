@@ -27,7 +27,7 @@ from engine.device.decode_buffers import DecodeBuffers
 from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
-from engine.device.layer_marks import LayerMarks, OnMark, kv_stops
+from engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
 from engine.device.prompt_graphs import PromptGraphs
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
@@ -127,7 +127,12 @@ class ModelRunner:
         self.backend = backend
         self._cache = cache
         self._device = cache.view.device
-        self._marks = LayerMarks(model.model.layers, self._device, kv_stops=kv_stops(model.config, cache.spec))
+        self._marks = LayerMarks(
+            model.model.layers,
+            self._device,
+            kv_stops=kv_stops(model.config, cache.spec),
+            index_stops=index_stops(model.config),
+        )
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         if graphs is not None:

@@ -4,7 +4,8 @@ A block is free, or held as often as its reference count says (I1). Free blocks 
 taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
 with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
 
-Who follows the cache takes its changes now and then; only blocks that serve every sequence count as cached there.
+Who follows the cache takes its changes now and then; only blocks that serve every sequence count as cached there, so
+none that has KV without the recurrent state that a computation needs.
 """
 
 from collections import OrderedDict
@@ -29,6 +30,7 @@ class BlockManager:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
         self._windowless: set[int] = set()
+        self._unreported: set[int] = set()
         self._changes: CacheChanges | None = None
         # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key that was taken.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -106,12 +108,22 @@ class BlockManager:
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def register(self, block_id: int, key: BlockKey, *, windowless: bool = False) -> None:
+    def replace(self, block_ids: Sequence[int]) -> list[int] | None:
+        """Drops one reference of each block and holds as many free ones, which it returns; None: too few would be free,
+        and nothing has changed."""
+        freed = sum(1 for block_id in block_ids if self._references[block_id] == 1)
+        if len(self._free) + freed < len(block_ids):
+            return None
+        self.give_back(block_ids)
+        return self.take((), len(block_ids))
+
+    def register(self, block_id: int, key: BlockKey, *, windowless: bool = False, reported: bool = True) -> None:
         """Offers a held block to later sequences. The first block of a key stays, unless it lacks windows and the new
         one does not.
 
         Args:
             windowless: layers with a sliding window lack the KV of some of the block's tokens.
+            reported: False: not to those who follow the cache, until `report`.
         """
         assert self._references[block_id] > 0, f"block {block_id} is not held"
         if self._keys[block_id] is not None:
@@ -119,14 +131,27 @@ class BlockManager:
         known = self._by_digest.get(key.digest)
         if known is not None:
             if windowless or known not in self._windowless:
+                if reported:
+                    self.report((known,))
                 return
             self._forget(known)
         self._keys[block_id] = key
         self._by_digest[key.digest] = block_id
         if windowless:
             self._windowless.add(block_id)
-        elif self._changes is not None:
-            self._note(key.digest, key)
+        self._unreported.add(block_id)
+        if reported:
+            self.report((block_id,))
+
+    def report(self, block_ids: Iterable[int]) -> None:
+        """Lets those who follow the cache know of these blocks, if they serve every sequence."""
+        for block_id in block_ids:
+            if block_id not in self._unreported:
+                continue
+            self._unreported.remove(block_id)
+            key = self._keys[block_id]
+            if self._changes is not None and key is not None and block_id not in self._windowless:
+                self._note(key.digest, key)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Offers these blocks to nobody any more."""
@@ -137,9 +162,8 @@ class BlockManager:
 
     def cached_keys(self) -> list[BlockKey]:
         """The keys of all blocks that are cached now, in no order."""
-        if self._windowless:
-            keys = enumerate(self._keys)
-            return [key for block_id, key in keys if key is not None and block_id not in self._windowless]
+        if hidden := self._windowless | self._unreported:
+            return [key for block_id, key in enumerate(self._keys) if key is not None and block_id not in hidden]
         return [key for key in self._keys if key is not None]
 
     def cached_key(self, digest: bytes) -> BlockKey | None:
@@ -181,3 +205,4 @@ class BlockManager:
             if self._changes is not None:
                 self._note(key.digest, None)
             self._windowless.discard(block_id)
+            self._unreported.discard(block_id)

@@ -18,10 +18,15 @@ from engine.scheduling.state import RequestState
 
 
 class Place(NamedTuple):
-    """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it."""
+    """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it.
+
+    Attributes:
+        resumed: after how many of the cached blocks the recurrent state is known, if the model has one.
+    """
 
     pool: int
     cached: list[int]
+    resumed: int
 
 
 class RequestBlocks:
@@ -80,13 +85,24 @@ class RequestBlocks:
         the last one is known."""
         return self._matched(state, pool, partial(self.states.resumes_after, state) if self.states.unit else None)
 
-    def _matched(self, state: RequestState, pool: BlockManager, ends_after: Callable[[int], bool] | None) -> list[int]:
+    def _matched(
+        self,
+        state: RequestState,
+        pool: BlockManager,
+        ends_after: Callable[[int], bool] | None,
+        *,
+        stop: int | None = None,
+    ) -> list[int]:
+        """Args:
+        stop: blocks end before this token.
+        """
         if not self._prefix_cache:
             return []
+        most = self._reusable_tokens(state) if stop is None else min(self._reusable_tokens(state), stop - 1)
         return pool.match(
             state.keys,
             state.tokens,
-            self._reusable_tokens(state) // self._block_size,
+            most // self._block_size,
             window_blocks=self._window_blocks,
             multiple=self._align_blocks,
             ends_after=ends_after,
@@ -107,8 +123,15 @@ class RequestBlocks:
             # sliding window must begin at a block.
             unit = self._align_blocks * self._block_size
             resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
-        blocks = tuple(state.blocks)
-        return Reservation(state.request_id, blocks, state.num_cached, resume_at, state.state_slot, state.owner)
+        return Reservation(
+            state.request_id,
+            tuple(state.blocks),
+            state.num_cached,
+            resume_at,
+            state.state_slot,
+            state.owner,
+            state.restart_at,
+        )
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
@@ -138,7 +161,9 @@ class RequestBlocks:
             room[room.index(max(room))] -= self.needed(state)
         return room
 
-    def place(self, state: RequestState, room: list[int], *, before: int = 0) -> Place | None:
+    def place(
+        self, state: RequestState, room: list[int], *, before: int = 0, arriving_tokens: int | None = None
+    ) -> Place | None:
         """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
         that has most room left then. None: nowhere.
 
@@ -147,16 +172,21 @@ class RequestBlocks:
 
         Args:
             room: of each pool.
+            arriving_tokens: the state after these tokens arrives. So the state after the cached blocks is not needed,
+                and the last block is sent with the state.
         """
         if not self.states.has_room(others=before):
             return None
         best, most = None, -1
         for number, pool in enumerate(self._pools):
             cached = self._cached(state, pool)
+            resumed = len(cached)
+            if arriving_tokens is not None and self.states.unit:
+                cached = max(cached, self._matched(state, pool, None, stop=arriving_tokens), key=len)
             held_anew = pool.num_free - pool.num_free_without(cached)
             left = room[number] - held_anew - (self.needed(state) - len(cached))
             if left >= 0 and left + len(cached) > most:
-                best, most = Place(number, cached), left + len(cached)
+                best, most = Place(number, cached, resumed), left + len(cached)
         return best
 
     def take(self, state: RequestState, place: Place) -> None:
@@ -164,12 +194,28 @@ class RequestBlocks:
         pool, cached = self._pools[place.pool], place.cached
         known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0
         blocks = pool.take(cached, self.needed(state) - len(cached))
-        owner = place.pool if len(self._pools) > 1 else None
-        state.hold(blocks, owner=owner, num_cached_blocks=len(cached), block_size=self._block_size)
-        self.states.take(state, len(cached), known_blocks)
+        state.hold(
+            blocks,
+            owner=place.pool if len(self._pools) > 1 else None,
+            num_cached_blocks=len(cached),
+            restart_at=place.resumed * self._block_size,
+            block_size=self._block_size,
+        )
+        self.states.take(state, place.resumed, known_blocks)
         if self._prefix_cache:
             self.queried_tokens += state.num_tokens
             self.hit_tokens += self.tokens_in(cached)
+
+    def restart(self, state: RequestState) -> bool:
+        """No state arrives: the request computes its tokens from `restart_at` on here, not into cached blocks, which
+        others may share. Returns False and changes nothing when too few blocks are free."""
+        shared = state.blocks[state.restart_at // self._block_size : state.num_cached // self._block_size]
+        own = self._pools[state.pool].replace(shared)
+        if own is None:
+            return False
+        self.hit_tokens -= state.num_cached - state.restart_at
+        state.restart(own, block_size=self._block_size)
+        return True
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
@@ -190,15 +236,23 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
-        if self.states.unit:  # nobody could continue after later blocks
-            num_tokens = min(num_tokens, state.state_tokens)
+        # Of a model with states, later blocks serve only requests whose state arrives.
+        reported_tokens = state.state_tokens if self.states.unit else num_tokens
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._pools[state.pool].register(
                 state.blocks[index],
                 state.keys.key(index, state.tokens),
                 windowless=index * self._block_size < state.windows_from,
+                reported=(index + 1) * self._block_size <= reported_tokens,
             )
             state.num_registered = index + 1
+
+    def report(self, state: RequestState) -> None:
+        """There is a snapshot of the request's state: those who follow the cache learn of the blocks before it."""
+        stop = min(state.num_registered, state.state_tokens // self._block_size)
+        if stop > state.num_reported:
+            self._pools[state.pool].report(state.blocks[state.num_reported : stop])
+            state.num_reported = stop
 
     def forget(self, state: RequestState) -> None:
         """Offers none of the request's blocks to later requests: something in them gave no finite logits."""

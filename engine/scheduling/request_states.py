@@ -1,12 +1,13 @@
 """The recurrent states of one engine's requests: their slots, the snapshots they begin from and leave. Pure.
 
-A prefix is reused only up to a block after which there is a snapshot. Snapshots are taken where a chunk of a prompt
-ends at a multiple of `unit` tokens. So a prompt is cut at such a place before its end, and where it departs from a
-prefix whose blocks are cached but whose state is not: the next request with that prefix then finds the state too.
+A prompt that is computed here begins after a block with a snapshot. Snapshots are taken where a chunk of a prompt ends
+at a multiple of `unit` tokens. So a prompt is cut at such a place before its end, and where it departs from a prefix
+whose blocks are cached but whose state is not: the next request with that prefix then finds the state too. While a
+request decodes, each multiple of `unit` gets a snapshot, for its recomputation and for the next turn of a conversation.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.errors import BatonError
 from engine.batch import RowResult
@@ -15,8 +16,11 @@ from engine.scheduling.state import Phase, RequestState
 from engine.scheduling.state_slots import NO_SLOT, StateSlots
 from engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# A cut before its end costs a prompt one more step, so there is none for shorter prefixes, in units.
+# A cut before its end costs a prompt one more step, about as much as the tokens of a shorter prefix, in units. Such a
+# prefix gets a cut when it comes again.
 _LEAST_CUT_UNITS = 4
+# Slots that snapshots of decoding requests leave free: until its step has ended, nobody can have a snapshot's slot.
+_SPARE_SLOTS = 1
 
 
 class RequestStates:
@@ -24,7 +28,7 @@ class RequestStates:
 
     Args:
         align_tokens: of `EngineLimits.chunk_align_tokens`, or 1. Above 1 chunks end at its multiples only, and states
-            after decoded tokens are not kept.
+            after decoded tokens are not kept: they differ in their last bits from those after a prompt's.
 
     Attributes:
         unit: of how many tokens a place with a snapshot is a multiple; 0: the model has no states.
@@ -59,7 +63,8 @@ class RequestStates:
         if self._keeps and not self._aligned:
             last = (state.prefill_stop - 1) // self.unit * self.unit
             departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
-            state.cuts = tuple(sorted(cut for cut in {departs, last} if cut >= _LEAST_CUT_UNITS * self.unit))
+            cuts = {departs, last} if last >= _LEAST_CUT_UNITS * self.unit else {departs}
+            state.cuts = tuple(sorted(cut for cut in cuts if cut > state.state_tokens))
 
     def received(self, state: RequestState) -> None:
         """The request's state has come from elsewhere."""
@@ -83,8 +88,23 @@ class RequestStates:
 
     # ---- steps
 
+    def begin_decoded(self, step: NextStep, decoding: Iterable[RequestState]) -> None:
+        """Adds snapshots that are taken before the step, of requests that decode in it and have no row in it yet."""
+        if not self._keeps or self._aligned:
+            return
+        for state in decoding:
+            stop = state.num_scheduled
+            if stop % self.unit:
+                continue
+            # NOTE: before the step and not after the one that ends here, because that one's token may still be unknown.
+            key = state.keys.key(stop // self._block_size - 1, state.tokens)
+            slot = self.slots.begin_snapshot(key, spare=_SPARE_SLOTS)
+            if slot != NO_SLOT:
+                step.restores.append((state.state_slot, slot))
+                step.snapshots.append(StepSnapshot(state, stop, key, slot, before=True))
+
     def begin_snapshots(self, step: NextStep) -> None:
-        """Adds the snapshots that are taken after the step."""
+        """Adds the snapshots that are taken after the step, of prompts."""
         if not self._keeps:
             return
         for state, row in zip(step.states[step.num_decodes :], step.rows[step.num_decodes :], strict=True):
@@ -101,7 +121,7 @@ class RequestStates:
         Args:
             results: None: it has failed.
         """
-        for state, stop, key, slot in step.snapshots:
+        for state, stop, key, slot, _ in step.snapshots:
             # The step of a request that has failed or ended meanwhile computed nothing of use.
             written = (
                 results is not None

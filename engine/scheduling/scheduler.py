@@ -119,8 +119,11 @@ class Scheduler:
             raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
 
-    def reserve(self, request: EngineRequest, now: float) -> Reservation:
+    def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
         """Holds all blocks for a request whose KV comes from elsewhere. No other request matches them.
+
+        Args:
+            arriving_tokens: only the tokens before this one come, with the state after them; 0: all tokens.
 
         Raises:
             InvalidRequest: it could never run.
@@ -134,7 +137,8 @@ class Scheduler:
             raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
         if not self._in_stream_share(state):
             raise self._overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
-        if (place := self._place(state)) is None:
+        place = self._place(state, arriving_tokens=arriving_tokens or state.num_tokens)
+        if place is None:
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, place)
         self._roster.enter(state, Phase.RESERVED)
@@ -177,7 +181,8 @@ class Scheduler:
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
-        """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
+        """A reserved request computes its tokens from `Reservation.restart_at` on here. `output` is its whole output so
+        far.
 
         Args:
             received_tokens: the KV of the tokens before this one has arrived in the request's blocks, as far as it was
@@ -193,7 +198,7 @@ class Scheduler:
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         multiple = self._blocks.split_multiple
         check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
-        if received_tokens > state.num_cached:
+        if has_arrived := received_tokens > state.num_cached:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
@@ -201,6 +206,7 @@ class Scheduler:
         # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state
         # that was in the request's own slot may have been overwritten by what arrived.
         lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
+        lost = lost or not (has_arrived or self._blocks.restart(state))
         if lost or not self._blocks.extend(state, state.num_tokens + 1):
             self._preempt(state, now)
         else:
@@ -246,6 +252,8 @@ class Scheduler:
         step = NextStep(
             self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now, state_unit=unit
         )
+        # A request is unsteady wherever a block begins, so also where a state is kept.
+        self._blocks.states.begin_decoded(step, [state for state in unsteady if state.decoding])
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
         # A step that preempted a request admits no new ones.
@@ -258,9 +266,9 @@ class Scheduler:
         refused = self._prompts.take_refused()
         return StepEvents(self._in_flight.launched, 0.0, failed=refused) if refused else None
 
-    def layers_computed(self, layer_stop: int) -> StepEvents:
+    def layers_computed(self, layer_stop: int, index_stop: int = 0) -> StepEvents:
         """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
-        return self._in_flight.oldest.layers_computed(layer_stop)
+        return self._in_flight.oldest.layers_computed(layer_stop, index_stop)
 
     def complete(
         self,
@@ -282,6 +290,8 @@ class Scheduler:
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
         self._blocks.states.end_snapshots(step, results)
+        for snapshot in step.snapshots:
+            self._blocks.report(snapshot.state)
         scored = step.collect_scores(results, scores) if scores else ()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
@@ -358,11 +368,11 @@ class Scheduler:
         before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
         return self._roster.free_seats > before and self._place(state) is not None
 
-    def _place(self, state: RequestState) -> Place | None:
+    def _place(self, state: RequestState, *, arriving_tokens: int | None = None) -> Place | None:
         """Where there are enough free blocks for `state` next to all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
         room = self._blocks.room(self._roster.decoders(), before)
-        return self._blocks.place(state, room, before=len(before))
+        return self._blocks.place(state, room, before=len(before), arriving_tokens=arriving_tokens)
 
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""

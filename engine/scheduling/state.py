@@ -48,6 +48,9 @@ class RequestState:
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         owner: the rank that has the blocks; None: every rank has blocks of these numbers, or it has none.
+        num_cached: leading tokens whose KV came from the prefix cache, when it first got blocks.
+        restart_at: the first token to compute here if no state arrives: that after the cached ones, or an earlier one
+            where the recurrent state after these is not kept.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
         num_pending: tokens after `tokens` that steps in flight are drawing.
@@ -60,6 +63,7 @@ class RequestState:
         steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
+        num_reported: leading blocks of which those who follow the prefix cache know; only for models with states.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
         state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
         restore_from: the slot whose state it continues from, until its first step has ended; its own where that state
@@ -94,14 +98,14 @@ class RequestState:
         self.tokens = int_array([*request.prompt, *request.output])
         self.blocks: IntArray = int_array()
         self.owner: int | None = None
-        self.num_cached = 0
+        self.num_cached = self.restart_at = 0
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
         self.row_index = 0
         self.shared_row: BatchRow | None = None
         self.steady_stop = 0
-        self.num_registered = 0
+        self.num_registered = self.num_reported = 0
         self.windows_from = 0
         self.state_slot = self.restore_from = -1
         self.state_tokens = 0
@@ -164,22 +168,34 @@ class RequestState:
         """Number of the pool that the blocks are from."""
         return self.owner or 0
 
-    def hold(self, blocks: list[int], *, owner: int | None, num_cached_blocks: int, block_size: int) -> None:
+    def hold(
+        self, blocks: list[int], *, owner: int | None, num_cached_blocks: int, restart_at: int, block_size: int
+    ) -> None:
         """Gives it these blocks of the owner's; the first `num_cached_blocks` come from the prefix cache."""
         self.blocks, self.owner = int_array(blocks), owner
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
+        self.restart_at = restart_at
         self.prefill_stop = self._prompt_stop
         if self.scored is not None:
             del self.scored[self.num_computed :]  # computed again
         if not self.started:
             self.num_cached = self.num_computed
 
+    def restart(self, blocks: list[int], *, block_size: int) -> None:
+        """It computes its tokens from `restart_at` on here. These blocks replace the cached ones from there on, before
+        it has a row."""
+        first = self.restart_at // block_size
+        self.blocks[first : first + len(blocks)] = int_array(blocks)
+        self.num_registered = first
+        self.num_cached = self.num_computed = self.num_scheduled = self.restart_at
+
     def drop_blocks(self) -> IntArray:
         """Takes all blocks and their KV away; returns the blocks."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = self.steady_stop = 0
+        self.num_computed = self.num_scheduled = self.num_registered = self.num_reported = 0
+        self.windows_from = self.steady_stop = 0
         self.shared_row = None
         self.prefill_stop = self._prompt_stop
         return blocks

@@ -76,13 +76,13 @@ class StateSlots:
 
     # ---- snapshots
 
-    def begin_snapshot(self, key: BlockKey) -> int:
-        """A slot for the state after this block, which a step will write; NO_SLOT: there is one already, or no room.
-        It is nobody's until `end_snapshot`."""
+    def begin_snapshot(self, key: BlockKey, *, spare: int = 0) -> int:
+        """A slot for the state after this block, which a step will write; NO_SLOT: there is one already, or no room
+        that leaves `spare` slots available. It is nobody's until `end_snapshot`."""
         if self.has(key):
             self._snapshots.move_to_end(key.digest)
             return NO_SLOT
-        return self._vacate() if self.num_available else NO_SLOT
+        return self._vacate() if self.num_available > spare else NO_SLOT
 
     def end_snapshot(self, key: BlockKey, slot: int, *, written: bool) -> None:
         """The step has ended. Offers the snapshot to later requests if it was written."""

@@ -62,12 +62,14 @@ class StepSnapshot(NamedTuple):
         token_stop: tokens that are in the state.
         key: of the last block of these.
         slot: -1: there is a snapshot already, or there is no room.
+        before: it is copied before the step, among its restores.
     """
 
     state: RequestState
     token_stop: int
     key: BlockKey
     slot: int
+    before: bool = False
 
 
 class NextStep:
@@ -86,7 +88,7 @@ class NextStep:
         has_skipped: the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
         restores: recurrent states, (from slot, to slot), that are copied before the step.
-        snapshots: of recurrent states after the step.
+        snapshots: of recurrent states, that can be used once the step has ended.
 
     Args:
         state_unit: multiples of this many tokens are where chunks of models with recurrent states should end; 0: the
@@ -180,7 +182,7 @@ class Step(NamedTuple):
         started: the requests whose first row is in this step, by id.
         work: what the step computes.
         scores: it computes prompt logprobs too.
-        snapshots: of recurrent states after it.
+        snapshots: of recurrent states, that can be used once it has ended.
     """
 
     number: int
@@ -191,15 +193,16 @@ class Step(NamedTuple):
     scores: bool
     snapshots: tuple[StepSnapshot, ...] = ()
 
-    def layers_computed(self, layer_stop: int) -> StepEvents:
+    def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
         layers = []
         for state, row in zip(self.states, self.rows, strict=True):
             start = state.num_computed
             if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
                 stop = start + len(row.token_ids)
+                blocks = tuple(state.blocks)
                 layers.append(
-                    LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks), state.owner)
+                    LayersComputed(state.request_id, start, stop, layer_stop, blocks, state.owner, index_stop)
                 )
         return StepEvents(self.number, 0.0, layers=tuple(layers))
 
@@ -250,7 +253,7 @@ class StepsInFlight:
         launched = Step(number, step.states, tuple(step.rows), step.started, step.work, bool(step.scores), taken)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
-        copies = tuple((each.state.state_slot, each.slot) for each in taken if each.slot >= 0)
+        copies = tuple((each.state.state_slot, each.slot) for each in taken if each.slot >= 0 and not each.before)
         return Batch(number, launched.rows, step.layers_per_group, scores, tuple(step.restores), copies)
 
     @property

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from attention.backend import AttentionBackend
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
+from models.elementwise import sigmoid
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama import LlamaAttention
 from models.kernels.activation import clamp_and_gate
@@ -18,7 +19,7 @@ from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_exp
 from models.kernels.packed_experts import Mxfp4Weight, run_packed_experts
 from models.layers import RMSNorm
 from models.linear import Multiply
-from models.moe import RoutedExperts, Router, run_experts, sigmoid, weighted_sum
+from models.moe import RoutedExperts, Router, run_experts, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 

@@ -5,8 +5,8 @@ Shapes: T token, H key head, E entry of a head: a value head, or a channel of it
 """
 
 from torch import Tensor
-from torch.nn.functional import softplus
 
+from models.elementwise import sigmoid, softplus
 from models.kernels import delta_gates as kernels
 
 
@@ -25,4 +25,4 @@ def log_decays(a_THE: Tensor, log_rates: Tensor, bias_HE: Tensor) -> Tensor:
 
 def correction_rates(b_THR: Tensor) -> Tensor:
     """Sigmoids, float32, contiguous."""
-    return kernels.sigmoids(b_THR) if b_THR.is_cuda else b_THR.float().sigmoid()
+    return kernels.sigmoids(b_THR) if b_THR.is_cuda else sigmoid(b_THR.float())

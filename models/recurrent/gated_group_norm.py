@@ -5,8 +5,8 @@ Shapes: T token, X channel of all groups, G group, C channel of a group.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
+from models.elementwise import silu
 from models.kernels.gated_group_norm import gated_group_norm
 from models.parallel import ParallelModule
 

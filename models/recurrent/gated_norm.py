@@ -5,8 +5,9 @@ Shapes: X any axes, V channel of a head.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
+from models.elementwise import sigmoid, silu
 from models.kernels import gated_norm as kernels
 
 
@@ -30,4 +31,4 @@ class GatedRMSNorm(nn.Module):
     def in_torch(self, x_XV: Tensor, gate_XV: Tensor) -> Tensor:
         normed_XV = rms_norm(x_XV.float(), self.weight.shape, self.weight.float(), self.eps)
         gate_XV = gate_XV.float()
-        return (normed_XV * (gate_XV.sigmoid() if self.sigmoid else silu(gate_XV))).to(x_XV.dtype)
+        return (normed_XV * (sigmoid(gate_XV) if self.sigmoid else silu(gate_XV))).to(x_XV.dtype)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
+from models.elementwise import softplus
 from models.kernels import selective_scan as kernels
 from models.recurrent.rows import StateRows
 

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
+from models.elementwise import silu
 from models.kernels.short_conv import short_conv as short_conv_on_gpu
 from models.recurrent.rows import StateRows
 

@@ -13,6 +13,7 @@ from baton.types import SamplingParams
 from tests.integration.cluster import LLAMA, Machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
+from tests.integration.test_layer_groups import LAYERS_PER_GROUP, fix_layers_per_group
 from tests.unit.models.tiny_sparse import MODELS
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -48,5 +49,17 @@ async def test_tokens_are_transformers_also_after_a_prefix_is_reused(
         result = await generate(gateway, prompt, GREEDY)
         assert result.proof.path is RequestPath.REMOTE
         assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    for each in (prefill, decode):
+        await until_status(each, nothing_held)
+
+
+async def test_its_index_is_sent_with_each_group_of_layers(start: Machines, directory: Path) -> None:
+    reference, node = Reference(directory), {"model": directory, "num_blocks": 64}
+    prefill, decode = start.nodes(("prefill", node), ("decode", node), prepare=fix_layers_per_group)
+    gateway = start.gateway([prefill], [decode], model=directory, local_policy="strict")
+    prompt = [3 + token % 40 for token in range(0, 7 * 90, 7)]
+    result = await generate(gateway, prompt, GREEDY)
+    assert result.proof.layer_groups == -(-MODELS[NAME][1]["num_hidden_layers"] // LAYERS_PER_GROUP)
+    assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
     for each in (prefill, decode):
         await until_status(each, nothing_held)

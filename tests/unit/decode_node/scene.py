@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from baton.errors import BatonError, DataLoss
@@ -120,8 +121,9 @@ class Scene:
 
     # ---- from the engine
 
-    def reserved(self, key: int, *, cached_tokens: int = 16) -> list[Command]:
-        return self.on(Reserved(f"{SESSION}.{key}", reservation(key, cached_tokens=cached_tokens)))
+    def reserved(self, key: int, *, cached_tokens: int = 16, restart_at: int | None = None) -> list[Command]:
+        held = replace(reservation(key, cached_tokens=cached_tokens), restart_at=restart_at)
+        return self.on(Reserved(f"{SESSION}.{key}", held))
 
     def admitted(self, key: int) -> list[Command]:
         return self.on(Admitted(f"{SESSION}.{key}", None))

@@ -166,7 +166,7 @@ async def test_closing_releases_every_request_and_ends_the_sessions(built: Built
 async def test_a_defect_costs_one_request_and_is_reported(
     built: Built, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def defect(*_: object) -> None:
+    def defect(*_: object, **__: object) -> None:
         raise KeyError("defect")
 
     async with running(built) as node:

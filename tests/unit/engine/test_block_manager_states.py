@@ -53,13 +53,33 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.holders.append(holder)
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data(), windowless=st.booleans())
-    def register(self, data: st.DataObject, windowless: bool) -> None:
+    @rule(data=st.data(), windowless=st.booleans(), reported=st.booleans())
+    def register(self, data: st.DataObject, windowless: bool, reported: bool) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         for index in range(len(holder.tokens) // BLOCK_SIZE):
             content = (holder.salt, holder.tokens[: (index + 1) * BLOCK_SIZE].tobytes())
-            self.blocks.register(holder.blocks[index], holder.keys.key(index, holder.tokens), windowless=windowless)
+            key = holder.keys.key(index, holder.tokens)
+            self.blocks.register(holder.blocks[index], key, windowless=windowless, reported=reported)
             self.content.setdefault(holder.blocks[index], content)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def report(self, data: st.DataObject) -> None:
+        self.blocks.report(data.draw(st.sampled_from(self.holders)).blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def replace_last(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        last = holder.blocks[-2:]
+        own = self.blocks.replace(last)
+        if own is not None:
+            assert {block_id for other in self.holders if other is not holder for block_id in other.blocks}.isdisjoint(
+                own
+            )
+            holder.blocks[-2:] = own
+            for block_id in own:
+                self.content.pop(block_id, None)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

@@ -58,6 +58,25 @@ def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp
         assert torch.equal(kv.nan_to_num(-1), now.nan_to_num(-1))
 
 
+def test_at_a_mark_the_index_of_the_first_layers_is_there_too(tmp_path: Path) -> None:
+    """Of five layers the first and the third have one. The others attend to what these select."""
+    save_tiny("glm-moe-dsa-shared-selection", tmp_path)
+    runner = runner_of(build(tmp_path), graphs=None)
+    index = runner._cache.index
+    assert index is not None
+    index.storage.fill_(torch.nan)
+    stops: list[int] = []
+
+    def on_mark(mark: LayerMark) -> None:
+        mark.wait()
+        stops.append(mark.index_stop)
+        layers = [index.layer(layer)[:, list(BLOCKS)] for layer in range(index.spec.num_layers)]
+        assert [not layer.isnan().all() for layer in layers] == [at < mark.index_stop for at in range(len(layers))]
+
+    runner.launch(batch_of(runner, layers_per_group=1), on_mark).wait()
+    assert stops == [1, 1, 2, 2]
+
+
 def test_marks_come_after_each_group_of_layers_and_not_after_the_last(llama: tuple[Path, Any], tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     runner = runner_of(build(tmp_path), graphs=None)

@@ -79,7 +79,7 @@ def with_two_reserved(scheduler: Scheduler) -> None:
     """A stream of 16 tokens loses its 4 blocks, because the other 3 are reserved."""
     for name, length in (("large", 7), ("small", 3)):
         state = scheduler._new_state(stream(name, length), 0.0)
-        scheduler._blocks.take(state, Place(0, []))
+        scheduler._blocks.take(state, Place(0, [], 0))
         scheduler._roster.enter(state, Phase.RESERVED)
     while not scheduler.load().preemptions:
         batch = scheduler.schedule(0.0)

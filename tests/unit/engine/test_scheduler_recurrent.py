@@ -5,9 +5,11 @@ exactly its own tokens. Steps copy states before and after their rows; what arri
 whatever steps are queued.
 """
 
+from math import lcm
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from baton.errors import Overloaded
 from engine.batch import BatchRow
@@ -22,6 +24,7 @@ class RecurrentMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, Tokens | None] = {}  # None: no state of any sequence
+        self.parts: dict[str, int] = {}  # of reserved requests, how many tokens arrive
 
     @rule(length=st.integers(3, 9), last=st.integers(0, 1), count=st.integers(1, 3), elsewhere=st.booleans())
     def come_again(self, length: int, last: int, count: int, elsewhere: bool) -> None:
@@ -36,14 +39,37 @@ class RecurrentMachine(SchedulerMachine):
             if self.in_flight:
                 self.finish(1)
 
-    def reserve_plain(self, prompt: Tokens) -> None:
+    @rule(length=st.integers(3, 9), blocks=st.integers(1, 3))
+    def reserve_part(self, length: int, blocks: int) -> None:
+        """A prompt of which only the first part is to come."""
+        part = blocks * lcm(BLOCK_SIZE, self.align or 1)
+        if part < length:
+            self.reserve_plain((0,) * length, part=part)
+
+    @precondition(lambda self: self.parts.keys() & self.reserved.keys())
+    @rule(data=st.data(), arrives=st.booleans())
+    def end_part(self, data: st.DataObject, arrives: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.parts.keys() & self.reserved.keys())))
+        part, reservation, sequence = self.parts.pop(name), self.reserved.pop(name), self.sequences[name]
+        here = not arrives or reservation.skipped_tokens >= part
+        if not here:
+            self.write(sequence, reservation, reservation.cached_tokens, part)
+        self.receive_state(name, reservation, 0 if here else part)
+        output = sequence[self.prompts[name] :]
+        self.scheduler.prefill_here(name, output, self.now, received_tokens=0 if here else part)
+
+    def reserve_plain(self, prompt: Tokens, *, part: int = 0) -> None:
         request = self.request(prompt, 3)
         try:
-            reservation = self.scheduler.reserve(request, self.now)
+            reservation = self.scheduler.reserve(request, self.now, arriving_tokens=part)
         except Overloaded:
             return
+        assert reservation.skipped_tokens <= reservation.cached_tokens
+        assert not part or reservation.cached_tokens < part or reservation.skipped_tokens == reservation.cached_tokens
         self.live.add(request.request_id)
         self.reserved[request.request_id] = reservation
+        if part:
+            self.parts[request.request_id] = part
 
     def run(self, step: Running, drawn: list[int]) -> None:
         assert not {target for _, target in step.batch.restores} & {source for source, _ in step.batch.restores}

@@ -3,7 +3,7 @@
 Legend: T token, S slot, H key head, R value head of a key head, K key channel, V value channel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ from tests.unit.models.recurrent_steps import state_rows
 
 HEADS, PER_HEAD, KEYS, VALUES = 2, 3, 12, 20
 SLOTS = 5
+Rule = Callable[..., Tensor]
 by_decay = pytest.mark.parametrize("by_channel", [False, True], ids=["one-decay", "decays-by-channel"])
 
 
@@ -164,6 +165,23 @@ def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     # The products of models in 16 bits are in tf32 where the kernel is compiled.
     tolerance = 1e-4 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(ours.cpu(), kept, rtol=tolerance, atol=1e-5 if dtype is torch.float32 else tolerance)
+
+
+@by_decay
+@pytest.mark.parametrize("rule", [in_torch, kernels.gated_delta], ids=["torch", "triton"])
+def test_a_request_has_the_same_bits_alone_and_next_to_others(by_channel: bool, rule: Rule) -> None:
+    """Two decodes and two prompts, in one step and in four."""
+    lengths, contexts = [1, 1, 30, 3], [64, 7, 45, 0]
+    tokens = Tokens(*(each.to(DEVICE) for each in tokens_of(sum(lengths), by_channel=by_channel).all))
+    together = states().to(DEVICE)
+    apart = together.clone()
+    outs = rule(*tokens.all, together, on_device(state_rows(range(4), lengths, contexts))).split(lengths)
+    start = 0
+    for slot, (length, context, out) in enumerate(zip(lengths, contexts, outs, strict=True)):
+        own = tokens.at(slice(start, start + length))
+        assert torch.equal(rule(*own.all, apart, on_device(state_rows([slot], [length], [context]))), out)
+        assert torch.equal(apart[slot], together[slot])
+        start += length
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -131,6 +131,24 @@ def test_cuts_at_multiples_of_a_sub_chunk_keep_the_bits(twin: str) -> None:
 
 
 @by_twin
+def test_a_request_has_the_same_bits_alone_and_next_to_others(twin: str) -> None:
+    """Two decodes and two prompts, in one step and in four."""
+    learnt, lengths, contexts = weights(), [1, 1, 70, 5], [7, 64, 30, 0]
+    tokens, drawn = sequence(sum(lengths), 5), torch.Generator().manual_seed(6)
+    together = states()
+    together.copy_(torch.randn(together.shape, generator=drawn))
+    apart = together.clone()
+    rows = state_rows(range(4), lengths, contexts, device=DEVICE)
+    outs = scan(twin, tokens, learnt, together, rows).split(lengths)
+    start = 0
+    for slot, (length, context, out) in enumerate(zip(lengths, contexts, outs, strict=True)):
+        one = state_rows([slot], [length], [context], device=DEVICE)
+        assert torch.equal(scan(twin, tokens.part(start, start + length), learnt, apart, one), out)
+        assert torch.equal(apart[slot], together[slot])
+        start += length
+
+
+@by_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_rounded_once(twin: str, dtype: torch.dtype) -> None:
     tokens, learnt = sequence(70, 4, dtype), weights()

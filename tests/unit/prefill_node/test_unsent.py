@@ -36,12 +36,15 @@ def test_first_layers_are_taken_before_the_others_of_their_chunk() -> None:
     assert sending.take() == [Piece(range(3, LAYERS), 10, 50)]
 
 
-def test_the_index_of_a_chunk_is_taken_with_its_last_layers() -> None:
+def test_the_index_of_the_first_layers_is_taken_with_them() -> None:
     sending = unsent(replace(SPEC, index=INDEX))
-    sending.computed(50, layer_stop=2)
+    sending.computed(50, layer_stop=2)  # without an indexer
     assert sending.take() == [Piece(range(2), 10, 50)]
+    sending.computed(50, layer_stop=3, index_stop=1)
+    assert sending.take() == [Piece(range(2, 3), 10, 50), Piece(range(LAYERS, LAYERS + 1), 10, 50)]
     sending.computed(50)
-    assert sending.take() == [Piece(range(2, 2 * LAYERS), 10, 50)]
+    rest = [Piece(range(3, LAYERS), 10, 50), Piece(range(LAYERS + 1, 2 * LAYERS), 10, 50)]
+    assert sending.take() == rest
 
 
 def test_a_state_is_taken_once_and_last() -> None:

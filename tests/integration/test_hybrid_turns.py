@@ -1,0 +1,83 @@
+"""A conversation with a model with recurrent layers on a prefill node and a decode node: each turn sends its new blocks
+and one state."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from baton.types import Path as RequestPath
+from baton.types import SamplingParams
+from models.config.reader import read_config
+from models.needs import kv_cache_spec
+from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
+from tests.integration.generation import Result, generate
+from tests.integration.reference import Reference
+from tests.unit.models.tiny_hybrid import MODELS
+
+GREEDY = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+PROMPT = [3 + token % 40 for token in range(0, 7 * 90, 7)]
+NEW_TEXT = [5, 9, 4, 8] * 5
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with the tokenizer of a demo model."""
+    path: Path = tmp_path_factory.mktemp("hybrid")
+    vocabulary = Tokenizer.from_file(str(LLAMA / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(**{**MODELS["lfm2"][1], "vocab_size": vocabulary})
+    transformers.Lfm2ForCausalLM(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, path)
+    return path
+
+
+def node_of(directory: Path) -> Flags:
+    return {"model": directory, "num_blocks": 64, "block_size": BLOCK_SIZE, "max_batch_tokens": 256}
+
+
+async def test_a_turn_sends_its_new_blocks_and_one_state(start: Machines, directory: Path) -> None:
+    reference, spec = Reference(directory), kv_cache_spec(read_config(directory), "float32")
+    prefill, decode = start.nodes(("prefill", node_of(directory)), ("decode", node_of(directory)))
+    gateway = start.gateway([prefill], [decode], model=directory, local_policy="strict")
+    prompt, cached = PROMPT, 0
+    for _ in range(3):
+        result = await generate(gateway, prompt, GREEDY)
+        assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+        proof = result.proof
+        assert proof.path is RequestPath.REMOTE
+        assert proof.transport != "loopback"
+        assert proof.prompt_tokens_sent == len(prompt) - cached
+        assert proof.bytes_sent == proof.prompt_tokens_sent * spec.bytes_per_token + spec.bytes_per_slot
+        # The KV of an answer's last token is never computed.
+        cached = (len(prompt) + GREEDY.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        prompt = [*prompt, *result.token_ids, *NEW_TEXT]
+    for each in (prefill, decode):
+        await until_status(each, nothing_held)
+
+
+async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_node(
+    start: Machines, directory: Path
+) -> None:
+    """The decode node has all blocks of the turn before, and begins at an earlier state."""
+    reference = Reference(directory)
+    prefill, decode = start.nodes(("prefill", node_of(directory)), ("decode", node_of(directory)), held=["prefill"])
+    gateway = start.gateway([prefill], [decode], model=directory)
+    start.allow_steps(1, prefill)
+    first = await generate(gateway, PROMPT, GREEDY)
+    turn = [*PROMPT, *first.token_ids, *NEW_TEXT, *PROMPT]
+    result = Result()
+    request = asyncio.create_task(generate(gateway, turn, GREEDY, result=result))
+    await until_status(decode, lambda status: status.blocks_leased > 0)
+    start.kill(prefill)
+    await request
+    assert result.proof.path is RequestPath.LOCAL
+    assert result.token_ids == reference.greedy(turn, GREEDY.max_tokens).token_ids
+    assert result.cached_tokens == 128
+    await until_status(decode, nothing_held)

@@ -107,7 +107,7 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
             cure="give the node a larger --max-adapter-rank",
         )
     read = {
-        own[name]: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))
+        own[name]: LayerDelta(_read(path, sides["A"]), _read(path, sides["B"]), config.scale_of(name))
         for name, sides in pairs.items()
     }
     return Adapter(_revision(read), rank, read)
@@ -119,7 +119,8 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
         matched = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
         if matched is None:
             raise _unfit(path, f"has {name}, which is no matrix of a linear layer's LoRA")
-        pairs.setdefault(matched["layer"], {})[matched["side"]] = tensor
+        if pairs.setdefault(matched["layer"], {}).setdefault(matched["side"], tensor) is not tensor:
+            raise _unfit(path, f"has {name} twice, with and without {_PREFIX}")
     if not pairs:
         raise _unfit(path, "has no tensors")
     return pairs
@@ -150,6 +151,18 @@ def _check(
             raise _unfit(path, f"has {tensor.name} as {list(tensor.shape)}, and model and config need {list(shape)}")
         if tensor.dtype not in _DTYPES:
             raise _unfit(path, f"has {tensor.name} as {tensor.dtype}, known are {', '.join(_DTYPES)}")
+
+
+def _read(path: Path, stored: StoredTensor) -> Tensor:
+    tensor = read_tensor(stored)
+    if not tensor.isfinite().all():
+        raise ConfigError(
+            f"{path} has NaN or inf in {stored.name}",
+            field="adapter",
+            value=str(path),
+            cure="save the adapter from a step of its training before it diverged",
+        )
+    return tensor
 
 
 def _revision(layers: Mapping[str, LayerDelta]) -> str:

@@ -2,7 +2,8 @@
 
 A field that changes what is computed is read or refused by name, and so is one that this version does not know, unless
 it is null, false or empty. PEFT finds the alpha of a layer by the first key of `alpha_pattern` that is the layer's name
-or its end; a key may be a regular expression.
+or its end; a key may be a regular expression. Python matches those by trying, which can take longer than a node lives, and
+no other thread runs meanwhile; so keys with many ways to match are refused.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config.file import ConfigFile
+from models.config.file import ConfigFile, shown
 
 CONFIG_FILE = "adapter_config.json"
 # They name the base, say how training began or which layers were trained, which the tensors say too.
@@ -27,6 +28,12 @@ _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern",
 # Beginnings that change the base's weights. PEFT converts such adapters, and writes `true` into the config then.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DAMAGED = "save the adapter again with PEFT"
+_NUMBER_MAX = 3e38  # scales are float32
+_KEY_CHARACTERS = 256
+# Groups and repeats of a key. With three, no name of a layer takes more than milliseconds.
+_FORKS = re.compile(r"[*+?{(]")
+_FORKS_MAX = 3
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")  # can take exponential time
 _CURES = {
     "use_dora": "train without DoRA, or merge it into the base",
     "modules_to_save": "train linear layers only, or merge the adapter into the base",
@@ -45,18 +52,18 @@ class AdapterConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
 
     def rank_of(self, layer: str) -> int:
         """Args:
         layer: its name in the base's checkpoint, without `.weight`.
         """
-        return next((rank for key, rank in self.ranks.items() if _names(key, layer)), self.rank)
+        return next((rank for key, rank in self.ranks.items() if key.match(layer)), self.rank)
 
     def scale_of(self, layer: str) -> float:
         """What the layer's product is multiplied by."""
-        alpha = next((alpha for key, alpha in self.alphas.items() if _names(key, layer)), self.alpha)
+        alpha = next((alpha for key, alpha in self.alphas.items() if key.match(layer)), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -85,29 +92,27 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         rank=_count(file, "r"),
         alpha=_number(file, "lora_alpha"),
         rslora=rslora,
-        ranks={key: _count(file.table("rank_pattern"), key) for key in _patterns(file, "rank_pattern")},
-        alphas={key: _number(file.table("alpha_pattern"), key) for key in _patterns(file, "alpha_pattern")},
+        ranks={key: _count(file.table("rank_pattern"), name) for name, key in _patterns(file, "rank_pattern")},
+        alphas={key: _number(file.table("alpha_pattern"), name) for name, key in _patterns(file, "alpha_pattern")},
     )
 
 
-def _patterns(file: ConfigFile, name: str) -> list[str]:
-    keys = list(file.table(name).values)
-    for key in keys:
-        try:
-            re.compile(_expression(key))
-        except re.error as error:
-            raise file.refuse(
-                name, "names of layers", "regular expressions", cure=f"{key!r} is none: {error}"
-            ) from None
-    return keys
+def _patterns(file: ConfigFile, name: str) -> list[tuple[str, re.Pattern[str]]]:
+    """The keys of a table, and what matches the layers that each one names."""
+    return [(key, _pattern(file, name, key)) for key in file.table(name).values]
 
 
-def _names(key: str, layer: str) -> bool:
-    return re.match(_expression(key), layer) is not None
-
-
-def _expression(key: str) -> str:
-    return rf"(.*\.)?({key})$"
+def _pattern(file: ConfigFile, name: str, key: str) -> re.Pattern[str]:
+    forks = len(_FORKS.findall(key.replace("(?:", "(")))
+    if len(key) > _KEY_CHARACTERS or forks > _FORKS_MAX or _REPEATED_GROUP.search(key):
+        allowed = f"regular expressions with up to {_FORKS_MAX} groups and repeats, no repeated group"
+        cure = f"{shown(key)} could take too long to match; list the layers by name"
+        raise file.refuse(name, "names of layers", allowed, cure=cure)
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except (re.error, OverflowError) as error:
+        cure = f"{shown(key)} is none: {error}"
+        raise file.refuse(name, "names of layers", "regular expressions", cure=cure) from None
 
 
 def _count(file: ConfigFile, name: str) -> int:
@@ -119,6 +124,6 @@ def _count(file: ConfigFile, name: str) -> int:
 
 def _number(file: ConfigFile, name: str) -> float:
     value = file.raw(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise file.refuse(name, "a number", cure=_DAMAGED)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _NUMBER_MAX:
+        raise file.refuse(name, f"a number of at most {_NUMBER_MAX:g}", cure=_DAMAGED)
     return float(value)

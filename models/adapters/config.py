@@ -2,8 +2,8 @@
 
 A field that changes what is computed is read or refused by name, and so is one that this version does not know, unless
 it is null, false or empty. PEFT finds the alpha of a layer by the first key of `alpha_pattern` that is the layer's name
-or its end; a key may be a regular expression. Python matches those by trying, which can take longer than a node lives, and
-no other thread runs meanwhile; so keys with many ways to match are refused.
+or its end; a key may be a regular expression. Python tries all ways to match, which can take longer than a node lives,
+and no other thread runs meanwhile. So keys with many ways are refused.
 """
 
 import math

@@ -59,6 +59,3 @@ class QuantizationFields(Fields):
                 except re.error:
                     raise self.refuse(field, "names of modules", "re: and a regular expression") from None
         return tuple(sorted(set(names)))
-
-
-_SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})

@@ -254,7 +254,7 @@ def test_damaged_adapters_are_refused(checkpoints: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="twice, with and without"):
         read_adapter(adapter, layers, max_rank=8)
     save_file(tensors | {name: tensors[name].fill_(float("nan"))}, file)
-    with pytest.raises(ConfigError, match="NaN or inf in .*lora_B"):
+    with pytest.raises(ConfigError, match=r"NaN or inf in .*lora_B"):
         read_adapter(adapter, layers, max_rank=8)
     file.unlink()
     with pytest.raises(ConfigError, match="has no adapter_model"):

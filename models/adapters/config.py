@@ -2,8 +2,7 @@
 
 A field that changes what is computed is read or refused by name, and so is one that this version does not know, unless
 it is null, false or empty. PEFT finds the alpha of a layer by the first key of `alpha_pattern` that is the layer's name
-or its end; a key may be a regular expression. Python tries all ways to match, which can take longer than a node lives,
-and no other thread runs meanwhile. So keys with many ways are refused.
+or its end; a key may be a regular expression.
 """
 
 import math
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config.file import ConfigFile, shown
+from models.config.patterns import may_hang
 
 CONFIG_FILE = "adapter_config.json"
 # They name the base, say how training began or which layers were trained, which the tensors say too.
@@ -29,11 +29,7 @@ _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern",
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DAMAGED = "save the adapter again with PEFT"
 _NUMBER_MAX = 3e38  # scales are float32
-_KEY_CHARACTERS = 256
-# Groups and repeats of a key. With three, no name of a layer takes more than milliseconds.
-_FORKS = re.compile(r"[*+?{(]")
-_FORKS_MAX = 3
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")  # can take exponential time
+_FORKS_MAX = 3  # of a key; with so many, a layer takes milliseconds
 _CURES = {
     "use_dora": "train without DoRA, or merge it into the base",
     "modules_to_save": "train linear layers only, or merge the adapter into the base",
@@ -103,8 +99,7 @@ def _patterns(file: ConfigFile, name: str) -> list[tuple[str, re.Pattern[str]]]:
 
 
 def _pattern(file: ConfigFile, name: str, key: str) -> re.Pattern[str]:
-    forks = len(_FORKS.findall(key.replace("(?:", "(")))
-    if len(key) > _KEY_CHARACTERS or forks > _FORKS_MAX or _REPEATED_GROUP.search(key):
+    if may_hang(key, forks_max=_FORKS_MAX):
         allowed = f"regular expressions with up to {_FORKS_MAX} groups and repeats, no repeated group"
         cure = f"{shown(key)} could take too long to match; list the layers by name"
         raise file.refuse(name, "names of layers", allowed, cure=cure)

@@ -27,6 +27,11 @@ class AdapterSlots:
         """By name."""
         return sorted(self._slots)
 
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return self._free() is None
+
     def slot_of(self, adapter: AdapterRef) -> int:
         """Raises:
         UnknownModel: it is not loaded.
@@ -48,11 +53,10 @@ class AdapterSlots:
         Raises:
             Overloaded: there is none.
         """
-        taken = {*self._slots.values(), *self._filling}
-        for slot in range(self.count):
-            if slot not in taken and not self._in_use(slot):
-                self._filling.add(slot)
-                return slot
+        slot = self._free()
+        if slot is not None:
+            self._filling.add(slot)
+            return slot
         raise Overloaded(
             f"all {self.count} slots for adapters are in use: {', '.join(each.name for each in self.loaded)}",
             field="max_adapters",
@@ -75,3 +79,7 @@ class AdapterSlots:
         for adapter in known:
             del self._slots[adapter]
         return bool(known)
+
+    def _free(self) -> int | None:
+        taken = {*self._slots.values(), *self._filling}
+        return next((slot for slot in range(self.count) if slot not in taken and not self._in_use(slot)), None)

@@ -1,7 +1,7 @@
 """Loads and unloads a node's adapters: at start, by RPC, and as they come and go in a watched directory.
 
 Files are read and checked in a thread, so no step waits for them. An adapter that cannot be loaded at start ends the
-process; in the directory it is logged once and tried again when its files change.
+process; in the directory it is logged once and tried again when its files change, or a slot is free.
 """
 
 import asyncio
@@ -36,7 +36,10 @@ class Adapters:
         self._engine = engine
         self._bank = bank
         self._loading = asyncio.Lock()
-        self._seen: dict[str, _Stamp] = {}  # of the watched directory, by name
+        # Of the watched directory, by name: what is there, what was tried, and what waits for a slot.
+        self._there: Mapping[str, _Stamp] = {}
+        self._tried: dict[str, _Stamp] = {}
+        self._waiting: set[str] = set()
 
     async def load(self, name: str, directory: Path) -> AdapterRef:
         """Raises:
@@ -89,6 +92,7 @@ class Adapters:
                     cure=error.cure,
                 ) from error
         if self._settings.adapter_directory is not None:
+            self._there = await asyncio.to_thread(_stamps, self._settings.adapter_directory)
             await self.look(self._settings.adapter_directory)
 
     async def watch(self) -> None:
@@ -99,24 +103,36 @@ class Adapters:
             await self.look(directory)
 
     async def look(self, directory: Path) -> None:
-        """Loads what is new or has changed since the last look, and unloads what is gone."""
-        found = await asyncio.to_thread(_stamps, directory)
-        for name in self._seen.keys() - found.keys():
-            del self._seen[name]
+        """Loads what is new or has changed, once two looks have seen the same: files of which some are still being
+        written may be read as another adapter. Unloads what is gone."""
+        found, before = await asyncio.to_thread(_stamps, directory), self._there
+        self._there = found
+        for name in self._tried.keys() - found.keys():
+            del self._tried[name]
+            self._waiting.discard(name)
             if self._engine.adapters.unload(name):
                 log.info("adapter %s: unloaded, its directory is gone", name)
         for name, stamp in found.items():
-            if self._seen.get(name) == stamp:
-                continue
-            self._seen[name] = stamp
-            try:
-                await self.load(name, directory / name)
-            except BatonError as error:
-                log.warning("adapter %s is not loaded: %s", name, error)
+            untried = self._tried.get(name) != stamp or (name in self._waiting and not self._engine.adapters.full)
+            if untried and before.get(name) == stamp:
+                self._tried[name] = stamp
+                await self._try(name, directory / name)
+
+    async def _try(self, name: str, directory: Path) -> None:
+        try:
+            await self.load(name, directory)
+        except Overloaded as error:  # tried again at each look
+            if name not in self._waiting:
+                log.warning("adapter %s waits for a slot: %s", name, error)
+            self._waiting.add(name)
+            return
+        except BatonError as error:
+            log.warning("adapter %s is not loaded: %s", name, error)
+        self._waiting.discard(name)
 
 
 def _stamps(directory: Path) -> Mapping[str, _Stamp]:
-    """The adapters in the directory, by name."""
+    """The adapters in the directory, by name. Hidden ones are left out: programs write them before they rename them."""
     found: dict[str, _Stamp] = {}
     try:
         inside = sorted(directory.iterdir())
@@ -124,6 +140,8 @@ def _stamps(directory: Path) -> Mapping[str, _Stamp]:
         log.warning("cannot read %s: %s", directory, error.strerror)
         return found
     for each in inside:
+        if each.name.startswith("."):
+            continue
         try:
             status = [(each / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
         except OSError:

@@ -100,21 +100,13 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
         experts = experts_of(name)
         if experts is None:
             own_rank = config.rank_of(name)
-            deltas = _of_layer(path, name, sides, layers, config)
+            deltas = _of_layer(path, name, sides, layers, config, max_rank=max_rank)
         else:
-            own_rank, deltas = _of_experts(path, experts, sides, layers, config)
+            own_rank, deltas = _of_experts(path, experts, sides, layers, config, max_rank=max_rank)
         if read.keys() & deltas.keys():
             raise _unfit(path, "has a layer under two names")
         read |= deltas
         rank = max(rank, own_rank)
-    if rank > max_rank:
-        raise ConfigError(
-            f"{path} has rank {rank}, and this node takes ranks up to {max_rank}",
-            field="max_adapter_rank",
-            value=rank,
-            allowed=(f"at most {max_rank}",),
-            cure="give the node a larger --max-adapter-rank",
-        )
     return Adapter(_revision(read), rank, read)
 
 
@@ -124,7 +116,8 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
         matched = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
         if matched is None:
             raise _unfit(path, f"has {name}, which is no matrix of a linear layer's LoRA")
-        pairs.setdefault(matched["layer"], {})[matched["side"]] = tensor
+        if pairs.setdefault(matched["layer"], {}).setdefault(matched["side"], tensor) is not tensor:
+            raise _unfit(path, f"has {name} twice, with and without {_PREFIX}")
     if not pairs:
         raise _unfit(path, "has no tensors")
     return pairs
@@ -144,13 +137,16 @@ def _of_layer(
     sides: Mapping[str, StoredTensor],
     layers: Mapping[str, LayerShape],
     config: AdapterConfig,
+    *,
+    max_rank: int,
 ) -> dict[str, LayerDelta]:
     own, rank = _own_name(name, layers), config.rank_of(name)
     layer = layers.get(own)
     if layer is None:
         raise _no_such_layer(path, name)
+    _check_rank(path, rank, max_rank)
     _check(path, sides, (rank, layer.inputs), (layer.outputs, rank))
-    return {own: LayerDelta(read_tensor(sides["A"]), read_tensor(sides["B"]), config.scale_of(name))}
+    return {own: LayerDelta(_read(path, sides["A"]), _read(path, sides["B"]), config.scale_of(name))}
 
 
 def _of_experts(
@@ -159,6 +155,8 @@ def _of_experts(
     sides: Mapping[str, StoredTensor],
     layers: Mapping[str, LayerShape],
     config: AdapterConfig,
+    *,
+    max_rank: int,
 ) -> tuple[int, dict[str, LayerDelta]]:
     """The rank of an adapter of all experts in one tensor, and what it adds to each expert's layers."""
     first = _own_name(f"{name}.0.gate_proj", layers)
@@ -172,9 +170,21 @@ def _of_experts(
     if parameter is None:
         raise _unfit(path, f"has matrices of {name} for {[*inputs, *outputs]} channels, and no tensor there has these")
     rank, scale = config.rank_of(f"{name}.{parameter}"), config.scale_of(f"{name}.{parameter}")
+    _check_rank(path, rank, max_rank)
     _check(path, sides, (count * rank, *inputs), (*outputs, count * rank))
-    parts = experts.split(parameter, read_tensor(sides["A"]), read_tensor(sides["B"]))
+    parts = experts.split(parameter, _read(path, sides["A"]), _read(path, sides["B"]))
     return rank, {f"{module}.{part}": LayerDelta(a, b, scale) for part, a, b in parts}
+
+
+def _check_rank(path: Path, rank: int, max_rank: int) -> None:
+    if rank > max_rank:
+        raise ConfigError(
+            f"{path} has rank {rank}, and this node takes ranks up to {max_rank}",
+            field="max_adapter_rank",
+            value=rank,
+            allowed=(f"at most {max_rank}",),
+            cure="give the node a larger --max-adapter-rank",
+        )
 
 
 def _check(
@@ -197,6 +207,18 @@ def _no_such_layer(path: Path, name: str) -> ConfigError:
         cure="give the node --adapter-experts, if its experts are gated by silu and not quantized; else train linear "
         "layers outside of routed experts",
     )
+
+
+def _read(path: Path, stored: StoredTensor) -> Tensor:
+    tensor = read_tensor(stored)
+    if not tensor.isfinite().all():
+        raise ConfigError(
+            f"{path} has NaN or inf in {stored.name}",
+            field="adapter",
+            value=str(path),
+            cure="save the adapter from a step of its training before it diverged",
+        )
+    return tensor
 
 
 def _revision(layers: Mapping[str, LayerDelta]) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config.file import ConfigFile
+from models.config.file import ConfigFile, shown
+from models.config.patterns import may_hang
 
 CONFIG_FILE = "adapter_config.json"
 # They name the base, say how training began or which layers were trained, which the tensors say too.
@@ -28,6 +29,8 @@ _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern",
 # Beginnings that change the base's weights. PEFT converts such adapters, and writes `true` into the config then.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DAMAGED = "save the adapter again with PEFT"
+_NUMBER_MAX = 3e38  # scales are float32
+_FORKS_MAX = 3  # of a key; with so many, a layer takes milliseconds
 _CURES = {
     "use_dora": "train without DoRA, or merge it into the base",
     "modules_to_save": "train linear layers only, or merge the adapter into the base",
@@ -45,18 +48,18 @@ class AdapterConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
 
     def rank_of(self, layer: str) -> int:
         """Args:
         layer: its name in the base's checkpoint, without `.weight`; of a tensor of all experts, the tensor's.
         """
-        return next((rank for key, rank in self.ranks.items() if _names(key, layer)), self.rank)
+        return next((rank for key, rank in self.ranks.items() if key.match(layer)), self.rank)
 
     def scale_of(self, layer: str) -> float:
         """What the layer's product is multiplied by."""
-        alpha = next((alpha for key, alpha in self.alphas.items() if _names(key, layer)), self.alpha)
+        alpha = next((alpha for key, alpha in self.alphas.items() if key.match(layer)), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -85,29 +88,26 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         rank=_count(file, "r"),
         alpha=_number(file, "lora_alpha"),
         rslora=rslora,
-        ranks={key: _count(file.table("rank_pattern"), key) for key in _patterns(file, "rank_pattern")},
-        alphas={key: _number(file.table("alpha_pattern"), key) for key in _patterns(file, "alpha_pattern")},
+        ranks={key: _count(file.table("rank_pattern"), name) for name, key in _patterns(file, "rank_pattern")},
+        alphas={key: _number(file.table("alpha_pattern"), name) for name, key in _patterns(file, "alpha_pattern")},
     )
 
 
-def _patterns(file: ConfigFile, name: str) -> list[str]:
-    keys = list(file.table(name).values)
-    for key in keys:
-        try:
-            re.compile(_expression(key))
-        except re.error as error:
-            raise file.refuse(
-                name, "names of layers", "regular expressions", cure=f"{key!r} is none: {error}"
-            ) from None
-    return keys
+def _patterns(file: ConfigFile, name: str) -> list[tuple[str, re.Pattern[str]]]:
+    """The keys of a table, and what matches the layers that each one names."""
+    return [(key, _pattern(file, name, key)) for key in file.table(name).values]
 
 
-def _names(key: str, layer: str) -> bool:
-    return re.match(_expression(key), layer) is not None
-
-
-def _expression(key: str) -> str:
-    return rf"(.*\.)?({key})$"
+def _pattern(file: ConfigFile, name: str, key: str) -> re.Pattern[str]:
+    if may_hang(key, forks_max=_FORKS_MAX):
+        allowed = f"regular expressions with up to {_FORKS_MAX} groups and repeats, no repeated group"
+        cure = f"{shown(key)} could take too long to match; list the layers by name"
+        raise file.refuse(name, "names of layers", allowed, cure=cure)
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except (re.error, OverflowError) as error:
+        cure = f"{shown(key)} is none: {error}"
+        raise file.refuse(name, "names of layers", "regular expressions", cure=cure) from None
 
 
 def _count(file: ConfigFile, name: str) -> int:
@@ -119,6 +119,6 @@ def _count(file: ConfigFile, name: str) -> int:
 
 def _number(file: ConfigFile, name: str) -> float:
     value = file.raw(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise file.refuse(name, "a number", cure=_DAMAGED)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _NUMBER_MAX:
+        raise file.refuse(name, f"a number of at most {_NUMBER_MAX:g}", cure=_DAMAGED)
     return float(value)

@@ -6,7 +6,8 @@ from typing import ClassVar, Self
 from pydantic import ConfigDict
 
 from models.config.fields import Fields
-from models.config.file import ConfigFile
+from models.config.file import ConfigFile, shown
+from models.config.patterns import may_hang
 
 CURE = (
     "this quantization is not supported; choose the checkpoint in bfloat16, or one in fp8 (e4m3), compressed-tensors "
@@ -15,6 +16,7 @@ CURE = (
 # Fields that say how a file was made or which kernels other programs take.
 SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})
 _REGEX = "re:"
+_FORKS_MAX = 6  # of a pattern; published ones have up to three
 
 
 def leaves_out(patterns: tuple[str, ...], name: str) -> bool:
@@ -56,9 +58,10 @@ class QuantizationFields(Fields):
             if name.startswith(_REGEX):
                 try:
                     re.compile(name.removeprefix(_REGEX))
-                except re.error:
+                except (re.error, OverflowError):
                     raise self.refuse(field, "names of modules", "re: and a regular expression") from None
+                if may_hang(name.removeprefix(_REGEX), forks_max=_FORKS_MAX):
+                    cure = f"{shown(name)} could take too long to match; list the modules by name"
+                    allowed = f"re: and up to {_FORKS_MAX} groups and repeats, no repeated group"
+                    raise self.refuse(field, "names of modules", allowed, cure=cure)
         return tuple(sorted(set(names)))
-
-
-_SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})

@@ -4,6 +4,7 @@ On a GPU a kernel multiplies few rows by the packed numbers, and more rows by pi
 dtype. Elsewhere the whole weight is dequantized for each product.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -50,11 +51,15 @@ class StoredLayer:
             kind = TORCH_DTYPES[layout.dtype] if layout.dtype else _float_of(found, dtype)
             sizes = list(layout.shape(*shape))
             if found is not None and layout.inputs is not None and config.cut_whole(layout):
-                # All ranks' groups, of which a rank may have any inputs; the loader refuses other numbers of axes.
-                sizes[layout.inputs.dim] = max(found.shape[layout.inputs.dim : layout.inputs.dim + 1], default=1)
+                # All ranks' groups, of which a rank may have any inputs.
+                sizes[layout.inputs.dim] = self._groups_of_all_inputs(stored)
             empty = torch.empty(sizes, dtype=kind, device=device)
             module.register_parameter(parameter, nn.Parameter(empty, requires_grad=False))
             self._parameters[role] = (layout, parameter)
+
+    def _groups_of_all_inputs(self, stored: Mapping[str, StoredTensor]) -> int:
+        groups, size = stored.get(f"{self._name}.{self.config.tensors[Role.GROUPS].suffix}"), self.config.group_size
+        return 1 if groups is None or size is None else -(-math.prod(groups.shape) // size)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """(Suffix, memory that the tensor fills.)"""

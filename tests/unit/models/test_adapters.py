@@ -210,7 +210,12 @@ def test_the_revision_follows_numbers_and_scales_only(checkpoints: Path, tmp_pat
         ({"peft_type": "LOHA"}, "peft_type"),
         ({"a_feature_of_tomorrow": True}, "a_feature_of_tomorrow"),
         ({"lora_alpha": "16"}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": 1e39}, "lora_alpha"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern"),
+        ({"rank_pattern": {"(([a-z_.0-9])*)*X": 4}}, "rank_pattern"),
+        ({"alpha_pattern": {".*.*.*.*X": 4}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(|)(|)(|)(|)X": 4}}, "alpha_pattern"),
         ({"rank": 9}, "max_adapter_rank"),
         ({"rank_pattern": {r"layers\.0.*q_proj": 5}}, "adapter"),
         ({"targets": ("lm_head",)}, "adapter"),
@@ -258,6 +263,12 @@ def test_damaged_adapters_are_refused(checkpoints: Path, tmp_path: Path) -> None
         read_adapter(adapter, layers, max_rank=8)
     save_file(tensors | {"base_model.model.model.embed_tokens.lora_embedding_A": tensors[name].clone()}, file)
     with pytest.raises(ConfigError, match="lora_embedding_A"):
+        read_adapter(adapter, layers, max_rank=8)
+    save_file(tensors | {name.removeprefix("base_model.model."): tensors[name].clone()}, file)
+    with pytest.raises(ConfigError, match="twice, with and without"):
+        read_adapter(adapter, layers, max_rank=8)
+    save_file(tensors | {name: tensors[name].fill_(float("nan"))}, file)
+    with pytest.raises(ConfigError, match=r"NaN or inf in .*lora_B"):
         read_adapter(adapter, layers, max_rank=8)
     file.unlink()
     with pytest.raises(ConfigError, match="has no adapter_model"):

@@ -156,6 +156,11 @@ def test_biases_of_zeros_and_missing_groups_change_nothing(gptq: Pair, tmp_path:
         ),
         (lambda tensors: tensors.pop(f"{O}.g_idx"), {"desc_act": True}, rf"1 missing: {O}\.g_idx"),
         (
+            lambda tensors: tensors.update({f"{O}.scales": tensors[f"{O}.scales"].repeat(2, 1)}),
+            {"desc_act": True},
+            rf"{O}\.scales in .* is \[4, 64\], the config needs \[2, 64\]",
+        ),
+        (
             lambda tensors: tensors[f"{O}.g_idx"].fill_(2),
             {},
             rf"{O}\.g_idx .* 0 to 1",

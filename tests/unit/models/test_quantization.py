@@ -150,6 +150,8 @@ def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, ex
         (COMPRESSED | {"transform_config": {"r": 1}}, "transform_config", "null"),
         (COMPRESSED | {"config_groups": {}}, "config_groups", "one group"),
         (COMPRESSED | {"ignore": ["re:("]}, "ignore", "regular expression"),
+        (COMPRESSED | {"ignore": ["re:(([a-z_.0-9])*)*X"]}, "ignore", "no repeated group"),
+        (gptq_config(modules_to_not_convert=["re:.*.*.*.*.*.*.*X"]), "modules_to_not_convert", "list the modules"),
         (COMPRESSED | {"kv_cache_scheme": PER_TOKEN}, "kv_cache_scheme", "one scale per tensor"),
         (compressed(NUMBERS | {"num_bits": 4}, NUMBERS), "num_bits", "8"),
         (compressed(NUMBERS | {"type": "int"}, NUMBERS), "type", "float"),

@@ -1,0 +1,100 @@
+"""A watched directory of adapters: what is loaded from it, and when."""
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.config import NodeSettings
+from engine.build import Built, build_runner
+from engine.engine import Engine
+from node.adapters import Adapters
+from tests.unit.engine.limits import limits
+from tests.unit.engine.tiny import EventRecorder
+from tests.unit.models.lora import save_adapter
+from tests.unit.models.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("base")
+    save_tiny("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Path:
+    (tmp_path / "watched").mkdir()
+    return tmp_path / "watched"
+
+
+def built_with(base: Path, watched: Path, *, slots: int) -> tuple[Built, NodeSettings]:
+    settings = NodeSettings(
+        model=base, num_blocks=16, block_size=4, device="cpu", max_adapters=slots, adapter_directory=watched
+    )
+    return build_runner(settings), settings
+
+
+@asynccontextmanager
+async def watching(base: Path, watched: Path, *, slots: int = 4) -> AsyncIterator[tuple[Adapters, Engine]]:
+    """Started; the test looks when it wants."""
+    built, settings = built_with(base, watched, slots=slots)
+    on_step = EventRecorder()
+    async with Engine(built.runner, limits(), on_step=on_step, grammars=built.grammars, num_adapters=slots) as engine:
+        adapters = Adapters(settings, engine, built.runner.adapters)
+        await adapters.start()
+        yield adapters, engine
+
+
+def names(engine: Engine) -> list[str]:
+    return [adapter.name for adapter in engine.adapters.loaded]
+
+
+async def test_what_is_there_at_the_start_is_loaded_at_once_and_unloaded_when_it_is_gone(
+    base: Path, watched: Path
+) -> None:
+    save_adapter(base, watched / "a", seed=1)
+    async with watching(base, watched) as (adapters, engine):
+        assert names(engine) == ["a"]
+        shutil.rmtree(watched / "a")
+        await adapters.look(watched)
+        assert names(engine) == []
+
+
+async def test_files_that_still_change_are_not_loaded(base: Path, watched: Path) -> None:
+    """Old weights with a new config would be an adapter that nobody trained."""
+    save_adapter(base, watched / "a", seed=1)
+    async with watching(base, watched) as (adapters, engine):
+        before = engine.adapters.loaded
+        save_adapter(base, watched.parent / "next", seed=2, lora_alpha=3)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(watched.parent / "next" / file, watched / "a" / file)
+            await adapters.look(watched)
+            assert engine.adapters.loaded == before
+        await adapters.look(watched)
+        assert names(engine) == ["a"]
+        assert engine.adapters.loaded != before
+
+
+async def test_an_adapter_without_a_slot_is_loaded_when_one_is_free(base: Path, watched: Path) -> None:
+    save_adapter(base, watched / "a", seed=1)
+    save_adapter(base, watched / "b", seed=2)
+    async with watching(base, watched, slots=1) as (adapters, engine):
+        await adapters.look(watched)
+        assert names(engine) == ["a"]
+        shutil.rmtree(watched / "a")
+        await adapters.look(watched)
+        assert names(engine) == ["b"]
+
+
+async def test_hidden_directories_are_left_out(base: Path, watched: Path) -> None:
+    save_adapter(base, watched / ".a.part", seed=1)
+    async with watching(base, watched) as (adapters, engine):
+        await adapters.look(watched)
+        assert names(engine) == []
+        (watched / ".a.part").rename(watched / "a")
+        await adapters.look(watched)
+        await adapters.look(watched)
+        assert names(engine) == ["a"]

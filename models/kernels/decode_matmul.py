@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from models.kernels.split_tiles import add_up, prefetch_rows, share
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
@@ -41,6 +40,8 @@ _MIN_TILE_ROWS = 64
 # A program with fewer steps than this spends its time on beginning and ending.
 _MIN_STEPS = 4
 _DTYPES = (torch.bfloat16, torch.float16)
+# Partial sums that are in flight at once while they are added up.
+_AT_ONCE = tl.constexpr(4)
 
 
 class Tile(NamedTuple):
@@ -228,11 +229,9 @@ def multiply_few_rows(
     PREFETCHED: number of steps whose weights go to the L2 cache before this program waits for the previous kernel.
     """
     tile, part = tl.program_id(0) // splits, tl.program_id(0) % splits
-    first, stop = share(part, tl.cdiv(num_channels, DEPTH), splits)
+    first, stop = _share(part, tl.cdiv(num_channels, DEPTH), splits)
     if OVERLAP and PREFETCHED:
-        rows_N = tl.minimum(tile * ROWS + tl.arange(0, ROWS), num_rows - 1)
-        columns_P = tl.minimum(first + tl.arange(0, PREFETCHED), stop - 1) * DEPTH
-        prefetch_rows(weight_ptr, rows_N, num_channels, columns_P, tl.minimum(num_channels - columns_P, DEPTH))
+        _prefetch(weight_ptr, num_rows, num_channels, tile * ROWS, first, stop, ROWS, DEPTH, PREFETCHED)
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     sum_NM = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -254,9 +253,57 @@ def multiply_few_rows(
         # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            sum_NM = add_up(ptrs_NM, exists_NM, splits, INTERPRETED)
+            sum_NM = _add_up(ptrs_NM, exists_NM, splits, INTERPRETED)
             tl.store(arrived_ptr + tile, 0)
             _store(sum_NM, bias_ptr, out_ptr, tile, num_tokens, num_rows, INTERPRETED)
+
+
+@triton.jit
+def _share(part, steps, splits):
+    """The first step of a part, and the step after its last; parts differ by one step at most."""
+    least = steps // splits
+    larger = steps % splits
+    first = part * least + tl.minimum(part, larger)
+    return first, first + least + (part < larger).to(tl.int32)
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr,
+    num_rows,
+    num_channels,
+    first_row,
+    first,
+    stop,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):
+    """Loads the weights of a program's first steps into L2. Weights depend on no earlier kernel."""
+    rows_N = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1)
+    columns_P = tl.minimum(first + tl.arange(0, PREFETCHED), stop - 1) * DEPTH
+    bytes_P = tl.minimum(num_channels - columns_P, DEPTH) * 2
+    places_NP = rows_N.to(tl.int64)[:, None] * num_channels + columns_P[None, :]
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
+        "=r,l,r",
+        [(weight_ptr + places_NP).to(tl.int64), tl.broadcast_to(bytes_P[None, :], [ROWS, PREFETCHED])],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_up(ptrs_NM, exists_NM, splits, INTERPRETED: tl.constexpr):
+    """Adds up a tile's partial sums, in the order of the programs."""
+    SIZE: tl.constexpr = ptrs_NM.shape[0] * ptrs_NM.shape[1]
+    sum_NM = tl.load(ptrs_NM, mask=exists_NM, other=0.0, cache_modifier=".cg")
+    for some in range(1, bound(splits, INTERPRETED), _AT_ONCE):
+        for one in tl.static_range(_AT_ONCE):
+            part = some + one
+            sum_NM += tl.load(ptrs_NM + part * SIZE, mask=exists_NM & (part < splits), other=0.0, cache_modifier=".cg")
+    return sum_NM
 
 
 @triton.jit

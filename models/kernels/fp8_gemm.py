@@ -48,10 +48,10 @@ class Tile(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight of 8 bits: fp8, or int8 for `decode_matmul_8bit`.
+    """An fp8 weight.
 
     Attributes:
-        stored_NK: e4m3 (or int8), contiguous; K a multiple of `ALIGNMENT`.
+        stored_NK: e4m3, contiguous; K a multiple of `ALIGNMENT`.
         scale_RC: float32, contiguous; one column, or one for every 128 channels.
         rows_per_scale: output channels that share a row of scales.
         bias: [N] or None.

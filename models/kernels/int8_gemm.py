@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
 
 _SMALLEST = tl.constexpr(1e-10)  # lower bound of the largest number that a scale is made of
@@ -27,15 +27,7 @@ def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]
     if tokens:
         block = triton.next_power_of_2(channels)
         _quantize_kernel[(tokens,)](
-            x_TK,
-            scale,
-            out_TK,
-            scale_T,
-            x_TK.stride(0),
-            channels,
-            BLOCK=block,
-            num_warps=4 if block <= 4096 else 8,
-            **overlap(x_TK.device, rows=tokens),
+            x_TK, scale, out_TK, scale_T, x_TK.stride(0), channels, BLOCK=block, num_warps=4 if block <= 4096 else 8
         )
     return out_TK, scale_T
 
@@ -96,12 +88,8 @@ def num_counters(rows: int) -> int:
 
 
 @triton.jit
-def _quantize_kernel(
-    x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def _quantize_kernel(x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr):
     """One token. Rounds to the nearest, ties to even: the addend leaves no bits for a fraction."""
-    start_dependents(OVERLAP)
-    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels_K = tl.arange(0, BLOCK)
     in_K = channels_K < channels

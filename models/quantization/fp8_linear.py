@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.kernels import decode_matmul_8bit, fp8_gemm, fp8_library, fp8_quantize
+from models.kernels import fp8_gemm, fp8_library, fp8_quantize
 from models.linear import FusedLinear, Linear
 from models.quantization import fp8
 from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
@@ -48,7 +48,6 @@ class Fp8Linear(FusedLinear):
         self.input_scale: Tensor | None = None
         self._product: fp8_gemm.Weight | None = None
         self._library_takes = False
-        self._has_few_rows_product = False
         self._scales = [self._empty_scale(rows) for _, rows in parts]
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
 
@@ -79,7 +78,6 @@ class Fp8Linear(FusedLinear):
             arrived = torch.zeros(fp8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._product = fp8_gemm.Weight(self.weight.data, self.scale_RC, shared, self.bias, arrived)
             self._library_takes = fp8_library.takes(self._product, self.dtype)
-            self._has_few_rows_product = decode_matmul_8bit.runs_on(device)
 
     def _rows_of_scales(self, rows: int, scale: Tensor) -> Tensor:
         if self.config.weights is Granularity.TENSOR:
@@ -110,22 +108,11 @@ class Fp8Linear(FusedLinear):
 
     def _multiply(self, x_TK: Tensor, weight: fp8_gemm.Weight) -> Tensor:
         num_tokens = x_TK.shape[0]
-        if not self.batch_invariant and self._has_few_rows_product and decode_matmul_8bit.serves(x_TK):
-            return self._multiply_few_rows(x_TK, weight)
         if not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight):
             stored_PK, scale_PC = self._quantize(x_TK, multiple_of=fp8_library.TOKENS)
             return fp8_library.multiply(stored_PK, scale_PC, weight, dtype=x_TK.dtype)[:num_tokens]
         stored_TK, scale_TC = self._quantize(x_TK, multiple_of=1)
         return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=self.batch_invariant)
-
-    def _multiply_few_rows(self, x_TK: Tensor, weight: fp8_gemm.Weight) -> Tensor:
-        stored_TK, scale = x_TK, self.input_scale
-        if scale is None and self.config.weights is not Granularity.BLOCK:
-            # A token's scale needs all of its channels, and each of the product's programs has but some.
-            stored_TK, scale = self._quantize(x_TK, multiple_of=1)
-        return decode_matmul_8bit.multiply(
-            stored_TK, scale, weight, dtype=x_TK.dtype, power_of_two=self.config.power_of_two_inputs
-        )
 
     def _quantize(self, x_TK: Tensor, *, multiple_of: int) -> tuple[Tensor, Tensor]:
         """Activations in fp8 and their scales. With blocks, the number of tokens is padded to a multiple."""

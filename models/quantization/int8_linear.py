@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.kernels import decode_matmul_8bit, int8_gemm
-from models.kernels.fp8_gemm import Weight
+from models.kernels import int8_gemm
 from models.linear import FusedLinear, Linear
 from models.quantization.int8_config import Int8Config
 
@@ -43,7 +42,6 @@ class Int8Linear(FusedLinear):
         self.input_scale: Tensor | None = None
         self._arrived: Tensor | None = None
         self._num_sms = 1
-        self._has_few_rows_product = False
         shapes = [(rows, 1) if config.by_channel else () for _, rows in parts]
         self._scales = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
@@ -65,7 +63,6 @@ class Int8Linear(FusedLinear):
         if device.type == "cuda":
             self._arrived = torch.zeros(int8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-            self._has_few_rows_product = decode_matmul_8bit.runs_on(device)
 
     def dequantize_(self) -> None:
         """Becomes a layer in the model's dtype, for code that reads its weights other than by products."""
@@ -83,12 +80,9 @@ class Int8Linear(FusedLinear):
         if self._arrived is None:
             return self.multiply(input, self.dequantized(input.dtype), self.bias)
         x_TK = input.flatten(0, -2)
-        x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-        stored_TK, scale_T = int8_gemm.quantize_tokens(x_TK, self.input_scale)
-        if self._has_few_rows_product and decode_matmul_8bit.serves(x_TK):
-            weight = Weight(self.weight, self.scale_N[:, None], 1, self.bias, self._arrived)
-            out_TN = decode_matmul_8bit.multiply(stored_TK, scale_T, weight, dtype=input.dtype)
-            return out_TN.view(*input.shape[:-1], self.out_features)
+        stored_TK, scale_T = int8_gemm.quantize_tokens(
+            x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), self.input_scale
+        )
         out_TN = int8_gemm.multiply(
             stored_TK,
             scale_T,

@@ -14,6 +14,7 @@ _ESCAPED_MARKS = frozenset("^$\\.*+?()[]{}|/-")
 _CLASS_OPERATORS = ("&&", "--", "~~")
 # A class, an escape, a repetition with its numbers, or one character. Without its bound, many `[` take minutes.
 _REPEATED = re.compile(r"\\.|\{(\d{1,9}\s*,?\s*\d{0,9})\}|\[(?:\\.|[^\]\\]){0,100}\]|.", re.DOTALL)
+_NUMBER = re.compile(r"\d+")
 _MOST_PARTS = 100_000
 _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 
@@ -67,7 +68,7 @@ def check_repetitions(text: str) -> None:
     sizes, last = [0], 0
     for piece in _REPEATED.finditer(text):
         if piece[1]:
-            most = max(int(number) for number in piece[1].split(",") if number.strip())
+            most = max(map(int, _NUMBER.findall(piece[1])))
             sizes[-1] += last * max(0, most - 1)
             last *= most
         elif piece[0] == "(":

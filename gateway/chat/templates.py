@@ -20,6 +20,7 @@ from jinja2.utils import Namespace
 from baton.errors import ConfigError, InvalidRequest
 
 PROMPT_CHARS_MAX = 64 << 20
+RANGE_ITEMS_MAX = 100_000  # of all ranges of one rendering: loops within loops could take for ever
 # Two characters that no template writes: where the text to continue ends. Templates trim the space.
 CONTINUE_MARK = "\U000f0baf\U000f0baf "
 
@@ -71,7 +72,7 @@ class ChatTemplate:
             InvalidRequest: the template refuses the conversation, or its output is too long.
             Misfit: values of these types break the template; others may do.
         """
-        given = {"documents": None, **variables}
+        given = {"documents": None, **variables, "range": _Ranges()}
         pieces: list[str] = []
         chars = 0
         try:
@@ -108,6 +109,20 @@ class _Generation(Extension):
 
     def _write(self, caller: Macro) -> str:
         return caller()
+
+
+class _Ranges:
+    """`range` for one rendering."""
+
+    def __init__(self) -> None:
+        self._left = RANGE_ITEMS_MAX
+
+    def __call__(self, *args: int) -> range:
+        items = range(*args)
+        self._left -= len(items)
+        if self._left < 0:
+            raise jinja2.exceptions.SecurityError(f"its ranges have over {RANGE_ITEMS_MAX} items together")
+        return items
 
 
 class _Dict:
@@ -158,6 +173,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    del environment.globals["lipsum"]  # random text
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: now().strftime(form),

@@ -58,7 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers, self._unparsed_bytes = False, 0
         if self._header_bytes > HEADER_BYTES_MAX:
             self._refuse_headers()
-        else:
+        elif not self._refused:  # requests that came with a refused one have no bodies, and would wait for them
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

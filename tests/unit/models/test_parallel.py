@@ -204,7 +204,7 @@ def test_each_rank_caches_its_heads_and_no_others(
         heads = kv_heads(whole.shape[4], parallel)
         expected = whole[:, :, :, :, heads.start : heads.stop]
         own = together[parallel.rank][name, size].cache
-        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in RECURRENT for size in SIZES[name]])

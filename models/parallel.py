@@ -237,6 +237,8 @@ def _check_own_attention(config: ModelConfig, *, whole_experts: bool) -> None:
         problem = "has no latent attention, so its ranks hold different kv heads already"
     elif config.recurrent is not None:
         problem = "has recurrent layers, whose states are split over all ranks"
+    elif config.shortcut_experts:
+        problem = "has layers whose experts span two attentions, for which it is not made"
     elif not whole_experts:
         problem, cure = "would be split by channels", "give --expert-parallel as well"
     else:

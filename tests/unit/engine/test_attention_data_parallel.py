@@ -12,7 +12,7 @@ from tests.unit.engine.owners import Outcome, Scene, compute_alone, compute_as_o
 from tests.unit.models.tiny import save_tiny
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "deepseek"
-TINY = ("deepseek-v3", "kimi-k2", "deepseek-v32", "glm-moe-dsa-shared-selection")
+TINY = ("deepseek-v3", "kimi-k2", "deepseek-v32", "glm-moe-dsa-shared-selection", "glm4-moe-lite")
 RANKS = 2
 
 

@@ -72,6 +72,9 @@ def test_it_is_refused_where_it_would_bring_nothing_or_is_not_made(tmp_path: Pat
     save_tiny("kimi-linear", tmp_path / "recurrent")
     with pytest.raises(ConfigError, match="recurrent layers"):
         local_config(read_config(tmp_path / "recurrent"), OWN)
+    save_tiny("longcat", tmp_path / "spanning")
+    with pytest.raises(ConfigError, match="experts span two attentions"):
+        local_config(read_config(tmp_path / "spanning"), OWN)
     with pytest.raises(ConfigError, match="slots for adapters") as refused:
         build_runner(NodeSettings(model=DEMO / "deepseek", num_blocks=4, device="cpu", max_adapters=2), parallel=OWN)
     assert refused.value.field == "attention_data_parallel"

@@ -70,11 +70,12 @@ def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: s
 
 
 def routed_by(model: CausalLM) -> dict[int, Tensor]:
-    """Tokens of each expert, by layer, which grow with every step from now on."""
+    """Tokens of each expert with weights, by layer, which grow with every step from now on."""
     routed: dict[int, Tensor] = {}
 
     def count(index: int, router: Router, chosen: tuple[Tensor, Tensor]) -> None:
-        routed[index] += chosen[1].flatten().cpu().bincount(minlength=router.moe.num_experts)
+        num_experts = router.moe.num_experts
+        routed[index] += chosen[1].flatten().cpu().bincount(minlength=num_experts)[:num_experts]
 
     for index, layer in enumerate(model.model.layers):
         for module in layer.modules():

@@ -10,6 +10,7 @@ from planner.cluster import Choose, ClusterSpec, Outcome, simulate
 
 _WARMUP_S = 5.0
 _MOST_REQUESTS = 6000
+_MOST_RATE = 60_000.0  # above it a run is over before requests could wait
 _SEED = 1
 
 
@@ -28,18 +29,20 @@ class Measure:
 
     def run(self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place) -> Outcome:
         requests = min(max(self.requests, round(self.seconds * rate)), max(self.requests, _MOST_REQUESTS))
-        warmup_s = max(_WARMUP_S, 0.1 * requests / rate)
+        # Small models take so many requests per second that seconds of them would take minutes to simulate.
+        warmup_s = max(min(_WARMUP_S, _MOST_REQUESTS / rate), 0.1 * requests / rate)
         planned = workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED)
         return simulate(spec, goal, planned, choose=choose, until_failed=True)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """`rate`: 0: the goal is met at no rate. `outcome`: of a run at this rate, or at the lowest one tried."""
+    """`rate`: 0: the goal is met at no rate; about 60,000 per second is the most, where searches end. `outcome`: of a
+    run at this rate, or at the lowest one tried."""
 
     rate: float
     outcome: Outcome
-    limit: Outcome  # of a run at the lowest rate that failed: what fails first
+    limit: Outcome  # of a run at the lowest rate that failed: what fails first; where none failed, of the last one
 
 
 def find_goodput(
@@ -70,6 +73,8 @@ def find_goodput(
         met, outcome = run(rate)
         if met:
             low, good = rate, outcome
+            if rate >= _MOST_RATE:
+                return Goodput(rate, outcome, outcome)
         else:
             high, bad = rate, outcome
         if bad is None:

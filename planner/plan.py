@@ -24,6 +24,8 @@ _SPLITS_ALL = 8  # up to so many nodes every split is tried; beyond, those near 
 _NEAR = 2
 _BETTER = 1.01
 
+NOTHING = "nothing"  # as the limit of a search that no rate ended
+
 
 @dataclass(frozen=True)
 class NodeKind:
@@ -231,7 +233,7 @@ def _limit(outcome: Outcome, spec: ClusterSpec) -> str:
     judged = (job for job in outcome.counted if job.first_s > job.due_s or job.last_s < inf)
     missed = [job for job in judged if job.first_s < inf and not job.meets(goal)]
     if not missed:
-        return "nothing"
+        return NOTHING
     late = sum(goal.ttft_s is not None and job.ttft_s > goal.ttft_s for job in missed)
     what = "first tokens" if 2 * late >= len(missed) else "further tokens"
     busy = {"prefill": outcome.prefill_busy if spec.prefills else 0.0, "decode": outcome.decode_busy}

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from baton.types import LocalPolicy
 from planner.cluster import Outcome
-from planner.plan import Option, Plan
+from planner.plan import NOTHING, Option, Plan
 
 
 def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
@@ -44,7 +44,7 @@ def verdict(plan: Plan) -> str:
     words = [f"{_name(best)}: {best.rate:.3g} requests per second on {gpus} GPU{'s' if gpus > 1 else ''}"]
     if not best.is_colocated and plan.colocated.rate:
         words.append(f", {best.rate / plan.colocated.rate:.2f} times the colocated nodes")
-    words.append(f". Beyond it, {best.limit} miss the goal.")
+    words.append(". The search ended there." if best.limit == NOTHING else f". Beyond it, {best.limit} miss the goal.")
     if question.rate is not None:
         room = best.rate / question.rate
         words.append(

@@ -21,7 +21,7 @@ from planner.command import parse_seconds
 from planner.goodput import Measure, find_goodput
 from planner.known_costs import Lengths, kind_by_roofline, read_costs
 from planner.node import NodeSpec
-from planner.plan import NodeKind, Plan, Question, find_plan
+from planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
 from planner.report import commands, render, to_json, verdict
 from planner.roofline import GPUS
 from planner.sizing import decode_step_tokens, prefill_step_tokens
@@ -79,6 +79,13 @@ def test_goodput_is_the_edge_between_meeting_and_failing() -> None:
         assert found.outcome.share() >= GOAL.share > found.limit.share()
         # A prompt takes a prefill node about 0.11 s.
         assert 5 < found.rate < 10
+
+
+def test_a_search_ends_where_no_rate_fails() -> None:
+    nothing = StepCosts(((1, 1e-7), (4096, 1e-6)), key_s=0.0, pair_s=0.0)
+    found = plan(kind=replace(KIND, prefill=nothing, decode=nothing), gpus=1, workload=Synthetic(Fixed(4), Fixed(2)))
+    assert found.best.limit == NOTHING
+    assert "ended there" in verdict(found)
 
 
 def test_step_sizes_follow_the_slo() -> None:

@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 from baton.errors import ConfigError, InvalidRequest
 
 PROMPT_CHARS_MAX = 64 << 20
-RANGE_ITEMS_MAX = 100_000  # of all ranges of one rendering: loops within loops could take for ever
+RANGE_ITEMS_MAX = 20_000  # of all ranges of one rendering: loops within loops could take for ever
 # Two characters that no template writes: where the text to continue ends. Templates trim the space.
 CONTINUE_MARK = "\U000f0baf\U000f0baf "
 

@@ -154,6 +154,6 @@ _FOUND = (
     "| families | yarn with a base of 1; `block_ffn_dim_multiplier` of 1e308 | tracebacks at start |",
     "| quantization | half of a surrogate pair in a field's name | a traceback at start |",
     "| grammar | `{10 0}` in a regular expression | INTERNAL |",
-    "| chat_template | ranges of 100,000 within macros that call themselves; `lipsum` | minutes of CPU |",
+    "| chat_template | ranges of 100,000 items within macros that call themselves; `lipsum` | minutes of CPU |",
     "| http_bytes | a request on the connection of one with too large headers | waited for its body for ever |",
 )

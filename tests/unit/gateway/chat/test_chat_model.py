@@ -113,10 +113,13 @@ def test_a_template_refuses_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_an_endless_prompt_is_refused(tmp_path: Path) -> None:
-    model = model_of(
-        tmp_path, "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endfor %}"
-    )
+    model = model_of(tmp_path, "{% for i in range(9999) %}{{ 'x' * 99999 }}{% endfor %}")
     assert "characters" in str(refused(model))
+
+
+def test_ranges_within_ranges_are_refused(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}")
+    assert "items together" in str(refused(model))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def _systems(
             total_IK = tl.cumsum(decay_IK, axis=0)
             keys_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
             products_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
-            # Products of blocks of 16 tokens in its place took 12 % more of a prefill of Kimi-Linear on an H200.
+            # With products of blocks of 16 tokens in its place, 8192 tokens of Kimi-Linear took 373 ms on an H200; with
+            # this loop, and systems inverted row by row, 342.
             for j in range(bound(count, INTERPRETED)):
                 is_j_I1 = (i_I == j)[:, None]
                 k_j_K = tl.sum(tl.where(is_j_I1, k_IK, 0.0), axis=0)

@@ -1,5 +1,5 @@
-"""What attention's kernels for Hopper are compared with tells right kernels from wrong ones. The portable kernels stand
-in for those, which run on no other device."""
+"""The comparisons of attention's Hopper kernels accept right kernels and refuse wrong ones. Portable kernels run in
+place of the Hopper kernels, which run on no other device."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""What the kernels for Hopper of weights of 4 bits are compared with tells right kernels from wrong ones. The portable
-kernels stand in for those, which run on no other device."""
+"""The comparisons of the Hopper kernels for weights of 4 bits accept right kernels and refuse wrong ones. Portable
+kernels run in place of the Hopper kernels, which run on no other device."""
 
 from typing import Any
 

@@ -204,7 +204,9 @@ def test_each_rank_caches_its_heads_and_no_others(
         heads = kv_heads(whole.shape[4], parallel)
         expected = whole[:, :, :, :, heads.start : heads.stop]
         own = together[parallel.rank][name, size].cache
-        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+        # KV of recurrent models follows from their states, and has the bound of these.
+        bound = 1e-4 if name in RECURRENT else 1e-5
+        torch.testing.assert_close(own, expected, rtol=bound, atol=bound, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in RECURRENT for size in SIZES[name]])

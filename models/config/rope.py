@@ -15,6 +15,8 @@ from baton.errors import ConfigError
 from models.config.fields import AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
 from models.config.file import ConfigFile
 
+_TURNS_MAX = 1e6  # YaRN's betas; far beyond it the place of the pair that turns so often is no number
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -208,11 +210,15 @@ class _YarnFields(_RopeFields):
     def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
         del dim
         original = self.original_max_position_embeddings or max_position_embeddings
+        beta_fast, beta_slow = self.beta_fast or 32.0, self.beta_slow or 1.0
+        for name, turns in (("beta_fast", beta_fast), ("beta_slow", beta_slow)):
+            if not 1 / _TURNS_MAX <= turns <= _TURNS_MAX:
+                raise self.refuse(name, f"0 or {1 / _TURNS_MAX:g} to {_TURNS_MAX:g}", cure="common are 32 and 1")
         return YarnScaling(
             factor=self.factor or max_position_embeddings / original,
             original_max_position_embeddings=original,
-            beta_fast=self.beta_fast or 32.0,
-            beta_slow=self.beta_slow or 1.0,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
             truncate=self.truncate,
             attention_factor=self.attention_factor,
             mscale=self.mscale,

@@ -79,6 +79,7 @@ async def _answer_all(node: ScriptedNode) -> None:
             decode_pb2.SessionResponse(released=decode_pb2.Released(key=key)),
         ):
             node.answers.put_nowait(answer)
+        node.report.set()  # as all that the gateway has sent since the last report counts as still there
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         self.events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
         self.connected_to: list[str] = []
         self.call_ended = asyncio.Event()  # a Prefill call or a session
-        self.silent = asyncio.Event()  # ends the Watch stream
+        self.report = asyncio.Event()  # sends the status again
         self.reports_all_the_time = False
 
     async def Watch(  # noqa: N802
@@ -42,7 +42,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         while self.reports_all_the_time:
             await asyncio.sleep(0)
             yield self.status
-        await self.silent.wait()
+        while await self.report.wait():
+            self.report.clear()
+            yield self.status
 
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: object) -> common_pb2.PeerState:  # noqa: N802
         self.connected_to.append(request.decode_address)

@@ -15,6 +15,7 @@ from models.config.file import ConfigFile
 
 # Upper limits are far above any model's numbers. Beyond them a loop or an allocation would not end, or bytes overflow.
 _INT32_MAX = 2**31 - 1
+CONTEXT_MAX = _INT32_MAX  # tokens
 Count: TypeAlias = Annotated[int, Ge(1), Le(_INT32_MAX)]
 CountOrZero: TypeAlias = Annotated[int, Ge(0), Le(_INT32_MAX)]
 Size: TypeAlias = Annotated[int, Ge(1), Le(2**20 - 1)]  # of one axis of a weight

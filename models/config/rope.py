@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict
 
 from baton.errors import ConfigError
-from models.config.fields import AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
+from models.config.fields import CONTEXT_MAX, AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
 from models.config.file import ConfigFile
 
 _TURNS_MAX = 1e6  # YaRN's betas; far beyond it the place of the pair that turns so often is no number
@@ -214,8 +214,11 @@ class _YarnFields(_RopeFields):
         for name, turns in (("beta_fast", beta_fast), ("beta_slow", beta_slow)):
             if not 1 / _TURNS_MAX <= turns <= _TURNS_MAX:
                 raise self.refuse(name, f"0 or {1 / _TURNS_MAX:g} to {_TURNS_MAX:g}", cure="common are 32 and 1")
+        factor = self.factor or max_position_embeddings / original
+        if factor * original > CONTEXT_MAX:
+            raise self.refuse("factor", f"up to {CONTEXT_MAX / original:g}, which makes {CONTEXT_MAX} tokens")
         return YarnScaling(
-            factor=self.factor or max_position_embeddings / original,
+            factor=factor,
             original_max_position_embeddings=original,
             beta_fast=beta_fast,
             beta_slow=beta_slow,

@@ -53,7 +53,10 @@ def read_model(data: bytes) -> SentencePieceModel:
             if number == _PIECES and isinstance(value, bytes):
                 piece = dict(_fields(value))
                 (score,) = struct.unpack("<f", piece.get(2, bytes(4)))
-                pieces.append(Piece(bytes(piece[1]).decode(), score, PieceType(piece.get(3, PieceType.NORMAL))))
+                text = piece[1]
+                if not isinstance(text, bytes):
+                    raise ValueError("the text of a piece is a number")
+                pieces.append(Piece(text.decode(), score, PieceType(piece.get(3, PieceType.NORMAL))))
             elif number in specs and isinstance(value, bytes):
                 specs[number] = dict(_fields(value))
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:

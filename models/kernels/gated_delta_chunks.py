@@ -16,8 +16,8 @@ from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
 
 _TILE_V = 32
-_NUM_WARPS = 4
-_NUM_STAGES = 2
+_NUM_WARPS = 8
+_NUM_STAGES = 1
 
 
 def prompts(
@@ -128,6 +128,10 @@ def _scan(
         )
         has_KV = (k_K < KEYS)[:, None] & has_V[None, :]
         state_KV = tl.load(state_ptrs_KV, mask=has_KV & (context > 0), other=0.0)
+        gates_I = i_I * (HEADS * PER_HEAD)
+        places_IK = (gates_I * KEYS)[:, None] + k_K[None, :]
+        places_IJ = (gates_I * CHUNK)[:, None] + i_I[None, :]
+        v_ptr += head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
         aligned = start - context % CHUNK
         for chunk in range(bound((stop - aligned + CHUNK - 1) // CHUNK, INTERPRETED)):
             first = tl.maximum(aligned + chunk * CHUNK, start)
@@ -135,30 +139,29 @@ def _scan(
             has_I = i_I < count
             has_IK = has_I[:, None] & (k_K < KEYS)[None, :]
             has_IV = has_I[:, None] & has_V[None, :]
-            tokens_I = (first + i_I).to(tl.int64)
-            gates_I = tokens_I * (HEADS * PER_HEAD) + value_head
-            places_IK = gates_I[:, None] * KEYS + k_K[None, :]
-            places_IJ = gates_I[:, None] * CHUNK + i_I[None, :]
-            v_ptrs_I = v_ptr + tokens_I * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
-            v_IV = tl.load(v_ptrs_I[:, None] + v_V[None, :], mask=has_IV, other=0.0).to(tl.float32)
-            beta_I = tl.load(beta_ptr + gates_I, mask=has_I, other=0.0)
-            keys_IK = tl.load(keys_ptr + places_IK, mask=has_IK, other=0.0)
+            token = first.to(tl.int64)
+            gate = token * (HEADS * PER_HEAD) + value_head
+            v_ptrs_IV = v_ptr + token * v_stride_T + (i_I * v_stride_T)[:, None] + v_V[None, :]
+            v_IV = tl.load(v_ptrs_IV, mask=has_IV, other=0.0).to(tl.float32)
+            beta_I = tl.load(beta_ptr + gate + gates_I, mask=has_I, other=0.0)
+            keys_IK = tl.load(keys_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
             answer_IV = tl.dot(keys_IK, state_KV, input_precision=PRECISION)
-            inverse_IJ = tl.load(inverses_ptr + places_IJ, mask=has_I[:, None], other=0.0)
+            inverse_IJ = tl.load(inverses_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
             wanted_IV = (v_IV - answer_IV) * beta_I[:, None]
             written_IV = tl.dot(inverse_IJ, wanted_IV, input_precision=PRECISION)
-            queries_IK = tl.load(queries_ptr + places_IK, mask=has_IK, other=0.0)
-            products_IJ = tl.load(products_ptr + places_IJ, mask=has_I[:, None], other=0.0)
+            queries_IK = tl.load(queries_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
+            products_IJ = tl.load(products_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
             out_IV = tl.dot(queries_IK, state_KV, input_precision=PRECISION)
             out_IV += tl.dot(products_IJ, written_IV, input_precision=PRECISION)
-            last_gate = (first + count - 1).to(tl.int64) * (HEADS * PER_HEAD) + value_head
+            last_gate = gate + (count - 1) * (HEADS * PER_HEAD)
             if BY_CHANNEL:
                 last_X = tl.load(totals_ptr + last_gate * KEYS + k_K, mask=k_K < KEYS, other=0.0)
             else:
                 last_X = tl.zeros([1], tl.float32) + tl.load(totals_ptr + last_gate)
-            left_IK = tl.load(left_ptr + places_IK, mask=has_IK, other=0.0)
-            state_KV *= tl.exp(last_X)[:, None]
+            left_IK = tl.load(left_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
+            state_KV *= tl.exp2(last_X)[:, None]
             state_KV += tl.dot(tl.trans(left_IK), written_IV, input_precision=PRECISION)
-            out_ptrs_IV = out_ptr + gates_I[:, None] * VALUES + v_V[None, :]
-            tl.store(out_ptrs_IV, round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED), mask=has_IV)
+            out_IV = round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED)
+            out_ptrs_IV = out_ptr + gate * VALUES + (gates_I * VALUES)[:, None] + v_V[None, :]
+            tl.store(out_ptrs_IV, out_IV, mask=has_IV)
         tl.store(state_ptrs_KV, state_KV, mask=has_KV)

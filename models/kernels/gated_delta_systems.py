@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from models.recurrent.rows import StateRows
-from tritonlib.launch import interpreted
 
 CHUNK = 64
 _LEVELS = CHUNK.bit_length() - 1
 # A warp adds up the decays of 32 channels, 128 bytes of a token, without other warps.
 _TILE_K = 32
 _NUM_WARPS = 8
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_ZERO = tl.constexpr(-150.0)  # 2 ** -150 is 0 in float32
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ def systems(
     def empty(*shape: int) -> Tensor:
         return torch.empty((num_tokens, heads, per_head, *shape), dtype=torch.float32, device=q_THK.device)
 
-    out = Systems(
-        empty(CHUNK), empty(CHUNK), torch.empty_like(log_decay), empty(keys), empty(keys), empty(keys)
-    )
+    out = Systems(empty(CHUNK), empty(CHUNK), torch.empty_like(log_decay), empty(keys), empty(keys), empty(keys))
     most_chunks = triton.cdiv(rows.max_prompt_tokens + CHUNK - 1, CHUNK)
     grid = (len(rows.prompt_slots_P) * most_chunks, heads * per_head)
     where = rows.prompt_slots_P, rows.prompt_starts_P1, rows.prompt_context_P, most_chunks
@@ -128,10 +127,11 @@ def _add_up(
     if count > 0:
         i_I = tl.arange(0, CHUNK)
         k_K = tl.program_id(2) * TILE_K + tl.arange(0, TILE_K)
-        places_IK = ((first + i_I).to(tl.int64) * VALUE_HEADS + tl.program_id(1))[:, None] * KEYS + k_K[None, :]
+        place = (first.to(tl.int64) * VALUE_HEADS + tl.program_id(1)) * KEYS
+        places_IK = (i_I * (VALUE_HEADS * KEYS))[:, None] + k_K[None, :]
         has_IK = (i_I < count)[:, None] & (k_K < KEYS)[None, :]
-        decay_IK = tl.load(decay_ptr + places_IK, mask=has_IK, other=0.0)
-        tl.store(totals_ptr + places_IK, tl.cumsum(decay_IK, axis=0), mask=has_IK)
+        decay_IK = tl.load(decay_ptr + place + places_IK, mask=has_IK, other=0.0)
+        tl.store(totals_ptr + place + places_IK, tl.cumsum(_exponents(decay_IK), axis=0), mask=has_IK)
 
 
 @triton.jit
@@ -179,21 +179,26 @@ def _multiply(
         i_I1, j_1J = i_I[:, None], i_I[None, :]
         has_I = i_I < count
         has_IK = has_I[:, None] & (k_K < KEYS)[None, :]
-        tokens_I = (first + i_I).to(tl.int64)
-        gates_I = tokens_I * VALUE_HEADS + value_head
-        q_IK = _units(q_ptr, tokens_I, value_head // PER_HEAD, q_stride_T, q_stride_H, k_K, has_IK) * scale
-        k_IK = _units(k_ptr, tokens_I, value_head // PER_HEAD, k_stride_T, k_stride_H, k_K, has_IK)
+        # Places in 32 bits from the first token on leave registers for the tiles.
+        token = first.to(tl.int64)
+        gate = token * VALUE_HEADS + value_head
+        gates_I = i_I * VALUE_HEADS
+        places_IK = (gates_I * KEYS)[:, None] + k_K[None, :]
+        q_ptr += token * q_stride_T + value_head // PER_HEAD * q_stride_H
+        k_ptr += token * k_stride_T + value_head // PER_HEAD * k_stride_H
+        q_IK = _units(q_ptr + (i_I * q_stride_T)[:, None] + k_K[None, :], has_IK) * scale
+        k_IK = _units(k_ptr + (i_I * k_stride_T)[:, None] + k_K[None, :], has_IK)
         if BY_CHANNEL:
-            total_IX = tl.load(totals_ptr + gates_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
-            last_gate = (first + count - 1).to(tl.int64) * VALUE_HEADS + value_head
-            last_X = tl.load(totals_ptr + last_gate * KEYS + k_K, mask=k_K < KEYS, other=0.0)
+            totals_ptr += gate * KEYS
+            total_IX = tl.load(totals_ptr + places_IK, mask=has_IK, other=0.0)
+            last_X = tl.load(totals_ptr + (count - 1) * (VALUE_HEADS * KEYS) + k_K, mask=k_K < KEYS, other=0.0)
             keys_IJ = tl.zeros([CHUNK, CHUNK], tl.float32)
             products_IJ = tl.where(i_I1 == j_1J, tl.sum(q_IK * k_IK, axis=1)[:, None], 0.0)
             for level in range(LEVELS):
                 middle_I = ((i_I >> (level + 1)) << (level + 1)) + (1 << level) - 1
-                middle_I = (first + tl.minimum(middle_I, count - 1)).to(tl.int64) * VALUE_HEADS + value_head
-                middle_IK = tl.load(totals_ptr + middle_I[:, None] * KEYS + k_K[None, :], mask=has_IK, other=0.0)
-                fade_IK = tl.exp(-tl.abs(total_IX - middle_IK))
+                middles_IK = (tl.minimum(middle_I, count - 1) * (VALUE_HEADS * KEYS))[:, None] + k_K[None, :]
+                middle_IK = tl.load(totals_ptr + middles_IK, mask=has_IK, other=0.0)
+                fade_IK = tl.exp2(-tl.abs(total_IX - middle_IK))
                 faded_IK = k_IK * fade_IK
                 faded_KJ = tl.trans(faded_IK)
                 is_pair_IJ = (i_I1 >> level != j_1J >> level) & (i_I1 >> (level + 1) == j_1J >> (level + 1))
@@ -201,29 +206,36 @@ def _multiply(
                 level_IJ = tl.dot(q_IK * fade_IK, faded_KJ, input_precision=PRECISION)
                 products_IJ = tl.where(is_pair_IJ, level_IJ, products_IJ)
         else:
-            decay_I = tl.load(decay_ptr + gates_I, mask=has_I, other=0.0)
+            decay_I = _exponents(tl.load(decay_ptr + gate + gates_I, mask=has_I, other=0.0))
             total_I = tl.cumsum(decay_I, axis=0)  # Triton 3.6 adds up [I, 1] wrongly
-            tl.store(totals_ptr + gates_I, total_I, mask=has_I)
+            tl.store(totals_ptr + gate + gates_I, total_I, mask=has_I)
             total_IX = total_I[:, None]
             last_X = tl.zeros([1], tl.float32) + tl.sum(decay_I, axis=0)
-            fade_IJ = tl.exp(tl.minimum(total_IX - total_I[None, :], 0.0))
+            fade_IJ = tl.exp2(tl.minimum(total_IX - total_I[None, :], 0.0))
             keys_IJ = tl.dot(k_IK, tl.trans(k_IK), input_precision=PRECISION) * fade_IJ
             products_IJ = tl.dot(q_IK, tl.trans(k_IK), input_precision=PRECISION) * fade_IJ
-        beta_I = tl.load(beta_ptr + gates_I, mask=has_I, other=0.0)
-        places_IJ = gates_I[:, None] * CHUNK + j_1J
-        tl.store(systems_ptr + places_IJ, tl.where(i_I1 > j_1J, keys_IJ * beta_I[:, None], 0.0), mask=has_I[:, None])
-        tl.store(products_ptr + places_IJ, tl.where(i_I1 >= j_1J, products_IJ, 0.0), mask=has_I[:, None])
-        places_IK = gates_I[:, None] * KEYS + k_K[None, :]
-        fade_IX = tl.exp(total_IX)
-        tl.store(queries_ptr + places_IK, q_IK * fade_IX, mask=has_IK)
-        tl.store(keys_ptr + places_IK, k_IK * fade_IX, mask=has_IK)
-        tl.store(left_ptr + places_IK, k_IK * tl.exp(last_X[None, :] - total_IX), mask=has_IK)
+        beta_I = tl.load(beta_ptr + gate + gates_I, mask=has_I, other=0.0)
+        system_IJ = tl.where(i_I1 > j_1J, keys_IJ * beta_I[:, None], 0.0)
+        places_IJ = (gates_I * CHUNK)[:, None] + j_1J
+        tl.store(systems_ptr + gate * CHUNK + places_IJ, system_IJ, mask=has_I[:, None])
+        products_IJ = tl.where(i_I1 >= j_1J, products_IJ, 0.0)
+        tl.store(products_ptr + gate * CHUNK + places_IJ, products_IJ, mask=has_I[:, None])
+        fade_IX = tl.exp2(total_IX)
+        tl.store(queries_ptr + gate * KEYS + places_IK, q_IK * fade_IX, mask=has_IK)
+        tl.store(keys_ptr + gate * KEYS + places_IK, k_IK * fade_IX, mask=has_IK)
+        tl.store(left_ptr + gate * KEYS + places_IK, k_IK * tl.exp2(last_X[None, :] - total_IX), mask=has_IK)
 
 
 @triton.jit
-def _units(ptr, tokens_I, head, stride_T, stride_H, k_K, has_IK):
-    """Vectors of one head, in float32, brought to unit length."""
-    ptrs_IK = ptr + (tokens_I * stride_T + head * stride_H)[:, None] + k_K[None, :]
+def _exponents(decay):
+    """To base 2, which is how the device takes powers. A bound on what is 0 in any case keeps sums small: after a very
+    strong decay they would lose the digits of weak ones."""
+    return tl.maximum(decay * _LOG2_E, _ZERO)
+
+
+@triton.jit
+def _units(ptrs_IK, has_IK):
+    """Vectors in float32, brought to unit length."""
     x_IK = tl.load(ptrs_IK, mask=has_IK, other=0.0).to(tl.float32)
     return x_IK * tl.rsqrt(tl.sum(x_IK * x_IK, axis=1) + 1e-6)[:, None]
 
@@ -243,10 +255,16 @@ def _invert(
     tl.static_assert(CHUNK == 64, "the blocks below are of 16 tokens")
     first, count = _sub_chunk(slots_ptr, starts_ptr, context_ptr, most_chunks, CHUNK)
     if count > 0:
-        gates_I = (first + tl.arange(0, 16)).to(tl.int64) * VALUE_HEADS + tl.program_id(1)
-        ptrs_IJ = systems_ptr + gates_I[:, None] * CHUNK + tl.arange(0, 16)[None, :]
+        gate = first.to(tl.int64) * VALUE_HEADS + tl.program_id(1)
+        rows_I1 = (tl.arange(0, 16) * (VALUE_HEADS * CHUNK))[:, None]
+        ptrs_IJ = systems_ptr + gate * CHUNK + rows_I1 + tl.arange(0, 16)[None, :]
         down: tl.constexpr = 16 * VALUE_HEADS * CHUNK
-        has0_I1, has1_I1, has2_I1, has3_I1 = _rows_of(count), _rows_of(count - 16), _rows_of(count - 32), _rows_of(count - 48)
+        has0_I1, has1_I1, has2_I1, has3_I1 = (
+            _rows_of(count),
+            _rows_of(count - 16),
+            _rows_of(count - 32),
+            _rows_of(count - 48),
+        )
         below10_IJ = tl.load(ptrs_IJ + down, mask=has1_I1, other=0.0)
         below20_IJ = tl.load(ptrs_IJ + 2 * down, mask=has2_I1, other=0.0)
         below21_IJ = tl.load(ptrs_IJ + 2 * down + 16, mask=has2_I1, other=0.0)

@@ -6,6 +6,7 @@ values goes through the sub-chunks of a prompt. Sub-chunks are cut at absolute p
 cuts of prompts at multiples of CHUNK. The twin is in `models.recurrent.gated_delta`. Legend: as there.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,7 +38,7 @@ def prompts(
     """
     _, heads, per_head, values = v_THRV.shape
     keys = q_THK.shape[2]
-    precision = "tf32x3" if v_THRV.element_size() == 4 else "tf32"
+    precision = "tf32x3" if v_THRV.dtype == torch.float32 else "tf32"
     known = systems(q_THK, k_THK, log_decay, beta_THR, rows, precision=precision)
     tile = max(16, min(_TILE_V, triton.next_power_of_2(values)))
     _scan[(len(rows.prompt_slots_P), heads * per_head, triton.cdiv(values, tile))](

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.kernels import delta_gates
 from models.kernels import gated_delta as kernels
-from models.kernels.gated_delta_chunks import CHUNK
+from models.kernels.gated_delta_systems import CHUNK
 from models.kernels.gated_norm import gated_norm
 from models.recurrent.delta_gates import correction_rates, log_decays
 from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit

@@ -145,23 +145,24 @@ def _scan(
             v_ptrs_IV = v_ptr + token * v_stride_T + (i_I * v_stride_T)[:, None] + v_V[None, :]
             v_IV = tl.load(v_ptrs_IV, mask=has_IV, other=0.0).to(tl.float32)
             beta_I = tl.load(beta_ptr + gate + gates_I, mask=has_I, other=0.0)
+            # All loads come before the products: no load waits for a barrier of these.
             keys_IK = tl.load(keys_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
-            answer_IV = tl.dot(keys_IK, state_KV, input_precision=PRECISION)
             inverse_IJ = tl.load(inverses_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
-            wanted_IV = (v_IV - answer_IV) * beta_I[:, None]
-            written_IV = tl.dot(inverse_IJ, wanted_IV, input_precision=PRECISION)
+            left_IK = tl.load(left_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
             queries_IK = tl.load(queries_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
             products_IJ = tl.load(products_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
-            out_IV = tl.dot(queries_IK, state_KV, input_precision=PRECISION)
-            out_IV += tl.dot(products_IJ, written_IV, input_precision=PRECISION)
             last_gate = gate + (count - 1) * (HEADS * PER_HEAD)
             if BY_CHANNEL:
                 last_X = tl.load(totals_ptr + last_gate * KEYS + k_K, mask=k_K < KEYS, other=0.0)
             else:
                 last_X = tl.zeros([1], tl.float32) + tl.load(totals_ptr + last_gate)
-            left_IK = tl.load(left_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
+            answer_IV = tl.dot(keys_IK, state_KV, input_precision=PRECISION)
+            wanted_IV = (v_IV - answer_IV) * beta_I[:, None]
+            written_IV = tl.dot(inverse_IJ, wanted_IV, input_precision=PRECISION)
+            out_IV = tl.dot(queries_IK, state_KV, input_precision=PRECISION)
             state_KV *= tl.exp2(last_X)[:, None]
             state_KV += tl.dot(tl.trans(left_IK), written_IV, input_precision=PRECISION)
+            out_IV += tl.dot(products_IJ, written_IV, input_precision=PRECISION)
             out_IV = round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED)
             out_ptrs_IV = out_ptr + gate * VALUES + (gates_I * VALUES)[:, None] + v_V[None, :]
             tl.store(out_ptrs_IV, out_IV, mask=has_IV)

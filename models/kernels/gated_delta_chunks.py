@@ -18,7 +18,6 @@ from tritonlib.rounding import round_to
 
 _TILE_V = 32
 _NUM_WARPS = 8
-_NUM_STAGES = 1
 
 
 def prompts(
@@ -68,7 +67,7 @@ def prompts(
         PRECISION=precision,
         INTERPRETED=interpreted(),
         num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+        num_stages=1,  # the kernel loads ahead itself: two stages exceed the shared memory
     )
 
 
@@ -129,41 +128,60 @@ def _scan(
         )
         has_KV = (k_K < KEYS)[:, None] & has_V[None, :]
         state_KV = tl.load(state_ptrs_KV, mask=has_KV & (context > 0), other=0.0)
-        gates_I = i_I * (HEADS * PER_HEAD)
+        VALUE_HEADS: tl.constexpr = HEADS * PER_HEAD
+        gates_I = i_I * VALUE_HEADS
         places_IK = (gates_I * KEYS)[:, None] + k_K[None, :]
         places_IJ = (gates_I * CHUNK)[:, None] + i_I[None, :]
+        has_K, has_J = k_K < KEYS, i_I < CHUNK
         v_ptr += head * v_stride_H + (value_head % PER_HEAD) * v_stride_R
         aligned = start - context % CHUNK
-        for chunk in range(bound((stop - aligned + CHUNK - 1) // CHUNK, INTERPRETED)):
-            first = tl.maximum(aligned + chunk * CHUNK, start)
-            count = tl.minimum(aligned + (chunk + 1) * CHUNK, stop) - first
-            has_I = i_I < count
-            has_IK = has_I[:, None] & (k_K < KEYS)[None, :]
+        # What a product has read is loaded again at once, for the next sub-chunk: that wait overlaps the products.
+        gate, count = _sub_chunk(aligned, start, stop, value_head, VALUE_HEADS, CHUNK)
+        keys_IK = _rows(keys_ptr + gate * KEYS + places_IK, i_I < count, has_K)
+        queries_IK = _rows(queries_ptr + gate * KEYS + places_IK, i_I < count, has_K)
+        inverse_IJ = _rows(inverses_ptr + gate * CHUNK + places_IJ, i_I < count, has_J)
+        left_IK = _rows(left_ptr + gate * KEYS + places_IK, i_I < count, has_K)
+        products_IJ = _rows(products_ptr + gate * CHUNK + places_IJ, i_I < count, has_J)
+        for _ in range(bound((stop - aligned + CHUNK - 1) // CHUNK, INTERPRETED)):
+            first = tl.maximum(aligned, start)
+            gate, count = _sub_chunk(aligned, start, stop, value_head, VALUE_HEADS, CHUNK)
+            aligned += CHUNK
+            next_gate, next_count = _sub_chunk(aligned, start, stop, value_head, VALUE_HEADS, CHUNK)
+            has_I, has_next_I = i_I < count, i_I < next_count
             has_IV = has_I[:, None] & has_V[None, :]
-            token = first.to(tl.int64)
-            gate = token * (HEADS * PER_HEAD) + value_head
-            v_ptrs_IV = v_ptr + token * v_stride_T + (i_I * v_stride_T)[:, None] + v_V[None, :]
+            v_ptrs_IV = v_ptr + first.to(tl.int64) * v_stride_T + (i_I * v_stride_T)[:, None] + v_V[None, :]
             v_IV = tl.load(v_ptrs_IV, mask=has_IV, other=0.0).to(tl.float32)
             beta_I = tl.load(beta_ptr + gate + gates_I, mask=has_I, other=0.0)
-            # All loads come before the products: no load waits for a barrier of these.
-            keys_IK = tl.load(keys_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
-            inverse_IJ = tl.load(inverses_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
-            left_IK = tl.load(left_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
-            queries_IK = tl.load(queries_ptr + gate * KEYS + places_IK, mask=has_IK, other=0.0)
-            products_IJ = tl.load(products_ptr + gate * CHUNK + places_IJ, mask=has_I[:, None], other=0.0)
-            last_gate = gate + (count - 1) * (HEADS * PER_HEAD)
+            last_gate = gate + (count - 1) * VALUE_HEADS
             if BY_CHANNEL:
-                last_X = tl.load(totals_ptr + last_gate * KEYS + k_K, mask=k_K < KEYS, other=0.0)
+                last_X = tl.load(totals_ptr + last_gate * KEYS + k_K, mask=has_K, other=0.0)
             else:
                 last_X = tl.zeros([1], tl.float32) + tl.load(totals_ptr + last_gate)
             answer_IV = tl.dot(keys_IK, state_KV, input_precision=PRECISION)
+            keys_IK = _rows(keys_ptr + next_gate * KEYS + places_IK, has_next_I, has_K)
+            out_IV = tl.dot(queries_IK, state_KV, input_precision=PRECISION)
+            queries_IK = _rows(queries_ptr + next_gate * KEYS + places_IK, has_next_I, has_K)
             wanted_IV = (v_IV - answer_IV) * beta_I[:, None]
             written_IV = tl.dot(inverse_IJ, wanted_IV, input_precision=PRECISION)
-            out_IV = tl.dot(queries_IK, state_KV, input_precision=PRECISION)
+            inverse_IJ = _rows(inverses_ptr + next_gate * CHUNK + places_IJ, has_next_I, has_J)
             state_KV *= tl.exp2(last_X)[:, None]
             state_KV += tl.dot(tl.trans(left_IK), written_IV, input_precision=PRECISION)
+            left_IK = _rows(left_ptr + next_gate * KEYS + places_IK, has_next_I, has_K)
             out_IV += tl.dot(products_IJ, written_IV, input_precision=PRECISION)
+            products_IJ = _rows(products_ptr + next_gate * CHUNK + places_IJ, has_next_I, has_J)
             out_IV = round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED)
             out_ptrs_IV = out_ptr + gate * VALUES + (gates_I * VALUES)[:, None] + v_V[None, :]
             tl.store(out_ptrs_IV, out_IV, mask=has_IV)
         tl.store(state_ptrs_KV, state_KV, mask=has_KV)
+
+
+@triton.jit
+def _sub_chunk(aligned, start, stop, value_head, VALUE_HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """The place of the first token's gates and the number of tokens, 0 or less after the last sub-chunk."""
+    first = tl.maximum(aligned, start)
+    return first.to(tl.int64) * VALUE_HEADS + value_head, tl.minimum(aligned + CHUNK, stop) - first
+
+
+@triton.jit
+def _rows(ptrs_IX, has_I, has_X):
+    return tl.load(ptrs_IX, mask=has_I[:, None] & has_X[None, :], other=0.0)

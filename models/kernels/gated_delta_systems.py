@@ -1,8 +1,7 @@
 """What sub-chunks of prompts need of the gated delta rule before any state is known, for all sub-chunks side by side:
 the inverses of their triangular systems, and queries and keys faded since the start of the sub-chunk and until its end.
 
-`gated_delta_chunks` goes through the sub-chunks with these. Legend: as in `models.recurrent.gated_delta`; X: K, or one
-where all channels of a key fade alike.
+`gated_delta_chunks` goes through the sub-chunks with these. Legend: as in `models.recurrent.gated_delta`.
 """
 
 from dataclasses import dataclass
@@ -20,19 +19,19 @@ _LEVELS = CHUNK.bit_length() - 1
 _TILE_K = 32
 _NUM_WARPS = 8
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_ZERO = tl.constexpr(-150.0)  # 2 ** -150 is 0 in float32
+_LEAST = tl.constexpr(-150.0)  # 2 ** -150 is 0 in float32
 
 
 @dataclass(frozen=True)
 class Systems:
-    """Of each token and value head; rows of no prompt hold anything. All float32.
+    """Of each token and value head, in float32. Rows of tokens without a prompt hold anything.
 
     Attributes:
-        inverses_THRJ: its row of the inverse of its sub-chunk's system; nothing is written right of the diagonal block.
-        products_THRJ: its query's products with the keys up to its own, faded.
-        totals: [T, H, R, X], logarithms: its decays since the start of its sub-chunk, added up.
+        inverses_THRJ: its row of the inverse of its sub-chunk's system.
+        products_THRJ: products of its query with the keys up to its own, faded; 0 after that.
+        totals: as the decays, to base 2: its decays since the start of its sub-chunk, added up.
         queries_THRK, keys_THRK: of unit length, queries also scaled, faded since the start of the sub-chunk.
-        left_THRK: the key faded until the end of the sub-chunk.
+        left_THRK: its key, of unit length, faded until the end of the sub-chunk.
     """
 
     inverses_THRJ: Tensor
@@ -230,7 +229,7 @@ def _multiply(
 def _exponents(decay):
     """To base 2, which is how the device takes powers. A bound on what is 0 in any case keeps sums small: after a very
     strong decay they would lose the digits of weak ones."""
-    return tl.maximum(decay * _LOG2_E, _ZERO)
+    return tl.maximum(decay * _LOG2_E, _LEAST)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.snapshots import snapshot_slot
 from models.recurrent.rows import StateRows
 from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
@@ -82,12 +83,15 @@ def prompts(
         out_THRV,
         states_SHRKV,
         *requests,
+        rows.snapshot_slots_PM,
+        rows.snapshot_lens_PM,
         keys**-0.5,
         *strides,
         *v_THRV.stride()[:3],
         *states_SHRKV.stride(),
         VALUES=values,
         TILE_V=tile,
+        SNAPSHOTS=rows.snapshot_slots_PM.shape[1],
         **constants,
     )
 
@@ -181,6 +185,8 @@ def _scan(
     slots_ptr,
     starts_ptr,
     context_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
     scale,
     q_stride_T,
     q_stride_H,
@@ -196,6 +202,7 @@ def _scan(
     state_stride_V,
     VALUES: tl.constexpr,
     TILE_V: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     KEYS: tl.constexpr,
@@ -263,6 +270,10 @@ def _scan(
             state_KV += tl.dot(tl.trans(left_IK), written_IV, input_precision=PRECISION)
             out_ptrs_IV = out_ptr + gates_I[:, None] * VALUES + v_V[None, :]
             tl.store(out_ptrs_IV, round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED), mask=has_IV)
+            length = aligned + (chunk + 1) * CHUNK - start
+            snapshot = snapshot_slot(snapshot_slots_ptr, snapshot_lens_ptr, prompt, length, SNAPSHOTS).to(tl.int64)
+            if snapshot >= 0:
+                tl.store(state_ptrs_KV + (snapshot - slot) * state_stride_S, state_KV, mask=has_KV)
         tl.store(state_ptrs_KV, state_KV, mask=has_KV)
 
 

@@ -107,7 +107,7 @@ def test_decodes_in_a_graph(scan: object) -> None:
     rows, tokens, weights = decode_rows(4), operands(6, 1, torch.bfloat16), learnt()
     rows = StateRows(
         rows.decode_slots_N, rows.decode_lens_N, rows.prompt_slots_P[:0], rows.prompt_starts_P1[:1],
-        rows.prompt_context_P[:0], 0,
+        rows.prompt_context_P[:0], rows.snapshot_slots_PM[:0], rows.snapshot_lens_PM[:0], 0,
     )  # fmt: skip
     captured = states()
     scan(*tokens, weights, captured.clone(), rows)

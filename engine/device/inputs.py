@@ -121,8 +121,19 @@ def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
     lengths = [len(row.token_ids) for row in rows[num_decodes:]]
     starts = num_decodes + np.array([0, *accumulate(lengths)], np.int32)
     decodes = slots[:num_decodes], context[:num_decodes] + 1
-    prompts = slots[num_decodes:], starts, context[num_decodes:], *snapshots_of(rows[num_decodes:])
-    return StateRows(*to_device((*decodes, *prompts), device), max_prompt_tokens=max(lengths, default=0))
+    prompts = slots[num_decodes:], starts, context[num_decodes:]
+    copied = to_device((*decodes, *prompts, *snapshots_of(rows[num_decodes:])), device)
+    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, snapshot_slots_PM, snapshot_lens_PM = copied
+    return StateRows(
+        decode_slots_N,
+        decode_lens_N,
+        prompt_slots_P,
+        starts_P1,
+        context_P,
+        snapshot_slots_PM,
+        snapshot_lens_PM,
+        max_prompt_tokens=max(lengths, default=0),
+    )
 
 
 def snapshots_of(rows: Sequence[BatchRow]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

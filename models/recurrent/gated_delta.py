@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.kernels import gated_delta as kernels
-from models.kernels.gated_delta_chunks import CHUNK
+from models.kernels.gated_delta_systems import CHUNK
 from models.recurrent.rows import StateRows, prompts_of
 
 _NORM_EPS = 1e-6

@@ -62,6 +62,24 @@ def test_kernels_equal_their_twin(family: Family, dtype: torch.dtype) -> None:
 
 @by_dtype
 @by_family
+def test_prompts_equal_their_tokens_one_by_one_for_any_decay(family: Family, dtype: torch.dtype) -> None:
+    """Some decays leave nothing, most are weak; the first and the last sub-chunk are parts."""
+    count, context = 150, 37
+    q, k, v, log_decay, beta = tokens_of(count, family, dtype)
+    tokens = q, k, v, torch.where(log_decay < -1.5, -1e4, log_decay), beta
+    ours, kept = states(family), states(family)
+    out = gated_delta(*tokens, ours, state_rows([2], [count], [context], device="cuda"))
+    most = 1e-4 if dtype is torch.float32 else 1e-2
+    for token in range(count):
+        row = state_rows([2], [1], [context + token], device="cuda")
+        q, k, v, log_decay, beta = (each[token : token + 1] for each in tokens)
+        expected = in_torch(q, k, v, log_decay, beta, kept, row)
+        assert relative_error(out[token : token + 1], expected) < most, token
+    assert relative_error(ours[2], kept[2]) < most
+
+
+@by_dtype
+@by_family
 def test_cuts_between_sub_chunks_change_no_bit(family: Family, dtype: torch.dtype) -> None:
     tokens, whole, cut = tokens_of(640, family, dtype), states(family), states(family)
     expected = gated_delta(*tokens, whole, state_rows([2], [640], [0], device="cuda"))

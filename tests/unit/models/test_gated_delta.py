@@ -4,7 +4,7 @@ Legend: T token, S slot, H key head, R value head of a key head, K key channel, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.kernels import delta_gates
 from models.kernels import gated_delta as kernels
-from models.kernels.gated_delta_chunks import CHUNK
+from models.kernels.gated_delta_systems import CHUNK
 from models.kernels.gated_norm import gated_norm
 from models.recurrent.delta_gates import correction_rates, log_decays
 from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
@@ -25,6 +25,7 @@ from tests.unit.models.recurrent_steps import state_rows
 HEADS, PER_HEAD, KEYS, VALUES = 2, 3, 12, 20
 SLOTS = 5
 Rule = Callable[..., Tensor]
+by_rule = pytest.mark.parametrize("rule", [in_torch, kernels.gated_delta], ids=["torch", "triton"])
 by_decay = pytest.mark.parametrize("by_channel", [False, True], ids=["one-decay", "decays-by-channel"])
 
 
@@ -38,6 +39,9 @@ class Tokens:
 
     def at(self, tokens: slice) -> "Tokens":
         return Tokens(*(each[tokens] for each in self.all))
+
+    def on_device(self) -> "Tokens":
+        return Tokens(*(each.to(DEVICE) for each in self.all))
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -79,11 +83,11 @@ def token_by_token(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, state
 
 
-def in_cuts(tokens: Tokens, cuts: Sequence[int], kept: Tensor, context: int = 0, slot: int = 2) -> Tensor:
+def in_cuts(rule: Rule, tokens: Tokens, cuts: Sequence[int], kept: Tensor, slot: int = 2) -> Tensor:
     parts = []
     for start, stop in pairwise(cuts):
-        rows = state_rows([slot], [stop - start], [context + start], decodes=0)
-        parts.append(in_torch(*tokens.at(slice(start, stop)).all, kept, rows))
+        rows = on_device(state_rows([slot], [stop - start], [start], decodes=0))
+        parts.append(rule(*tokens.at(slice(start, stop)).all, kept, rows))
     return torch.cat(parts)
 
 
@@ -98,12 +102,14 @@ def test_sub_chunks_equal_the_rule_token_by_token(by_channel: bool, context: int
 
 
 @by_decay
-def test_cuts_at_multiples_of_a_sub_chunk_change_no_bit_and_others_only_rounding(by_channel: bool) -> None:
-    tokens, whole, even, odd = tokens_of(200, by_channel=by_channel), states(), states(), states()
-    expected = in_cuts(tokens, [0, 200], whole)
-    assert torch.equal(in_cuts(tokens, [0, CHUNK, 3 * CHUNK, 200], even), expected)
+@by_rule
+def test_cuts_at_multiples_of_a_sub_chunk_change_no_bit_and_others_only_rounding(by_channel: bool, rule: Rule) -> None:
+    tokens = tokens_of(200, by_channel=by_channel).on_device()
+    whole, even, odd = (states().to(DEVICE) for _ in range(3))
+    expected = in_cuts(rule, tokens, [0, 200], whole)
+    assert torch.equal(in_cuts(rule, tokens, [0, CHUNK, 3 * CHUNK, 200], even), expected)
     assert torch.equal(even, whole)
-    torch.testing.assert_close(in_cuts(tokens, [0, 1, 50, CHUNK, 100, 200], odd), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(in_cuts(rule, tokens, [0, 1, 50, CHUNK, 100, 200], odd), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(odd, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -159,8 +165,7 @@ def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
     kept[3] = torch.nan
     rows, ours = state_rows([1, 3, 0, 4], lens, contexts), kept.clone().to(DEVICE)
     expected = in_torch(*tokens.all, kept, rows)
-    moved = Tokens(*(each.to(DEVICE) for each in tokens.all))
-    out = kernels.gated_delta(*moved.all, ours, on_device(rows))
+    out = kernels.gated_delta(*tokens.on_device().all, ours, on_device(rows))
     assert out.dtype is dtype
     tolerance = 1e-4 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance / 10)
@@ -170,11 +175,39 @@ def test_kernels_equal_their_twin(by_channel: bool, dtype: torch.dtype) -> None:
 
 
 @by_decay
-@pytest.mark.parametrize("rule", [in_torch, kernels.gated_delta], ids=["torch", "triton"])
+@pytest.mark.parametrize("decays", ["none", "one-in-a-sub-chunk", "all", "some"])
+def test_kernels_equal_the_rule_token_by_token_for_any_decay(by_channel: bool, decays: str) -> None:
+    """Two prompts whose sub-chunks have all tokens or some. Strong decays leave nothing: one more
+    factor of exp(10,000) would be infinite, and a sum with it would have no digits of a weak one."""
+    lengths, contexts = [100, 2], [37, CHUNK - 1]
+    tokens = tokens_of(sum(lengths), by_channel=by_channel)
+    index_T = torch.arange(sum(lengths)).view(-1, *[1] * (tokens.log_decay.dim() - 1))
+    log_decay = {
+        "none": torch.zeros_like(tokens.log_decay),
+        "one-in-a-sub-chunk": torch.where(index_T % CHUNK == 7, -1e4, tokens.log_decay),
+        "all": torch.full_like(tokens.log_decay, -1e4),
+        "some": torch.where(tokens.log_decay < -1, -1e4, tokens.log_decay),
+    }[decays]
+    tokens = replace(tokens, log_decay=log_decay)
+    before = states()
+    kept = before.clone().to(DEVICE)
+    rows = on_device(state_rows([1, 3], lengths, contexts, decodes=0))
+    outs = kernels.gated_delta(*tokens.on_device().all, kept, rows).cpu().split(lengths)
+    start = 0
+    for slot, length, context, out in zip((1, 3), lengths, contexts, outs, strict=True):
+        initial = before[slot] if context else torch.zeros_like(before[slot])
+        expected, state = token_by_token(tokens.at(slice(start, start + length)), initial)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kept[slot].double().cpu(), state, rtol=1e-4, atol=1e-4)
+        start += length
+
+
+@by_decay
+@by_rule
 def test_a_request_has_the_same_bits_alone_and_next_to_others(by_channel: bool, rule: Rule) -> None:
     """Two decodes and two prompts, in one step and in four."""
     lengths, contexts = [1, 1, 30, 3], [64, 7, 45, 0]
-    tokens = Tokens(*(each.to(DEVICE) for each in tokens_of(sum(lengths), by_channel=by_channel).all))
+    tokens = tokens_of(sum(lengths), by_channel=by_channel).on_device()
     together = states().to(DEVICE)
     apart = together.clone()
     outs = rule(*tokens.all, together, on_device(state_rows(range(4), lengths, contexts))).split(lengths)

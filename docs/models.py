@@ -54,16 +54,17 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   Hadamard matrix and rounds them to fp8 first. Of equal scores the first tokens are taken. On an H200,
   32 decodes are faster than with attention to all tokens from 8,000 tokens of context on, prompts from 16,000 on
   ([figures](../bench/results/sparse_mla.md)).
-- Qwen3-Next and 3.5, Kimi-Linear, Granite 4, Nemotron-H, Bamba and LFM2 have recurrent layers, which keep one state of
-  each request instead of KV; each layer of Falcon-H1 keeps both. The state travels with the KV, also between nodes of
-  unequal numbers of ranks. A prompt begins after the last place of its prefix whose state is kept: a multiple of 64
-  tokens and of the block size. States are kept at the end of prompts of more than 256 tokens, while answers are
-  decoded, and where a prompt departs from one before; so a shorter prompt is reused from its third time on. A hand-over
-  brings the state, so the decode node gets only the blocks that it lacks, whatever states it keeps: of a conversation's
-  next turn the new ones. `--state-slots` sets how many states a node holds; the least recently used make room.
-  `--batch-invariant` keeps states of prompts only. On an H200, steps captured as CUDA graphs gave the CPU's tokens for
-  tiny models of LFM2, Qwen3-Next, Kimi-Linear, Granite 4 and Nemotron-H; their speed is on the
-  [page of hybrids](../bench/results/hybrids.md).
+- Qwen3-Next and 3.5, Kimi-Linear, Granite 4, Nemotron-H, Bamba and LFM2 have recurrent layers, which keep one state
+  of each request instead of KV; each layer of Falcon-H1 keeps both. The state travels with the KV, also between nodes
+  of unequal numbers of ranks. A prompt begins after the last place of its prefix whose state is kept: a multiple of
+  64 tokens and of the block size. States are kept at the last such place before a prompt's end, where a prompt
+  departs from one before, where a step cuts a prompt, and while answers are decoded. The layers write the first two
+  as they pass them, so no prompt takes another step for them. A prompt that comes again is reused from its second
+  time on, a prefix of unequal prompts from its third. A hand-over brings the state, so the decode node gets only the
+  blocks that it lacks, whatever states it keeps: of a conversation's next turn the new ones. `--state-slots` sets how
+  many states a node holds; the least recently used make room. `--batch-invariant` keeps states of prompts only, where
+  it cuts them. On an H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of LFM2, Qwen3-Next,
+  Kimi-Linear, Granite 4 and Nemotron-H; their speed is on the [page of hybrids](../bench/results/hybrids.md).
 - Each layer of LongCat-Flash has two attentions, so its cache has twice as many layers as the model. Experts without
   weights (`zero_expert_num`) take no memory and no products: a token's weights of these multiply its input. Files that
   ask for what transformers ignores (`router_bias`, `norm_topk_prob`) are refused. LongCat-Flash and Falcon-H1 were

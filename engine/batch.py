@@ -12,6 +12,9 @@ from baton.types import TokenOutput
 from engine.request import IntArray
 from engine.sampling.row import SampleRow
 
+# Snapshots within a row: where a prompt departs from a known prefix, and before its end.
+MOST_SNAPSHOTS = 2
+
 # What a step yields for a row: its token, None where nothing was sampled, or the error with which its request fails.
 RowResult: TypeAlias = TokenOutput | BatonError | None
 
@@ -30,6 +33,8 @@ class BatchRow(NamedTuple):
         adapter: slot of the request's adapter; -1: it has none.
         state_slot: slot of the request's recurrent state; -1: the model has none.
         owner: the rank that has the blocks, where each has blocks of its own.
+        snapshots: (tokens, slot), up to MOST_SNAPSHOTS: this slot gets the recurrent state after so many of the row's
+            tokens, which are fewer than all of them.
     """
 
     request_id: str
@@ -42,6 +47,7 @@ class BatchRow(NamedTuple):
     adapter: int = -1
     state_slot: int = -1
     owner: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def token_stop(self) -> int:
@@ -78,7 +84,7 @@ class Batch:
         shared_rows: the step's rows; other steps may share some of them, see `BatchRow.since`.
         layers_per_group: a mark is wanted after this many layers each; 0: no marks.
         scores: the rows whose prompt logprobs are wanted, by place, in order.
-        restores, snapshots: recurrent states, (from slot, to slot), that are copied before and after the step.
+        restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
     """
 
     step: int
@@ -86,7 +92,7 @@ class Batch:
     layers_per_group: int = 0
     scores: tuple[tuple[int, ScoreRow], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
-    snapshots: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     def of_owners(self, count: int) -> "Batch":
         """The same rows for each of so many owners, to warm up."""

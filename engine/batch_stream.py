@@ -36,7 +36,7 @@ class BatchWriter:
         changed = [_encode_row(rows[place], known[place]) for place in places]
         for place in places:
             known[place] = rows[place]
-        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.snapshots
+        message = batch.step, len(rows), places, changed, batch.scores, batch.restores, batch.copies
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -47,12 +47,12 @@ class BatchReader:
         self._rows: list[BatchRow] = []
 
     def read(self, message: bytes) -> Batch:
-        step, num_rows, places, changed, scores, restores, snapshots = pickle.loads(message)
+        step, num_rows, places, changed, scores, restores, copies = pickle.loads(message)
         known = self._rows
         known += [_NO_ROW] * (num_rows - len(known))
         for place, row in zip(places, changed, strict=True):
             known[place] = _decode_row(row, known[place])
-        return Batch(step, tuple(known[:num_rows]), scores=scores, restores=restores, snapshots=snapshots)
+        return Batch(step, tuple(known[:num_rows]), scores=scores, restores=restores, copies=copies)
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
@@ -68,22 +68,19 @@ def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
         row.adapter,
         row.state_slot,
         row.owner,
+        row.snapshots,
     )
 
 
 def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
-    request_id, token_ids, token_start, blocks, sample, token_source, since, adapter, state_slot, owner = encoded
+    request_id, token_ids, token_start, blocks, sample, *others = encoded
     return BatchRow(
         known.request_id if request_id is None else request_id,
         _array(token_ids),
         token_start,
         _decode_tail(blocks, known.block_ids),
         None if sample is None else _decode_sample(sample, known.sample),
-        token_source,
-        since,
-        adapter,
-        state_slot,
-        owner,
+        *others,
     )
 
 

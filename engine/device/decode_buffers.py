@@ -90,7 +90,8 @@ class DecodeBuffers:
     def state_rows(self, size: int) -> StateRows:
         """The recurrent states of steps with this many rows, including padding. It has views, so it stays valid."""
         none, starts = self.state_slots[:0], self.query_start_loc[size : size + 1]
-        return StateRows(self.state_slots[:size], self.seq_lens[:size], none, starts, none, max_prompt_tokens=0)
+        prompts = none, starts, none, none[:, None], none[:, None]
+        return StateRows(self.state_slots[:size], self.seq_lens[:size], *prompts, max_prompt_tokens=0)
 
     def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot, prompts: Sequence[BatchRow] = ()) -> None:
         """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks

@@ -146,7 +146,7 @@ class HostRows:
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
         fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
-        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, _ = zip(*rows, strict=True)
+        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_ = zip(*rows, strict=True)
         sources_C = [
             max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
         ]

@@ -10,11 +10,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
-from engine.batch import BatchRow
+from engine.batch import MOST_SNAPSHOTS, BatchRow
 from engine.device.row_places import place_rows
 from models.recurrent.rows import StateRows
 from models.token_exchange import TokenExchange, TokenShares
@@ -119,11 +120,30 @@ def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
     context = np.array([row.token_start for row in rows], np.int32)
     lengths = [len(row.token_ids) for row in rows[num_decodes:]]
     starts = num_decodes + np.array([0, *accumulate(lengths)], np.int32)
-    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P = to_device(
-        (slots[:num_decodes], context[:num_decodes] + 1, slots[num_decodes:], starts, context[num_decodes:]), device
+    decodes = slots[:num_decodes], context[:num_decodes] + 1
+    prompts = slots[num_decodes:], starts, context[num_decodes:]
+    copied = to_device((*decodes, *prompts, *snapshots_of(rows[num_decodes:])), device)
+    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, snapshot_slots_PM, snapshot_lens_PM = copied
+    return StateRows(
+        decode_slots_N,
+        decode_lens_N,
+        prompt_slots_P,
+        starts_P1,
+        context_P,
+        snapshot_slots_PM,
+        snapshot_lens_PM,
+        max_prompt_tokens=max(lengths, default=0),
     )
-    longest = max(lengths, default=0)
-    return StateRows(decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, max_prompt_tokens=longest)
+
+
+def snapshots_of(rows: Sequence[BatchRow]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`StateRows.snapshot_slots_PM` and `snapshot_lens_PM` of these prompts."""
+    slots_PM = np.full((len(rows), MOST_SNAPSHOTS), -1, np.int32)
+    lens_PM = np.zeros_like(slots_PM)
+    for place, row in enumerate(rows):
+        for index, (num_tokens, slot) in enumerate(row.snapshots):
+            slots_PM[place, index], lens_PM[place, index] = slot, num_tokens
+    return slots_PM, lens_PM
 
 
 def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:

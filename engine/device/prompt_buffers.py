@@ -17,9 +17,9 @@ from torch import Tensor
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, PaddedBatch, plan_batch
 from baton.errors import InternalError
-from engine.batch import BatchRow
+from engine.batch import MOST_SNAPSHOTS, BatchRow
 from engine.device.decode_buffers import DecodeBuffers
-from engine.device.inputs import TABLE_MULTIPLE
+from engine.device.inputs import TABLE_MULTIPLE, snapshots_of
 from engine.device.step_slot import StepSlot
 from engine.request import int_array
 from models.recurrent.rows import StateRows
@@ -30,6 +30,7 @@ _TOKENS_PER_PROMPT = 16
 _LEAST_PROMPTS = 8
 # Triton compiles a kernel again for a pointer that is not a multiple of 16, and wide loads need more.
 _ALIGN_BYTES = 256
+_SNAPSHOTS = ("snapshot_slots", "snapshot_lens")
 _TORCH_DTYPES = MappingProxyType({np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64})
 
 
@@ -50,6 +51,7 @@ class PromptBuffers:
     seq_lens: [P] int32; 0 for padding.
     context: [P] int32, tokens of each prompt before those of the step.
     state_slots: [P] int32, the slot of each prompt's recurrent state; -1 for none and for padding.
+    snapshot_slots, snapshot_lens: [P, M] int32, see `StateRows`; -1 and anything for none and for padding.
     last: [N] int64, the last token of each row of the step.
     table: [P, B] int32; rows and columns that a step does not use hold anything.
     token_ids: [T] int32, the step's tokens, put together by the step itself.
@@ -68,6 +70,8 @@ class PromptBuffers:
     seq_lens: Tensor
     context: Tensor
     state_slots: Tensor
+    snapshot_slots: Tensor
+    snapshot_lens: Tensor
     last: Tensor
     table: Tensor
     token_ids: Tensor
@@ -109,6 +113,8 @@ class PromptBuffers:
             _check_width(batch.block_table.shape[1], self.table.shape[1])
         self.decodes.fill(decoding, step=step, slot=slot, prompts=prompts)
         host = {name: slot.prompt_inputs_host[place].view(dtype) for name, (place, dtype) in self.places.items()}
+        for name in _SNAPSHOTS:
+            host[name] = host[name].reshape(-1, MOST_SNAPSHOTS)
         decoded, stop, count = self.decodes.host.fields, num_decodes + len(token_ids), len(prompts)
         host["positions"][:num_decodes] = decoded["positions"][:num_decodes]
         host["slot_mapping"][:num_decodes] = decoded["slot_mapping"][:num_decodes]
@@ -128,6 +134,7 @@ class PromptBuffers:
             seq_lens[:count] = batch.seq_lens_R
             host["context"][:count] = [row.token_start for row in prompts]
             host["state_slots"][:count] = [row.state_slot for row in prompts]
+            host["snapshot_slots"][:count], host["snapshot_lens"][:count] = snapshots_of(prompts)
             last[num_decodes : num_decodes + count] = batch.query_start_loc_R[1:] + (num_decodes - 1)
             width = batch.block_table.shape[1]
             (table_PB,) = to_device((batch.block_table,), self.table.device)
@@ -137,7 +144,7 @@ class PromptBuffers:
         # All requests after the prompts have no keys; the last of the step's size has the padding as its queries.
         starts[count:] = stop
         seq_lens[count:] = host["context"][count:] = 0
-        host["state_slots"][count:] = -1
+        host["state_slots"][count:] = host["snapshot_slots"][count:] = -1
         starts[most_prompts(size) + 1] = size
         self.inputs.copy_(slot.prompt_inputs, non_blocking=True)
 
@@ -145,6 +152,7 @@ class PromptBuffers:
         """Makes all tokens of the next step padding, so that it writes no KV and no state."""
         self.slot_mapping.fill_(-1)
         self.state_slots.fill_(-1)
+        self.snapshot_slots.fill_(-1)
         self.seq_lens.zero_()
         self.query_start_loc.zero_()
         self.query_start_loc[most_prompts(size) + 1 :].fill_(size)
@@ -171,6 +179,8 @@ class PromptBuffers:
             self.state_slots[:prompts],
             self.query_start_loc[: prompts + 1],
             self.context[:prompts],
+            self.snapshot_slots[:prompts],
+            self.snapshot_lens[:prompts],
             max_prompt_tokens=size,
         )
 
@@ -228,6 +238,7 @@ def new_prompt_buffers(
         ("seq_lens", requests, np.int32),
         ("context", requests, np.int32),
         ("state_slots", requests, np.int32),
+        *((name, requests * MOST_SNAPSHOTS, np.int32) for name in _SNAPSHOTS),
         ("positions", max_tokens, np.int64),
         ("slot_mapping", max_tokens, np.int64),
         ("last", decodes.max_rows, np.int64),
@@ -242,6 +253,9 @@ def new_prompt_buffers(
     on_device = {name: inputs[place].view(_TORCH_DTYPES[kind]) for name, (place, kind) in places.items()}
     on_device["slot_mapping"].fill_(-1)
     on_device["state_slots"].fill_(-1)
+    for name in _SNAPSHOTS:
+        on_device[name] = on_device[name].view(-1, MOST_SNAPSHOTS)
+    on_device["snapshot_slots"].fill_(-1)
     return PromptBuffers(
         decodes=decodes,
         inputs=inputs,

@@ -236,7 +236,7 @@ class ModelRunner:
             with marked:
                 drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
         if self._cache.state is not None:
-            copy_states(self._cache.state, batch.snapshots)
+            copy_states(self._cache.state, batch.copies)
         slot.timer.stop()
         self.launches[launch] += 1
         return LaunchedStep(num_rows, drawn, slot, self._slots, scored)

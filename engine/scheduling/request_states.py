@@ -1,24 +1,22 @@
 """The recurrent states of one engine's requests: their slots, the snapshots they begin from and leave. Pure.
 
-A prompt that is computed here begins after a block with a snapshot. Snapshots are taken where a chunk of a prompt ends
-at a multiple of `unit` tokens. So a prompt is cut at such a place before its end, and where it departs from a prefix
-whose blocks are cached but whose state is not: the next request with that prefix then finds the state too. While a
-request decodes, each multiple of `unit` gets a snapshot, for its recomputation and for the next turn of a conversation.
+A prompt that is computed here begins after a block with a snapshot. Snapshots are taken at multiples of `unit` tokens:
+the last one before a prompt's end, so that the same prompt finds it; where a prompt departs from a prefix whose blocks
+are cached but whose state is not, so that the next one finds it; and where a chunk ends. The layers write the first two
+within a chunk, which is not cut for them. While a request decodes, each multiple of `unit` gets a snapshot, for its
+recomputation and for the next turn of a conversation.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 
 from baton.errors import BatonError
-from engine.batch import RowResult
+from engine.batch import BatchRow, RowResult
 from engine.request import ModelFacts
 from engine.scheduling.state import Phase, RequestState
 from engine.scheduling.state_slots import NO_SLOT, StateSlots
 from engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# A cut before its end costs a prompt one more step, about as much as the tokens of a shorter prefix, in units. Such a
-# prefix gets a cut when it comes again.
-_LEAST_CUT_UNITS = 4
 # Slots that snapshots of decoding requests leave free: until its step has ended, nobody can have a snapshot's slot.
 _SPARE_SLOTS = 1
 
@@ -63,8 +61,7 @@ class RequestStates:
         if self._keeps and not self._aligned:
             last = (state.prefill_stop - 1) // self.unit * self.unit
             departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
-            cuts = {departs, last} if last >= _LEAST_CUT_UNITS * self.unit else {departs}
-            state.cuts = tuple(sorted(cut for cut in cuts if cut > state.state_tokens))
+            state.snapshot_stops = tuple(stop for stop in sorted({departs, last}) if stop > state.state_tokens)
 
     def received(self, state: RequestState) -> None:
         """The request's state has come from elsewhere."""
@@ -101,19 +98,34 @@ class RequestStates:
             slot = self.slots.begin_snapshot(key, spare=_SPARE_SLOTS)
             if slot != NO_SLOT:
                 step.restores.append((state.state_slot, slot))
-                step.snapshots.append(StepSnapshot(state, stop, key, slot, before=True))
+                step.snapshots.append(StepSnapshot(state, stop, key, slot))
 
     def begin_snapshots(self, step: NextStep) -> None:
-        """Adds the snapshots that are taken after the step, of prompts."""
+        """Adds the snapshots that are taken within the step and after it, of prompts."""
         if not self._keeps:
             return
-        for state, row in zip(step.states[step.num_decodes :], step.rows[step.num_decodes :], strict=True):
-            stop = row.token_stop
-            if stop % self.unit or (self._aligned and stop > state.prompt_tokens):
-                continue
-            key = state.keys.key(stop // self._block_size - 1, state.tokens)
-            slot = self.slots.begin_snapshot(key)
-            step.snapshots.append(StepSnapshot(state, stop, key, slot))
+        for index in range(step.num_decodes, len(step.states)):
+            state, row = step.states[index], step.rows[index]
+            within: list[tuple[int, int]] = []
+            for stop in self._stops(state, row):
+                key = state.keys.key(stop // self._block_size - 1, state.tokens)
+                slot = self.slots.begin_snapshot(key)
+                step.snapshots.append(StepSnapshot(state, stop, key, slot))
+                if slot == NO_SLOT:
+                    continue
+                if stop < row.token_stop:
+                    within.append((stop - row.token_start, slot))
+                else:
+                    step.copies.append((state.state_slot, slot))
+            if within:
+                step.rows[index] = row._replace(snapshots=tuple(within))
+
+    def _stops(self, state: RequestState, row: BatchRow) -> list[int]:
+        """After how many tokens the row leaves snapshots, in order."""
+        stops = [stop for stop in state.snapshot_stops if row.token_start < stop < row.token_stop]
+        if row.token_stop % self.unit == 0 and not (self._aligned and row.token_stop > state.prompt_tokens):
+            stops.append(row.token_stop)
+        return stops
 
     def end_snapshots(self, step: Step, results: Sequence[RowResult] | None) -> None:
         """The step has ended, before its requests take note of it.
@@ -121,7 +133,7 @@ class RequestStates:
         Args:
             results: None: it has failed.
         """
-        for state, stop, key, slot, _ in step.snapshots:
+        for state, stop, key, slot in step.snapshots:
             # The step of a request that has failed or ended meanwhile computed nothing of use.
             written = (
                 results is not None
@@ -134,7 +146,7 @@ class RequestStates:
                 continue
             if state.passing is not None:  # the one before served only this request, should it be preempted
                 self.slots.demote(state.passing)
-            state.passing = key if slot != NO_SLOT and stop not in state.cuts else None
+            state.passing = key if slot != NO_SLOT and stop not in state.snapshot_stops else None
             state.state_tokens = stop
 
     def _unpin(self, state: RequestState) -> None:

@@ -70,7 +70,8 @@ class RequestState:
             is in place; -1: none.
         state_tokens: longest known prefix after which there is a snapshot of its state.
         passing: key of its last snapshot, if that serves no prefix that others are likely to have.
-        cuts: places where a chunk must end, so that there can be a snapshot; in order.
+        snapshot_stops: after how many tokens there shall be a snapshot, because a prompt that comes next is likely to
+            share them; in order.
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
     """
@@ -110,7 +111,7 @@ class RequestState:
         self.state_slot = self.restore_from = -1
         self.state_tokens = 0
         self.passing: BlockKey | None = None
-        self.cuts: tuple[int, ...] = ()
+        self.snapshot_stops: tuple[int, ...] = ()
         self.prefill_stop = self._prompt_stop
         self.started = False
         self.scored: list[PromptLogprob] | None = None
@@ -202,7 +203,7 @@ class RequestState:
 
     def drop_state(self) -> None:
         self.state_slot = self.restore_from = -1
-        self.state_tokens, self.passing, self.cuts = 0, None, ()
+        self.state_tokens, self.passing, self.snapshot_stops = 0, None, ()
 
     def fill(self) -> None:
         """The KV of all its tokens has arrived in its blocks."""

@@ -62,14 +62,12 @@ class StepSnapshot(NamedTuple):
         token_stop: tokens that are in the state.
         key: of the last block of these.
         slot: -1: there is a snapshot already, or there is no room.
-        before: it is copied before the step, among its restores.
     """
 
     state: RequestState
     token_stop: int
     key: BlockKey
     slot: int
-    before: bool = False
 
 
 class NextStep:
@@ -87,7 +85,7 @@ class NextStep:
         bound: on the step's time; None: there is none.
         has_skipped: the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
-        restores: recurrent states, (from slot, to slot), that are copied before the step.
+        restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
         snapshots: of recurrent states, that can be used once the step has ended.
 
     Args:
@@ -108,6 +106,7 @@ class NextStep:
         self.has_skipped = False
         self.layers_per_group = 0
         self.restores: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
         self.snapshots: list[StepSnapshot] = []
         self._state_unit = state_unit
         self._num_single = 0
@@ -134,7 +133,6 @@ class NextStep:
     def chunk_tokens(self, state: RequestState, start: int) -> int:
         """How many tokens of the request from `start` on still fit; 0: it waits."""
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
-        stop = min([stop, *(cut for cut in state.cuts if cut > start)])
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
             num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
@@ -249,12 +247,12 @@ class StepsInFlight:
         # `next_decode` has set the places of the decodes.
         for index in range(step.num_decodes, len(step.states)):
             step.states[index].row_index = index
-        taken = tuple(step.snapshots)
-        launched = Step(number, step.states, tuple(step.rows), step.started, step.work, bool(step.scores), taken)
+        rows, snapshots = tuple(step.rows), tuple(step.snapshots)
+        launched = Step(number, step.states, rows, step.started, step.work, bool(step.scores), snapshots)
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
-        copies = tuple((each.state.state_slot, each.slot) for each in taken if each.slot >= 0 and not each.before)
-        return Batch(number, launched.rows, step.layers_per_group, scores, tuple(step.restores), copies)
+        restores, copies = tuple(step.restores), tuple(step.copies)
+        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies)
 
     @property
     def oldest(self) -> Step:

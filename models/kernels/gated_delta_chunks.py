@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from models.kernels.gated_delta_systems import CHUNK, systems
+from models.kernels.snapshots import snapshot_slot
 from models.recurrent.rows import StateRows
 from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
@@ -54,10 +55,13 @@ def prompts(
         rows.prompt_slots_P,
         rows.prompt_starts_P1,
         rows.prompt_context_P,
+        rows.snapshot_slots_PM,
+        rows.snapshot_lens_PM,
         *v_THRV.stride()[:3],
         *states_SHRKV.stride(),
         VALUES=values,
         TILE_V=tile,
+        SNAPSHOTS=rows.snapshot_slots_PM.shape[1],
         HEADS=heads,
         PER_HEAD=per_head,
         KEYS=keys,
@@ -86,6 +90,8 @@ def _scan(
     slots_ptr,
     starts_ptr,
     context_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
     v_stride_T,
     v_stride_H,
     v_stride_R,
@@ -96,6 +102,7 @@ def _scan(
     state_stride_V,
     VALUES: tl.constexpr,
     TILE_V: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     KEYS: tl.constexpr,
@@ -172,6 +179,10 @@ def _scan(
             out_IV = round_to(out_IV, out_ptr.dtype.element_ty, INTERPRETED)
             out_ptrs_IV = out_ptr + gate * VALUES + (gates_I * VALUES)[:, None] + v_V[None, :]
             tl.store(out_ptrs_IV, out_IV, mask=has_IV)
+            length = aligned - start
+            snapshot = snapshot_slot(snapshot_slots_ptr, snapshot_lens_ptr, prompt, length, SNAPSHOTS).to(tl.int64)
+            if snapshot >= 0:
+                tl.store(state_ptrs_KV + (snapshot - slot) * state_stride_S, state_KV, mask=has_KV)
         tl.store(state_ptrs_KV, state_KV, mask=has_KV)
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.snapshots import snapshot_slot
 from models.recurrent.rows import StateRows
 from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
@@ -77,12 +78,15 @@ def selective_scan(
             rows.prompt_slots_P,
             rows.prompt_starts_P1,
             rows.prompt_context_P,
+            rows.snapshot_slots_PM,
+            rows.snapshot_lens_PM,
             *dt_limits,
             *strides,
             **constants,
             TILE_P=tile,
             BLOCK_N=max(_LEAST_OF_DOT, block),
             TILE_I=SUB_CHUNK,
+            SNAPSHOTS=rows.snapshot_slots_PM.shape[1],
             PRECISION=_PRECISIONS[x_THP.dtype],
             num_warps=_PROMPT_WARPS,
             num_stages=1,
@@ -94,20 +98,20 @@ def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None
     """As `models.recurrent.selective_scan.share_inputs`."""
     _, heads, channels, width = conv_SHXW.shape
     tiles = triton.cdiv(channels * width, _INPUTS)
-    for slots_R, lens_R, decodes in (
-        (rows.decode_slots_N, rows.decode_lens_N, True),
-        (rows.prompt_slots_P, rows.prompt_slots_P, False),
+    for slots_R, others, snapshots in (
+        (rows.decode_slots_N, rows.decode_lens_N, 0),
+        (rows.prompt_slots_P, rows.snapshot_slots_PM, rows.snapshot_slots_PM.shape[1]),
     ):
         if len(slots_R):
-            _share_inputs[(len(slots_R), heads, tiles)](
+            _share_inputs[(len(slots_R) * (1 + snapshots), heads, tiles)](
                 conv_SHXW,
                 slots_R,
-                lens_R,
+                others,
                 *conv_SHXW.stride(),
                 PER_GROUP=heads // num_groups,
                 WIDTH=width,
                 NUMBERS=channels * width,
-                DECODES=decodes,
+                SNAPSHOTS=snapshots,
                 TILE=_INPUTS,
             )
 
@@ -195,6 +199,8 @@ def _prompt(
     slots_ptr,
     starts_ptr,
     context_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
     dt_min,
     dt_max,
     x_stride,
@@ -212,6 +218,7 @@ def _prompt(
     TILE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_I: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """All new tokens of one prompt, for TILE_P channels of one head."""
@@ -262,6 +269,10 @@ def _prompt(
             tl.store(out_ptrs_IP, round_to(y_IP, dtype, INTERPRETED), mask=has_IP)
             left_IP = taken_IP * tl.exp(faded - faded_I)[:, None]
             state_NP = state_NP * tl.exp(faded) + tl.dot(tl.trans(b_IN), left_IP, input_precision=PRECISION)
+            done = (index + 1) * TILE_I - before
+            snapshot = snapshot_slot(snapshot_slots_ptr, snapshot_lens_ptr, prompt, done, SNAPSHOTS).to(tl.int64)
+            if snapshot >= 0:
+                tl.store(state_ptrs_NP + (snapshot - slot) * state_stride_S, state_NP, mask=has_NP)
         tl.store(state_ptrs_NP, state_NP, mask=has_NP)
 
 
@@ -269,7 +280,7 @@ def _prompt(
 def _share_inputs(
     conv_ptr,
     slots_ptr,
-    lens_ptr,
+    others_ptr,
     stride_S,
     stride_H,
     stride_X,
@@ -277,18 +288,24 @@ def _share_inputs(
     PER_GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     NUMBERS: tl.constexpr,
-    DECODES: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One head's copy of a part of what its group's first head keeps."""
-    request = tl.program_id(0)
+    """One head's copy of a part of what its group's first head keeps.
+
+    Args:
+        others_ptr: of prompts, the slots of their snapshots; of decodes, which have none, their lengths.
+    """
+    request = tl.program_id(0) // (1 + SNAPSHOTS)
+    snapshot = tl.program_id(0) % (1 + SNAPSHOTS) - 1  # -1: the request's own slot
     head = tl.program_id(1)
     first = head // PER_GROUP * PER_GROUP
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    is_one = slot >= 0
-    if DECODES:
-        is_one = is_one & (tl.load(lens_ptr + request) > 0)
-    if is_one & (head != first):
+    if SNAPSHOTS == 0:
+        slot = tl.where(tl.load(others_ptr + request) > 0, slot, -1)
+    elif snapshot >= 0:
+        slot = tl.load(others_ptr + request * SNAPSHOTS + snapshot).to(tl.int64)
+    if (slot >= 0) & (head != first):
         number = tl.program_id(2) * TILE + tl.arange(0, TILE)
         ptrs = conv_ptr + slot * stride_S + (number // WIDTH) * stride_X + (number % WIDTH) * stride_W
         values = tl.load(ptrs + first.to(tl.int64) * stride_H, mask=number < NUMBERS, other=0.0)

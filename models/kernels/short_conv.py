@@ -31,11 +31,11 @@ def short_conv(
     out_TX = torch.zeros(x_TX.shape, dtype=x_TX.dtype, device=x_TX.device)
     if num_decodes:
         decodes = rows.decode_slots_N, rows.decode_lens_N, rows.decode_lens_N
-        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, *decodes, tiles=1, decodes=True, silu=silu)
+        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *decodes, tiles=1, decodes=True, silu=silu)
     if num_prompts and rows.max_prompt_tokens:
         prompts = rows.prompt_slots_P, rows.prompt_starts_P1, rows.prompt_context_P
         tiles = triton.cdiv(rows.max_prompt_tokens, _TOKENS)
-        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, *prompts, tiles=tiles, decodes=False, silu=silu)
+        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *prompts, tiles=tiles, decodes=False, silu=silu)
     return out_TX
 
 
@@ -45,6 +45,7 @@ def _launch(
     bias_X: Tensor | None,
     state_SHCW: Tensor,
     out_TX: Tensor,
+    rows: StateRows,
     slots_R: Tensor,
     starts: Tensor,
     context_R: Tensor,
@@ -64,6 +65,8 @@ def _launch(
         slots_R,
         starts,
         context_R,
+        rows.snapshot_slots_PM,
+        rows.snapshot_lens_PM,
         num_tokens,
         x_TX.stride(0),
         *state_SHCW.stride(),
@@ -72,6 +75,7 @@ def _launch(
         WIDTH=weight_XW.shape[1],
         DECODES=decodes,
         SILU=silu,
+        SNAPSHOTS=0 if decodes else rows.snapshot_slots_PM.shape[1],
         TILE_T=1 if decodes else _TOKENS,
         TILE_X=channels,
         INTERPRETED=interpreted(),
@@ -89,6 +93,8 @@ def _short_conv(
     slots_ptr,
     starts_ptr,
     context_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
     num_tokens,
     x_stride,
     state_stride_S,
@@ -100,6 +106,7 @@ def _short_conv(
     WIDTH: tl.constexpr,
     DECODES: tl.constexpr,
     SILU: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_X: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -145,12 +152,30 @@ def _short_conv(
         out_ptrs_TX = out_ptr + (start + token_T).to(tl.int64)[:, None] * CHANNELS + x_X[None, :]
         tl.store(out_ptrs_TX, round_to(sum_TX, dtype, INTERPRETED), mask=in_T[:, None] & in_X[None, :])
         if first == 0:
+            for index in tl.static_range(SNAPSHOTS):  # before the state that they may take inputs from changes
+                snapshot = tl.load(snapshot_slots_ptr + row * SNAPSHOTS + index).to(tl.int64)
+                stop = tl.load(snapshot_lens_ptr + row * SNAPSHOTS + index)
+                in_snapshot_X = in_X & (snapshot >= 0)
+                for place in tl.static_range(PAST):
+                    token = stop - PAST + place
+                    last_X = _input(
+                        x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
+                    )
+                    place_ptrs_X = state_ptrs_X + (snapshot - slot) * state_stride_S + place * state_stride_W
+                    tl.store(place_ptrs_X, last_X, mask=in_snapshot_X)
             # Oldest first: what a place of the state gets is at a later place or in x.
             for place in tl.static_range(PAST):
-                source = length - PAST + place
-                new_X = in_X & (source >= 0)
-                last_X = tl.load(x_ptrs_X + source.to(tl.int64) * x_stride, mask=new_X, other=0.0).to(tl.float32)
-                old_X = in_X & (source < 0) & (context > 0)
-                last_X += tl.load(state_ptrs_X + (source + PAST) * state_stride_W, mask=old_X, other=0.0)
+                token = length - PAST + place
+                last_X = _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST)
                 tl.debug_barrier()  # other threads have read this place
                 tl.store(state_ptrs_X + place * state_stride_W, last_X, mask=in_X)
+
+
+@triton.jit
+def _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST: tl.constexpr):
+    """A token's input, of the step's tokens or of those before, which are in the state; `token` counts from the first
+    of the step."""
+    new_X = in_X & (token >= 0)
+    input_X = tl.load(x_ptrs_X + token.to(tl.int64) * x_stride, mask=new_X, other=0.0).to(tl.float32)
+    old_X = in_X & (token < 0) & (context > 0)
+    return input_X + tl.load(state_ptrs_X + (token + PAST) * state_stride_W, mask=old_X, other=0.0)

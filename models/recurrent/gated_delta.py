@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.kernels import gated_delta as kernels
 from models.kernels.gated_delta_systems import CHUNK
-from models.recurrent.rows import StateRows
+from models.recurrent.rows import StateRows, prompts_of
 
 _NORM_EPS = 1e-6
 
@@ -71,11 +71,13 @@ def in_torch(
     if num_decodes:
         out_THRV[:num_decodes] = _decode(tokens, states_SHRKV, rows, num_rows=num_decodes).to(out_THRV.dtype)
     if len(rows.prompt_slots_P):
-        for slot, context, start, stop in _prompts(rows):
+        for slot, context, start, stop, snapshots in prompts_of(rows):
             state_HRKV = states_SHRKV[slot].clone() if context else torch.zeros_like(states_SHRKV[slot])
             for piece in sub_chunks(start, stop, context):
                 part, state_HRKV = _sub_chunk(tokens.at(piece), state_HRKV)
                 out_THRV[piece] = part.movedim(2, 0).to(out_THRV.dtype)
+                if piece.stop in snapshots:
+                    states_SHRKV[snapshots[piece.stop]] = state_HRKV
             states_SHRKV[slot] = state_HRKV
     return out_THRV
 
@@ -105,16 +107,6 @@ class _Tokens:
 
     def at(self, tokens: slice | Tensor) -> "_Tokens":
         return _Tokens(*(getattr(self, field.name)[tokens] for field in fields(self)))
-
-
-def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
-    """(slot, context, first token, stop) of each prompt with tokens."""
-    starts = rows.prompt_starts_P1.tolist()
-    for slot, context, start, stop in zip(
-        rows.prompt_slots_P.tolist(), rows.prompt_context_P.tolist(), starts[:-1], starts[1:], strict=True
-    ):
-        if slot >= 0 and stop > start:
-            yield slot, context, start, stop
 
 
 def _decode(tokens: _Tokens, states_SHRKV: Tensor, rows: StateRows, *, num_rows: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Which recurrent states a step reads and writes, for every recurrent layer alike."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +24,10 @@ class StateRows:
         prompt_starts_P1: [P + 1] int32, where each prompt's tokens start.
         prompt_context_P: int32, tokens of the prompt that are in the state already; 0: the state before is zero,
             whatever the slot holds.
+        snapshot_slots_PM: [P, M] int32, slots that get a prompt's state within its new tokens, in addition to the
+            prompt's own slot, which gets the state after all of them; -1: none.
+        snapshot_lens_PM: int32, the number of new tokens in such a state, fewer than the prompt has. They end at a
+            multiple of the layers' sub-chunks of its positions, so the state has the bits that a cut there would give.
         max_prompt_tokens: an upper bound of a prompt's new tokens.
     """
 
@@ -30,4 +36,33 @@ class StateRows:
     prompt_slots_P: Tensor
     prompt_starts_P1: Tensor
     prompt_context_P: Tensor
+    snapshot_slots_PM: Tensor
+    snapshot_lens_PM: Tensor
     max_prompt_tokens: int
+
+
+class PromptRow(NamedTuple):
+    """A prompt of a step, on the host.
+
+    Attributes:
+        start, stop: its tokens in the step.
+        snapshots: slots that get its state, by the token before which they do.
+    """
+
+    slot: int
+    context: int
+    start: int
+    stop: int
+    snapshots: Mapping[int, int]
+
+
+def prompts_of(rows: StateRows) -> Iterator[PromptRow]:
+    """Each prompt with tokens. Waits for the device."""
+    starts = rows.prompt_starts_P1.tolist()
+    prompts = rows.prompt_slots_P, rows.prompt_context_P, rows.snapshot_slots_PM, rows.snapshot_lens_PM
+    for start, stop, slot, context, slots_M, lens_M in zip(
+        starts[:-1], starts[1:], *(each.tolist() for each in prompts), strict=True
+    ):
+        if slot >= 0 and stop > start:
+            kept = {start + length: each for each, length in zip(slots_M, lens_M, strict=True) if each >= 0}
+            yield PromptRow(slot, context, start, stop, kept)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.elementwise import softplus
 from models.kernels import selective_scan as kernels
-from models.recurrent.rows import StateRows
+from models.recurrent.rows import StateRows, prompts_of
 
 SUB_CHUNK = kernels.SUB_CHUNK
 
@@ -93,11 +93,13 @@ def selective_scan_in_torch(
         decodes = slice(0, num_decodes)
         out_THP[decodes] += _decode(of(decodes), decay_H, states_SHPN, rows)
     if len(rows.prompt_slots_P):
-        for slot, context, start, stop in _prompts(rows):
+        for slot, context, start, stop, snapshots in prompts_of(rows):
             state_HPN = states_SHPN[slot].clone() if context else torch.zeros_like(states_SHPN[slot])
             for piece in sub_chunks(start, stop, context):
                 y_IHP, state_HPN = _sub_chunk(of(piece), decay_H, state_HPN)
                 out_THP[piece] += y_IHP
+                if piece.stop in snapshots:
+                    states_SHPN[snapshots[piece.stop]] = state_HPN
             states_SHPN[slot] = state_HPN
     return out_THP.to(x_THP.dtype)
 
@@ -120,7 +122,8 @@ def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None
 def share_inputs_in_torch(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
     """`share_inputs` on any device; never waits for it."""
     is_decode_N = rows.decode_lens_N > 0
-    slots_R = torch.cat([torch.where(is_decode_N, rows.decode_slots_N, -1), rows.prompt_slots_P]).long()
+    decode_slots_N = torch.where(is_decode_N, rows.decode_slots_N, -1)
+    slots_R = torch.cat([decode_slots_N, rows.prompt_slots_P, rows.snapshot_slots_PM.flatten()]).long()
     # Rows of padding repeat the first request; a step of padding alone leaves a slot's numbers as they are.
     is_one_R = slots_R >= 0
     row_R = torch.where(is_one_R, torch.arange(len(slots_R), device=slots_R.device), is_one_R.int().argmax())
@@ -137,16 +140,6 @@ def sub_chunks(start: int, stop: int, context: int) -> Iterator[slice]:
         end = min(stop, start + SUB_CHUNK - context % SUB_CHUNK)
         yield slice(start, end)
         start, context = end, context + end - start
-
-
-def _prompts(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
-    """(slot, context, first token, stop) of each prompt with tokens."""
-    starts = rows.prompt_starts_P1.tolist()
-    for slot, context, start, stop in zip(
-        rows.prompt_slots_P.tolist(), rows.prompt_context_P.tolist(), starts[:-1], starts[1:], strict=True
-    ):
-        if slot >= 0 and stop > start:
-            yield slot, context, start, stop
 
 
 @dataclass(frozen=True)

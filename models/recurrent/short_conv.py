@@ -1,7 +1,8 @@
 """Causal depthwise convolution over a few tokens. Its state is the last width - 1 inputs of each channel.
 
 A channel's sum has the same order everywhere, so a token's result has the same bits in any cut of its sequence.
-Shapes: T token, X channel, W tap of the filter, S slot, H head, C channel of a head, R request.
+Shapes: T token, X channel, W tap of the filter, S slot, H head, C channel of a head, R request, Z state to
+write.
 """
 
 from collections.abc import Callable
@@ -83,6 +84,7 @@ class _Requests:
         slots_R: -1 for padding.
         starts_R, lens_R: their tokens; 0 tokens for padding.
         fresh_R: whether the state before is zero.
+        written_slots_Z, written_lens_Z, written_request_Z: the states to write: those of all requests, then snapshots.
         request_T, token_T: of each token, its request and its place in it; any valid ones for tokens of no request.
     """
 
@@ -95,6 +97,11 @@ class _Requests:
         self.starts_R = torch.cat([decodes_N, starts_P1[:-1]])
         self.lens_R = torch.cat([is_decode_N.long(), starts_P1.diff()])
         self.fresh_R = torch.cat([rows.decode_lens_N <= 1, rows.prompt_context_P == 0])
+        requests_R = torch.arange(len(self.slots_R), device=device)
+        snapshots_P1 = requests_R[num_decodes:, None]
+        self.written_slots_Z = torch.cat([self.slots_R, rows.snapshot_slots_PM.flatten()])
+        self.written_lens_Z = torch.cat([self.lens_R, rows.snapshot_lens_PM.flatten()])
+        self.written_request_Z = torch.cat([requests_R, snapshots_P1.expand_as(rows.snapshot_slots_PM).flatten()])
         tokens_T = torch.arange(num_tokens, device=device)
         request_T = torch.searchsorted(starts_P1[1:].contiguous(), tokens_T, right=True) + num_decodes
         request_T = request_T.clamp(max=len(self.slots_R) - 1)
@@ -109,14 +116,15 @@ class _Requests:
 def _write(
     state_SHCW: Tensor, requests: _Requests, before_and_x: Tensor, source: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Keeps the last inputs of each request."""
+    """Keeps the last inputs of each request, and those of its snapshots."""
     past = state_SHCW.shape[-1]
-    is_one_R = (requests.slots_R >= 0) & (requests.lens_R > 0)
+    slots_Z, lens_Z, request_Z = requests.written_slots_Z, requests.written_lens_Z, requests.written_request_Z
+    is_one_Z = (slots_Z >= 0) & (lens_Z > 0)
     # NOTE: rows of padding write what the first request writes, or what is there if there is no request at all: a
     # sync-free write cannot leave rows out.
-    writer_R = torch.where(is_one_R, torch.arange(len(is_one_R), device=is_one_R.device), is_one_R.int().argmax())
-    slots_R = requests.slots_R[writer_R].clamp(min=0)
-    last_RW = torch.arange(-past, 0, device=is_one_R.device) + requests.lens_R[writer_R, None]
-    values_RXW = before_and_x[source(writer_R[:, None], last_RW)].transpose(1, 2)
-    values_RHCW = values_RXW.reshape(-1, *state_SHCW.shape[1:])
-    state_SHCW[slots_R] = torch.where(is_one_R.any(), values_RHCW, state_SHCW[slots_R])
+    writer_Z = torch.where(is_one_Z, torch.arange(len(is_one_Z), device=is_one_Z.device), is_one_Z.int().argmax())
+    slots_Z = slots_Z[writer_Z].clamp(min=0)
+    last_ZW = torch.arange(-past, 0, device=is_one_Z.device) + lens_Z[writer_Z, None]
+    values_ZXW = before_and_x[source(request_Z[writer_Z, None], last_ZW)].transpose(1, 2)
+    values_ZHCW = values_ZXW.reshape(-1, *state_SHCW.shape[1:])
+    state_SHCW[slots_Z] = torch.where(is_one_Z.any(), values_ZHCW, state_SHCW[slots_Z])

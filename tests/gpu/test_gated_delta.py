@@ -94,6 +94,35 @@ def test_cuts_between_sub_chunks_change_no_bit(family: Family, dtype: torch.dtyp
     assert torch.equal(cut, whole)
 
 
+@by_dtype
+@by_family
+def test_a_captured_prompt_leaves_snapshots_with_the_bits_of_cuts(family: Family, dtype: torch.dtype) -> None:
+    """Captured without snapshots and replayed with some, then without again."""
+    tokens, kept = tokens_of(300, family, dtype), states(family)
+    rows = state_rows([2], [300], [0], device="cuda")
+    gated_delta(*tokens, kept.clone(), rows)  # compiles
+    ours, graph = kept.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gated_delta(*tokens, ours, rows)
+    given = state_rows([2], [300], [0], snapshots={2: [(64, 4), (256, 1)]}, device="cuda")
+    rows.snapshot_slots_PM.copy_(given.snapshot_slots_PM)
+    rows.snapshot_lens_PM.copy_(given.snapshot_lens_PM)
+    ours.copy_(kept)
+    graph.replay()
+    cut = kept.clone()
+    assert torch.equal(out, gated_delta(*tokens, cut, state_rows([2], [300], [0], device="cuda")))
+    assert torch.equal(ours[2], cut[2])
+    assert torch.equal(ours[[0, 3, 5]], kept[[0, 3, 5]])
+    for length, slot in ((64, 4), (256, 1)):
+        q, k, v, log_decay, beta = (each[:length] for each in tokens)
+        gated_delta(q, k, v, log_decay, beta, cut, state_rows([2], [length], [0], device="cuda"))
+        assert torch.equal(ours[slot], cut[2]), length
+    rows.snapshot_slots_PM.fill_(-1)
+    ours.copy_(kept)
+    graph.replay()
+    assert torch.equal(ours[[0, 1, 3, 4, 5]], kept[[0, 1, 3, 4, 5]])
+
+
 @by_family
 def test_a_captured_decode_serves_other_requests(family: Family) -> None:
     tokens, kept = tokens_of(4, family, torch.bfloat16), states(family)

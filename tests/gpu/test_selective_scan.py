@@ -96,6 +96,26 @@ def test_cuts_at_multiples_of_a_sub_chunk_keep_the_bits(dtype: torch.dtype, grou
     assert torch.equal(whole[1], cut[1])
 
 
+@by_groups
+@by_dtype
+def test_snapshots_within_prompts_have_the_bits_of_cuts(dtype: torch.dtype, groups: int) -> None:
+    """Of two prompts, one of which continues a state, after a decode."""
+    slots, lengths, contexts = [3, 0, 5], [1, 300, 65], [40, 0, 77]
+    within = {0: [(SUB_CHUNK, 1), (4 * SUB_CHUNK, 2)], 5: [(2 * SUB_CHUNK - 77, 4)]}
+    tokens, weights, before = operands(sum(lengths), groups, dtype), learnt(), states()
+    ours, plain = before.clone(), before.clone()
+    out_THP = selective_scan(*tokens, weights, plain, state_rows(slots, lengths, contexts, device="cuda"))
+    rows = state_rows(slots, lengths, contexts, snapshots=within, device="cuda")
+    assert torch.equal(selective_scan(*tokens, weights, ours, rows), out_THP)
+    assert torch.equal(ours[slots], plain[slots])
+    for slot, start, context in ((0, 1, 0), (5, 301, 77)):
+        for length, target in within[slot]:
+            x_THP, dt_TH, b_TGN, c_TGN = (each[start : start + length] for each in tokens)
+            cut, one = before.clone(), state_rows([slot], [length], [context], device="cuda")
+            selective_scan(x_THP, dt_TH, b_TGN, c_TGN, weights, cut, one)
+            assert torch.equal(ours[target], cut[slot]), (slot, length)
+
+
 def decode_rows(count: int) -> StateRows:
     return state_rows(list(range(count)), [1] * count, [9] * (count - 1) + [0], device="cuda")
 
@@ -107,7 +127,7 @@ def test_decodes_in_a_graph(scan: object) -> None:
     rows, tokens, weights = decode_rows(4), operands(6, 1, torch.bfloat16), learnt()
     rows = StateRows(
         rows.decode_slots_N, rows.decode_lens_N, rows.prompt_slots_P[:0], rows.prompt_starts_P1[:1],
-        rows.prompt_context_P[:0], 0,
+        rows.prompt_context_P[:0], rows.snapshot_slots_PM[:0], rows.snapshot_lens_PM[:0], 0,
     )  # fmt: skip
     captured = states()
     scan(*tokens, weights, captured.clone(), rows)

@@ -36,5 +36,8 @@ def test_tokens_are_those_of_the_engine_on_the_cpu(name: str, tmp_path: Path) ->
         built = build_demo(tmp_path, cuda_graphs=cuda_graphs, **sizes)
         together = [output.token_ids for output in generate(built, prompts(), GREEDY)]
         assert together == expected
+        # One after the other, so that later ones begin at snapshots of earlier ones.
+        apart = [output.token_ids for output in generate(built, prompts(), GREEDY, max_batch_requests=1)]
+        assert apart == expected
         assert (built.runner.launches["decode_graph"] > 0) == cuda_graphs
         assert (built.runner.launches["prompt_graph"] > 0) == (cuda_graphs and name not in LATENT)

@@ -62,6 +62,22 @@ async def test_a_turn_sends_its_new_blocks_and_one_state(start: Machines, direct
         await until_status(each, nothing_held)
 
 
+async def test_a_prompt_that_comes_again_is_computed_from_its_last_kept_state_on(
+    start: Machines, directory: Path
+) -> None:
+    """Of 66 tokens the prefill node computes two, and sends these."""
+    prefill, decode = start.nodes(("prefill", node_of(directory)), ("decode", node_of(directory)))
+    gateway = start.gateway([prefill], [decode], model=directory, local_policy="strict")
+    prompt = PROMPT[:66]
+    results = [await generate(gateway, prompt, GREEDY) for _ in range(2)]
+    expected = Reference(directory).greedy(prompt, GREEDY.max_tokens).token_ids
+    assert [result.token_ids for result in results] == [expected, expected]
+    assert [result.proof.prefill_cached_tokens for result in results] == [0, 64]
+    assert [result.proof.prompt_tokens_sent for result in results] == [66, 2]
+    for each in (prefill, decode):
+        await until_status(each, nothing_held)
+
+
 async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_node(
     start: Machines, directory: Path
 ) -> None:

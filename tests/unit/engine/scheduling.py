@@ -38,6 +38,8 @@ def make(
     costs: StepCosts | None = None,
     stream_share: float = 1.0,
     owners: int = 1,
+    state_slots: int = 0,
+    scan_tokens: int = 64,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -55,6 +57,8 @@ def make(
         eos_token_ids=(EOS,),
         identity="m",
         window_tokens=window,
+        state_slots=state_slots,
+        scan_tokens=scan_tokens,
         num_owners=owners,
     )
     return Scheduler(limits, facts, Meter(costs))

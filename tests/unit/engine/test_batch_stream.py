@@ -44,8 +44,9 @@ def test_a_row_arrives_as_it_was(params: SamplingParams) -> None:
 
 
 def test_copies_of_states_arrive() -> None:
-    row = decode("a", 3, [1])._replace(state_slot=5)
-    batch = Batch(1, (row,), restores=((2, 5),), snapshots=((5, 3), (4, 1)))
+    prompt = BatchRow("b", int_array([7] * 9), 0, int_array([2]), None, state_slot=2, snapshots=((4, 6), (8, 7)))
+    rows = decode("a", 3, [1])._replace(state_slot=5), prompt
+    batch = Batch(1, rows, restores=((2, 5),), copies=((5, 3), (4, 1)))
     ((arrived, _),) = sent([batch])
     assert arrived == batch
 

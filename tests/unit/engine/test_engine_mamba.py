@@ -56,10 +56,12 @@ async def test_preempted_requests_give_the_same_tokens(saved: Saved) -> None:
         assert events.ids(name) == expected(saved[1], prompt, events.ids(name)), name
 
 
-async def test_a_prefix_with_a_snapshot_gives_the_same_tokens(saved: Saved) -> None:
+@pytest.mark.parametrize("max_batch_tokens", [256, 70])
+async def test_a_prefix_with_a_snapshot_gives_the_same_tokens(saved: Saved, max_batch_tokens: int) -> None:
+    """The snapshot is within a chunk, or at the end of one."""
     prompt = prompt_of(130)
     longer = (*prompt[:129], *prompt_of(9, seed=1))
-    async with running(build(saved[0], num_blocks=120), max_batch_tokens=70) as (engine, events):
+    async with running(build(saved[0], num_blocks=120), max_batch_tokens=max_batch_tokens) as (engine, events):
         for name, tokens in (("first", prompt), ("same", prompt), ("longer", longer)):
             engine.submit(request(name, tokens, greedy(5)))
             await events.finished(name)

@@ -65,7 +65,7 @@ async def test_a_prefix_is_reused_up_to_a_snapshot(lfm2: Lfm2, built: Built) -> 
 
 
 async def test_a_shared_prefix_is_reused_from_its_third_prompt_on(lfm2: Lfm2, built: Built) -> None:
-    """The second one ends a chunk where it departs from the first."""
+    """The second one leaves the state where it departs from the first."""
     shared = prompt_of(350)
     prompts = {str(seed): (*shared, *prompt_of(100, seed=seed)) for seed in (1, 2, 3)}
     async with running(built) as (engine, events):
@@ -73,6 +73,7 @@ async def test_a_shared_prefix_is_reused_from_its_third_prompt_on(lfm2: Lfm2, bu
             engine.submit(request(name, tokens, greedy(3)))
             await events.finished(name)
     assert [events.started[name].cached_tokens for name in prompts] == [0, 256, 320]
+    assert [len(events.chunks[name]) for name in prompts] == [2, 1, 1]
     for name, tokens in prompts.items():
         assert events.ids(name) == transformers_greedy(lfm2[1], tokens, 3)
 

@@ -75,16 +75,21 @@ async def test_a_turn_begins_at_the_last_multiple_of_64_tokens_of_the_turn_befor
         assert engine.leaked_blocks(lambda _: True) == 0
 
 
-async def test_a_prompt_of_66_tokens_is_reused_once_it_has_come_twice(model: Model, built: Built) -> None:
-    """The first one is not cut for a state that nobody may want."""
-    prompt = prompt_of(66)
+@pytest.mark.parametrize(("length", "reused"), [(64, 0), (65, 64), (66, 64), (128, 64), (200, 192)])
+async def test_a_prompt_that_comes_again_is_reused_up_to_its_last_multiple_of_64_tokens(
+    model: Model, built: Built, length: int, reused: int
+) -> None:
+    """At least one token is computed. The first prompt is not cut for the state."""
+    prompt = prompt_of(length)
     async with running(built) as (engine, events):
         for name in ("first", "second", "third"):
             engine.submit(request(name, prompt, greedy(3)))
             await events.finished(name)
-    assert [events.started[name].cached_tokens for name in ("first", "second", "third")] == [0, 0, 64]
-    assert [len(events.chunks[name]) for name in ("first", "second", "third")] == [1, 2, 1]
-    assert {tuple(events.ids(name)) for name in events.started} == {tuple(best(model, prompt, events.ids("third")))}
+        assert engine.leaked_blocks(lambda _: True) == 0
+    names = ("first", "second", "third")
+    assert [events.started[name].cached_tokens for name in names] == [0, reused, reused]
+    assert [len(events.chunks[name]) for name in names] == [1, 1, 1]
+    assert {tuple(events.ids(name)) for name in names} == {tuple(best(model, prompt, events.ids("third")))}
 
 
 async def test_a_preempted_request_continues_at_its_last_multiple_of_64_tokens(model: Model) -> None:

@@ -1,8 +1,8 @@
 """Slots of recurrent states by model checking: as `test_scheduler_states`, for a model that has them.
 
 The device also keeps for every slot the token sequence that is in the state there. A row may only continue a state of
-exactly its own tokens. Steps copy states before and after their rows; what arrives from elsewhere is written at once,
-whatever steps are queued.
+exactly its own tokens. Steps copy states before and after their rows, and rows leave snapshots; what arrives from
+elsewhere is written at once, whatever steps are queued.
 """
 
 from math import lcm
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from baton.errors import Overloaded
-from engine.batch import BatchRow
+from engine.batch import MOST_SNAPSHOTS, BatchRow
 from engine.request import Reservation
 from engine.scheduling.state_slots import NO_SLOT
 from tests.unit.engine.test_scheduler_states import BLOCK_SIZE, Running, SchedulerMachine, Tokens
@@ -79,10 +79,12 @@ class RecurrentMachine(SchedulerMachine):
             if row.request_id in self.doomed:
                 self.kept[row.state_slot] = None
         super().run(step, drawn)
-        targets = [target for _, target in step.batch.snapshots]
+        targets = [target for _, target in step.batch.copies]
+        targets += [target for row in step.batch.rows for _, target in row.snapshots]
         assert len(set(targets)) == len(targets)
         assert not {row.state_slot for row in step.batch.rows} & set(targets)
-        for source, target in step.batch.snapshots:
+        assert not {slot for pair in step.batch.restores for slot in pair} & set(targets)
+        for source, target in step.batch.copies:
             self.kept[target] = self.kept[source]
 
     def run_row(self, row: BatchRow, token_ids: Tokens, drawn: int) -> None:
@@ -92,6 +94,10 @@ class RecurrentMachine(SchedulerMachine):
             assert self.kept[row.state_slot] == before[: row.token_start]
         super().run_row(row, token_ids, drawn)
         self.kept[row.state_slot] = before[: row.token_stop]
+        assert len(row.snapshots) <= MOST_SNAPSHOTS
+        for num_tokens, slot in row.snapshots:
+            assert 0 < num_tokens < len(token_ids)
+            self.kept[slot] = before[: row.token_start + num_tokens]
 
     def receive_state(self, name: str, reservation: Reservation, stop: int) -> None:
         assert reservation.state_slot != NO_SLOT

@@ -147,6 +147,8 @@ def on_device(rows: StateRows) -> StateRows:
         prompt_slots_P=rows.prompt_slots_P.to(DEVICE),
         prompt_starts_P1=rows.prompt_starts_P1.to(DEVICE),
         prompt_context_P=rows.prompt_context_P.to(DEVICE),
+        snapshot_slots_PM=rows.snapshot_slots_PM.to(DEVICE),
+        snapshot_lens_PM=rows.snapshot_lens_PM.to(DEVICE),
         max_prompt_tokens=rows.max_prompt_tokens,
     )
 
@@ -215,6 +217,27 @@ def test_a_request_has_the_same_bits_alone_and_next_to_others(by_channel: bool, 
         assert torch.equal(rule(*own.all, apart, on_device(state_rows([slot], [length], [context]))), out)
         assert torch.equal(apart[slot], together[slot])
         start += length
+
+
+@by_decay
+@pytest.mark.parametrize("rule", [in_torch, kernels.gated_delta], ids=["torch", "triton"])
+def test_snapshots_within_prompts_have_the_bits_of_prompts_that_end_there(by_channel: bool, rule: Rule) -> None:
+    """After one and three sub-chunks of one prompt, and within the new tokens of another one; a third has none."""
+    slots, lengths, contexts = [1, 2, 3], [200, 30, 3], [0, 45, 9]
+    within = {1: [(CHUNK, 4), (3 * CHUNK, 5)], 2: [(CHUNK - 45, 0)]}
+    tokens = Tokens(*(each.to(DEVICE) for each in tokens_of(sum(lengths), by_channel=by_channel).all))
+    before = torch.cat([states(), states(seed=1)[:1]]).to(DEVICE)
+    ours, plain = before.clone(), before.clone()
+    out = rule(*tokens.all, ours, on_device(state_rows(slots, lengths, contexts, snapshots=within)))
+    expected = rule(*tokens.all, plain, on_device(state_rows(slots, lengths, contexts)))
+    assert torch.equal(out, expected)
+    assert torch.equal(ours[slots], plain[slots])
+    starts = dict(zip(slots, (0, 200, 230), strict=True))
+    for slot, snapshots in within.items():
+        for length, target in snapshots:
+            ended, part = before.clone(), slice(starts[slot], starts[slot] + length)
+            rule(*tokens.at(part).all, ended, on_device(state_rows([slot], [length], [contexts[slot - 1]])))
+            assert torch.equal(ours[target], ended[slot]), (slot, length)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -149,6 +149,26 @@ def test_a_request_has_the_same_bits_alone_and_next_to_others(twin: str) -> None
 
 
 @by_twin
+def test_snapshots_within_prompts_have_the_bits_of_prompts_that_end_there(twin: str) -> None:
+    """After one and three sub-chunks of one prompt, and within the new tokens of another one."""
+    slots, lengths, contexts = [1, 2], [200, 30], [0, 45]
+    within = {1: [(SUB_CHUNK, 3), (3 * SUB_CHUNK, 4)], 2: [(SUB_CHUNK - 45, 0)]}
+    tokens, learnt, before = sequence(sum(lengths), 5), weights(), states()
+    before.copy_(torch.randn(before.shape, generator=torch.Generator().manual_seed(6)))
+    ours, plain = before.clone(), before.clone()
+    out = scan(twin, tokens, learnt, ours, state_rows(slots, lengths, contexts, snapshots=within, device=DEVICE))
+    expected_THP = scan(twin, tokens, learnt, plain, state_rows(slots, lengths, contexts, device=DEVICE))
+    assert torch.equal(out, expected_THP)
+    assert torch.equal(ours[slots], plain[slots])
+    for slot, snapshots in within.items():
+        start, context = (0, 0) if slot == 1 else (200, 45)
+        for length, target in snapshots:
+            ended, rows = before.clone(), state_rows([slot], [length], [context], device=DEVICE)
+            scan(twin, tokens.part(start, start + length), learnt, ended, rows)
+            assert torch.equal(ours[target], ended[slot]), (slot, length)
+
+
+@by_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_rounded_once(twin: str, dtype: torch.dtype) -> None:
     tokens, learnt = sequence(70, 4, dtype), weights()
@@ -198,12 +218,13 @@ def shared(twin: str, conv_SHXW: Tensor, rows: StateRows) -> None:
 
 @by_twin
 def test_all_heads_of_a_group_keep_what_its_first_head_keeps(twin: str) -> None:
+    """Those of a decode, a prompt and a prompt's snapshot."""
     conv = torch.randn(SLOTS, HEADS, 700, 3, generator=torch.Generator().manual_seed(8)).to(DEVICE)[:, :, 7:]
     before = conv.clone()
-    shared(twin, conv, state_rows([4, 1], [1, 5], [3, 0], device=DEVICE))
+    shared(twin, conv, state_rows([4, 1], [1, 5], [3, 0], snapshots={1: [(4, 2)]}, device=DEVICE))
     firsts = before[:, :: HEADS // GROUPS].repeat_interleave(HEADS // GROUPS, dim=1)
     for slot in range(SLOTS):
-        assert torch.equal(conv[slot], (firsts if slot in (1, 4) else before)[slot]), slot
+        assert torch.equal(conv[slot], (firsts if slot in (1, 2, 4) else before)[slot]), slot
     after = conv.clone()
     shared(twin, conv, state_rows([], [], [], device=DEVICE))
     assert torch.equal(conv, after)

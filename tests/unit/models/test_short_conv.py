@@ -37,16 +37,31 @@ def ints(values: list[int]) -> Tensor:
 
 
 def rows_of(
-    decodes: list[tuple[int, int]], prompts: list[tuple[int, int, int]], *, num_decodes: int | None = None
+    decodes: list[tuple[int, int]],
+    prompts: list[tuple[int, int, int]],
+    *,
+    num_decodes: int | None = None,
+    snapshots: list[list[tuple[int, int]]] | None = None,
 ) -> StateRows:
-    """Decodes as (slot, length), prompts as (slot, new tokens, context)."""
+    """Decodes as (slot, length), prompts as (slot, new tokens, context), each with two snapshots as (slot, tokens)."""
     starts = [num_decodes if num_decodes is not None else len(decodes)]
     for _, tokens, _ in prompts:
         starts.append(starts[-1] + tokens)
     slots, lens = [slot for slot, _ in decodes], [length for _, length in decodes]
     contexts = [context for *_, context in prompts]
     most = max([tokens for _, tokens, _ in prompts], default=0)
-    return StateRows(ints(slots), ints(lens), ints([slot for slot, *_ in prompts]), ints(starts), ints(contexts), most)
+    kept = torch.tensor(snapshots or [[(-1, 0), (-1, 0)]] * len(prompts), dtype=torch.int32, device=DEVICE)
+    kept_slots, kept_lens = kept.reshape(-1, 2, 2).unbind(-1)
+    return StateRows(
+        ints(slots),
+        ints(lens),
+        ints([slot for slot, *_ in prompts]),
+        ints(starts),
+        ints(contexts),
+        kept_slots.contiguous(),
+        kept_lens.contiguous(),
+        most,
+    )
 
 
 def convolve(
@@ -120,6 +135,29 @@ def test_any_cut_has_the_same_bits(twin: Twin) -> None:
         return torch.cat(parts)
 
     assert torch.equal(computed(), computed(1, 2, 3, 20, 21, 49))
+
+
+@by_twin
+def test_snapshots_within_prompts_hold_the_inputs_before_them(twin: Twin) -> None:
+    """Some of them are of the tokens before the step, or of none before a prompt's first one."""
+    size = HEADS * CHANNELS
+    x_TX, weight_XW, state = numbers(30, size, seed=5), numbers(size, 4, seed=6), states(4)
+    convolve(twin, x_TX[:10], weight_XW, None, state, rows_of([], [(2, 10, 0)]), act=False)
+    rows = rows_of([], [(2, 5, 10), (3, 15, 0)], snapshots=[[(4, 1), (5, 4)], [(6, 9), (0, 2)]])
+    convolve(twin, x_TX[10:], weight_XW, None, state, rows, act=False)
+    none = torch.zeros(1, size, device=DEVICE)
+    of_second = x_TX[15:]
+    expected = {
+        4: x_TX[8:11],
+        5: x_TX[11:14],
+        6: of_second[6:9],
+        0: torch.cat([none, of_second[:2]]),
+        2: x_TX[12:15],
+        3: of_second[12:],
+    }
+    for slot, last in expected.items():
+        assert torch.equal(state[slot].reshape(size, 3), last.t()), slot
+    assert state[1].isnan().all()
 
 
 @by_twin

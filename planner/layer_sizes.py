@@ -136,14 +136,15 @@ def embedding_size(config: ModelConfig) -> int:
 def _grouped(config: ModelConfig, gqa: GQAConfig, layer_index: int) -> int:
     kv_heads, head_dim = gqa.heads_of(layer_index)
     switches, slides = config.switches, gqa.sliding_windows[layer_index] is not None
-    queries = gqa.num_heads * head_dim
+    queries, value_dim = gqa.num_heads * head_dim, gqa.v_head_dim or head_dim
+    outputs = gqa.num_heads * value_dim
     if layer_index >= gqa.num_kv_layers:
-        kinds = 0
+        kept = 0
     elif isinstance(switches, Gemma4Switches) and switches.values_are_keys and not slides:
-        kinds = 1
+        kept = head_dim
     else:
-        kinds = 2
-    return config.hidden_size * (queries * (3 if gqa.output_gate else 2) + kinds * kv_heads * head_dim)
+        kept = head_dim + value_dim
+    return config.hidden_size * (queries * (2 if gqa.output_gate else 1) + outputs + kv_heads * kept)
 
 
 def _latent(config: ModelConfig, mla: MLAConfig) -> int:

@@ -67,7 +67,7 @@ def kind_by_roofline(
                 prefill_seats=seats,
                 state_bytes=size.state_bytes,
             )
-    states = f", recurrent states of {size.state_bytes / 1e9:.3g} GB a request" if size.state_bytes else ""
+    states = f", recurrent states of {size.state_bytes / 1e9:,.2f} GB a request" if size.state_bytes else ""
     gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB"
     raise ConfigError(
         f"{size.weight_bytes / 1e9:.1f} GB of weights{states} and KV of {needed} tokens, {size.kv_bytes} bytes each, "

@@ -69,6 +69,12 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   weights (`zero_expert_num`) take no memory and no products: a token's weights of these multiply its input. Files that
   ask for what transformers ignores (`router_bias`, `norm_topk_prob`) are refused. LongCat-Flash and Falcon-H1 were
   tested on CPUs only.
+- Values of MiMo-V2-Flash have two thirds of their keys' channels, and its layers without a window half of the others'
+  kv heads. A cache has one shape for all layers and for keys and values: zeros follow each value, and the heads of
+  layers without a window are stored twice. So a token's KV takes 288 KiB in bfloat16, where 217.5 would do. As
+  transformers, Baton counts `sliding_window_size` without the token itself, so 128 is a window of 129 tokens. In fp8 as
+  published it runs on one or two ranks: on four, a rank's kv head of 192 channels would cut a block of 128. Its layers
+  for multi-token prediction are not loaded. It was tested on CPUs only.
 - `--expert-parallel` gives each rank of a mixture whole experts instead of some channels of all; attention, shared
   experts and the rest are split as before. Each rank computes its experts for all tokens, which all ranks have
   after attention, and their sum is the reduction that the layer has anyway: no tokens are exchanged. Experts of

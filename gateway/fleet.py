@@ -288,9 +288,12 @@ class Fleet:
         """The adapters that requests can name as their model, by name."""
         return serving_adapters(self.nodes(), self.reachable_pairs())
 
-    def may_have(self, revision: str) -> bool:
-        """Whether some node has, or may turn out to have, this revision of the weights."""
-        return any(node.revision in ("", revision) for node in self.nodes())
+    def may_have(self, revision: str, adapter: AdapterRef | None = None) -> bool:
+        """Whether some node has, or may turn out to have, this revision of the weights, and the adapter."""
+        return any(
+            not node.revision or (node.revision == revision and (adapter is None or adapter in node.view().adapters))
+            for node in self.nodes()
+        )
 
     def explain(self) -> str:
         """Why no node can be chosen for a request, node by node."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.revisions import answer_revision
 from baton.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from gateway.adapters import nodes_with
 from gateway.attempt import Attempt
@@ -86,11 +87,13 @@ class NodeChoice:
         for refusal in self._refusals.values():
             if not begun or refusal.ends_a_begun_request:
                 raise refusal.error
-        if self._resumed and not self._fleet.may_have(self._resumed):
+        if self._resumed and not self._fleet.may_have(self._resumed, self._adapter):
+            begun_with = answer_revision(self._resumed, self._adapter)
+            what = "weights" if self._adapter is None else f"weights + adapter {self._adapter.name}"
             raise NoNode(
-                f"the client has a part of the answer of revision {self._resumed} of the weights, and no node has them",
+                f"the client has a part of the answer of revision {begun_with} of the {what}, and no node has them",
                 field="revision",
-                value=self._resumed,
+                value=begun_with,
                 cure="send the request again from its beginning",
             )
         if not begun and not (self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()):

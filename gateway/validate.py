@@ -71,13 +71,12 @@ def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[st
     if not revision:
         return "", adapter
     found = _REVISION.fullmatch(revision)
-    if found is None or (found["adapter"] and adapter is None):
+    if found is None or (found["adapter"] is None) != (adapter is None):
         value = ascii(revision[:_REVISION_SHOWN])
-        allowed = ("12 hex digits",) if adapter is None else ("12 hex digits", "12 hex digits + those of the adapter")
-        raise InvalidRequest(f"revision is {value}", field="revision", value=value, allowed=allowed)
-    if adapter is not None and found["adapter"]:
-        adapter = adapter._replace(revision=found["adapter"])
-    return found["weights"], adapter
+        allowed = "12 hex digits" if adapter is None else f"12 hex digits + those of the adapter {adapter.name}"
+        cure = "name the model that began the answer, or send the request again from its beginning"
+        raise InvalidRequest(f"revision is {value}", field="revision", value=value, allowed=(allowed,), cure=cure)
+    return found["weights"], None if adapter is None else adapter._replace(revision=found["adapter"])
 
 
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:

@@ -374,7 +374,11 @@ def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, tup
     if isinstance(attention, GQAConfig):
         layers = {*attention.layer_heads} or {(attention.num_kv_heads, attention.head_dim)}
         fewest = min(max(1, kv_heads // size) * head_dim for kv_heads, head_dim in layers)
-        return {"queries": (num_heads * min(head_dim for _, head_dim in layers), True), "keys": (fewest, False)}
+        parts = {"queries": (num_heads * min(head_dim for _, head_dim in layers), True), "keys": (fewest, False)}
+        if attention.v_head_dim is not None:
+            parts["values"] = (fewest // attention.head_dim * attention.v_head_dim, False)
+            parts["outputs"] = (num_heads * attention.v_head_dim, True)
+        return parts
     return {
         "queries": (num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim), False),
         "keys and values": (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), False),

@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.rpc.describe import describe
 from planner.model_size import ModelSize
 from planner.plan import NodeKind
-from planner.roofline import Gpu, cache_tokens, roofline
+from planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, roofline, state_slots
 from protos.baton.v1 import node_pb2
 
 _RANKS_MAX = 16
@@ -53,14 +53,29 @@ def kind_by_roofline(
         )
     for each in tried:
         tokens = cache_tokens(size, gpu, each)
-        if tokens >= needed:
-            costs = roofline(size, gpu, each)
-            return NodeKind(each, costs, costs, tokens, size.kv_bytes, link_bytes_per_s)
+        slots = state_slots(size, gpu, each)
+        if tokens >= needed and (not size.state_bytes or slots >= LEAST_SLOTS):
+            costs, seats = roofline(size, gpu, each), min(SEATS, slots) if size.state_bytes else SEATS
+            return NodeKind(
+                each,
+                costs,
+                costs,
+                tokens,
+                size.kv_bytes,
+                link_bytes_per_s,
+                seats=seats,
+                prefill_seats=seats,
+                state_bytes=size.state_bytes,
+            )
+    states = f", recurrent states of {size.state_bytes / 1e9:,.2f} GB a request" if size.state_bytes else ""
+    gpus = f"{tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB"
     raise ConfigError(
-        f"{size.weight_bytes / 1e9:.1f} GB of weights and KV of {needed} tokens, {size.kv_bytes} bytes each, do not "
-        f"fit on {tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB", field="tensor_parallel_size",
-        value=tried[-1], cure="give more GPUs to a node by --tensor-parallel-size, a larger GPU, or shorter requests",
-    )  # fmt: skip
+        f"{size.weight_bytes / 1e9:.1f} GB of weights{states} and KV of {needed} tokens, {size.kv_bytes} bytes each, "
+        f"do not fit on {gpus}",
+        field="tensor_parallel_size",
+        value=tried[-1],
+        cure="give more GPUs to a node by --tensor-parallel-size, a larger GPU, or shorter requests",
+    )
 
 
 def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKind:

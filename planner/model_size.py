@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from kvcache.spec import DTYPE_BYTES
-from models.config.model_config import MLAConfig, ModelConfig
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, RecurrentConfig
+from models.quantization.config import Quantization
+from models.quantization.mxfp4_config import MXFP4_BLOCK, Mxfp4Config
+from planner import layer_sizes
 
-# Their MLPs have two projections, without a gate.
-_UNGATED = ("ArceeForCausalLM", "BloomForCausalLM", "FalconForCausalLM")
+_STATE_NUMBER_BYTES = 4  # states are in float32
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,13 @@ class ModelSize:
         experts: of all routed experts together.
         head: of the projection to the vocabulary.
         embedding: 0 where it is the head.
-        linear_bytes, head_bytes: of one parameter.
+        tables: of other embeddings, which every rank holds.
+        linear_bytes, expert_bytes, head_bytes: of one parameter.
         expert_share: the part of the experts that one token uses.
         kv_bytes: of one token's KV.
         kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
+        state_bytes: of one request's recurrent state; 0: the model has none.
+        state_heads: that ranks can divide.
         pair_flops: operations for each pair of a prompt's token and a key.
         whole: of `dense`, what every rank holds: the projections to latents, and routers.
         latent_whole: of `whole`, the projections to latents.
@@ -40,11 +45,15 @@ class ModelSize:
     experts: int
     head: int
     embedding: int
+    tables: int
     linear_bytes: float
+    expert_bytes: float
     head_bytes: int
     expert_share: float
     kv_bytes: int
     kv_heads: int
+    state_bytes: int
+    state_heads: int
     pair_flops: float
     max_context_tokens: int
     whole: int = 0
@@ -58,13 +67,13 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        linear = round((self.dense + self.experts) * self.linear_bytes)
-        return linear + (self.head + self.embedding) * self.head_bytes
+        linear = round(self.dense * self.linear_bytes + self.experts * self.expert_bytes)
+        return linear + (self.head + self.embedding + self.tables) * self.head_bytes
 
     def rank_bytes(self, ranks: int) -> float:
         """Weights of one of several ranks. They share the experts evenly, by channels or whole, with their copies."""
-        whole = self.whole * self.linear_bytes
-        return (self.weight_bytes + self.copies * self.linear_bytes - whole) / ranks + whole
+        whole = self.whole * self.linear_bytes + self.tables * self.head_bytes
+        return (self.weight_bytes + self.copies * self.expert_bytes - whole) / ranks + whole
 
     def with_own_attention(self) -> "ModelSize":
         """With attention data parallelism: every rank holds all of attention.
@@ -88,7 +97,7 @@ class ModelSize:
     def read_bytes(self, tokens: int) -> float:
         """The weights that a step of so many tokens reads, with even routing."""
         experts = self.experts * (1 - (1 - self.expert_share) ** tokens) if self.experts else 0.0
-        return (self.dense + experts) * self.linear_bytes + self.head * self.head_bytes
+        return self.dense * self.linear_bytes + experts * self.expert_bytes + self.head * self.head_bytes
 
     def dense_flops(self, tokens: int, *, heads: int) -> float:
         """Operations of a step's products, without the experts'; `heads`: tokens that need the head."""
@@ -114,66 +123,80 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
             value=redundant_experts,
             allowed=("0",),
         )
-    hidden = config.hidden_size
-    attention, layers = config.attention, config.num_layers * config.attentions_per_layer
+    attention, moe = config.attention, config.moe
+    layers, attending = config.num_layers * config.attentions_per_layer, len(layer_sizes.layers_with_kv(config))
+    attending *= config.attentions_per_layer
     if isinstance(attention, MLAConfig):
-        heads = attention.num_heads
         query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        queries = hidden * heads * query
-        if attention.q_lora_rank is not None:
-            queries = (hidden + heads * query) * attention.q_lora_rank
-        latent = attention.kv_lora_rank + attention.qk_rope_head_dim
-        per_layer = queries + hidden * latent + heads * attention.v_head_dim * hidden
-        per_layer += attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-        whole = latent_whole = layers * hidden * (latent + (attention.q_lora_rank or 0))
-        latent_attention = layers * per_layer
-        kv_numbers, kv_heads = latent, 1
-        pair_flops = 2.0 * heads * (query + attention.v_head_dim)
+        kv_numbers, kv_heads = attention.kv_lora_rank + attention.qk_rope_head_dim, 1
+        pair_flops = 2.0 * attention.num_heads * (query + attention.v_head_dim)
         windows: tuple[int | None, ...] = ()
-        kv_layers = layers
+        kv_layers = attending
     else:
-        whole = latent_whole = latent_attention = 0
-        per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
         kv_numbers, kv_heads = 2 * attention.num_kv_heads * attention.head_dim, attention.num_kv_heads
         pair_flops = 4.0 * attention.num_heads * attention.head_dim
         windows = attention.sliding_windows
-        kv_layers = attention.num_kv_layers
-    if config.recurrent is not None:
-        kv_layers = sum(config.recurrent.kv_layers)
-    projections = 2 if config.architecture in _UNGATED else 3
-    moe = config.moe
-    moe_layers = 0 if moe is None else sum(moe.layers)
-    dense_layers = layers if config.shortcut_experts else layers - moe_layers
-    dense = layers * per_layer + dense_layers * projections * hidden * config.intermediate_size
+        kv_layers = attending - attention.kv_shared_layers
+    latents, indexers = layer_sizes.latents(config), layer_sizes.indexers(config)
+    attention_numbers = layer_sizes.attention(config) + indexers
+    whole = latents + indexers
+    dense = attention_numbers + layer_sizes.mixers(config)
+    dense += layer_sizes.dense_mlps(config) + layer_sizes.beside_layers(config)
     experts, copies, share = 0, 0, 0.0
     if moe is not None:
-        to_choose = moe.num_experts + moe.zero_experts
-        whole += moe_layers * hidden * to_choose
-        dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + to_choose)
-        experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
+        projections, to_choose = layer_sizes.projections(config), moe.num_experts + moe.zero_experts
+        routers = sum(moe.layers) * config.hidden_size * to_choose
+        whole += routers
+        shared = projections * config.hidden_size * moe.shared_intermediate_size
+        dense += routers + sum(moe.layers) * shared
+        experts = sum(moe.layers) * moe.num_experts * projections * moe.intermediate_size
+        experts *= layer_sizes.expert_size(config)
         copies = redundant_experts * experts // moe.num_experts
         share = moe.experts_per_token / max(1, to_choose)
-    head_bytes = DTYPE_BYTES[config.dtype]
+    dtype_bytes = DTYPE_BYTES[config.dtype]
+    linear_bytes, expert_bytes = _quantized_bytes(config.quantization, dtype_bytes)
     bounded = [window for window in windows if window]
+    embedding = config.vocab_size * layer_sizes.embedding_size(config)
+    state = config.recurrent or RecurrentConfig((), 1, 0)
     return ModelSize(
         num_layers=layers,
-        hidden_size=hidden,
+        hidden_size=config.hidden_size,
         dense=dense,
         experts=experts,
-        head=config.vocab_size * hidden,
-        embedding=0 if config.tie_word_embeddings else config.vocab_size * hidden,
-        linear_bytes=head_bytes if config.quantization is None else config.quantization.weight_bytes,
-        head_bytes=head_bytes,
+        head=embedding,
+        embedding=0 if config.tie_word_embeddings else embedding,
+        tables=layer_sizes.tables(config),
+        linear_bytes=linear_bytes,
+        expert_bytes=expert_bytes,
+        head_bytes=dtype_bytes,
         expert_share=share,
-        kv_bytes=kv_layers * kv_numbers * head_bytes,
+        kv_bytes=(kv_layers * kv_numbers + _index_numbers(attention)) * dtype_bytes,
         kv_heads=kv_heads,
-        pair_flops=layers * pair_flops,
+        state_bytes=_STATE_NUMBER_BYTES * state.num_layers * state.num_heads * state.head_channels,
+        state_heads=state.num_heads,
+        pair_flops=attending * pair_flops,
         max_context_tokens=config.max_context_tokens,
         whole=whole,
-        latent_whole=latent_whole,
-        latent_attention=latent_attention,
+        latent_whole=latents + indexers,
+        latent_attention=attention_numbers if isinstance(attention, MLAConfig) else 0,
         copies=copies,
         ranks_min=1 if moe is None else 1 + -(-redundant_experts // moe.num_experts),
         windowed_share=len(bounded) / layers,
         window=max(bounded, default=0),
     )
+
+
+def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tuple[float, float]:
+    """Of one number of linear layers, and of experts, without the scales of packed integers."""
+    match quantization:
+        case None:
+            return dtype_bytes, dtype_bytes
+        case Mxfp4Config():
+            return dtype_bytes, quantization.weight_bytes + 1 / MXFP4_BLOCK
+    return quantization.weight_bytes, quantization.weight_bytes
+
+
+def _index_numbers(attention: GQAConfig | MLAConfig) -> int:
+    """Of one token's keys by which sparse attention selects it."""
+    index = attention.index if isinstance(attention, MLAConfig) else None
+    return 0 if index is None else sum(index.layers) * index.head_dim

@@ -24,6 +24,10 @@ _TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # For engine, graphs and the activations of a step, and the part of the memory that a node uses.
 _RESERVED_BYTES, _MEMORY_SHARE = 4e9, 0.9
 _TYPICAL_CONTEXT = 2048
+SEATS = 512  # requests of a step
+# Of recurrent states: their part of the cache at most, and their number where that is enough (`engine.state_room`).
+_STATE_SHARE, _SLOTS_PER_SEAT = 0.5, 3
+LEAST_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,36 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
         points.append((tokens, seconds))
     # Layers with a window read and compute little beyond it.
     full = 1 - size.windowed_share * max(0.0, 1 - size.window / _TYPICAL_CONTEXT) if size.window else 1.0
+    bytes_per_s = gpu.gb_per_s * 1e9 * _KV_SHARE
     return StepCosts(
         tuple(points),
-        key_s=full * size.kv_bytes / _holders(size, ranks) / (gpu.gb_per_s * 1e9 * _KV_SHARE),
+        key_s=full * size.kv_bytes / _holders(size, ranks) / bytes_per_s,
         pair_s=full * size.pair_flops / ranks / (gpu.tflops * 1e12 * _PAIR_SHARE),
+        decode_row_s=2 * _rank_state_bytes(size, ranks) / bytes_per_s,  # each step reads a row's state and writes it
     )
 
 
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
-    """Tokens of KV that fit next to the weights on each of `ranks` GPUs; not above 0: the weights do not fit."""
-    free = gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
-    return int(free / (size.kv_bytes / _holders(size, ranks)))
+    """Tokens of KV that fit next to weights and states on each of `ranks` GPUs; not above 0: the weights do not fit."""
+    states = state_slots(size, gpu, ranks) * _rank_state_bytes(size, ranks)
+    return int((_room_bytes(size, gpu, ranks) - states) / (size.kv_bytes / _holders(size, ranks)))
+
+
+def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
+    """Recurrent states that fit next to the weights, as a node chooses their number; 0: none, or the model has none."""
+    if not size.state_bytes:
+        return 0
+    fitting = int(_STATE_SHARE * _room_bytes(size, gpu, ranks) / _rank_state_bytes(size, ranks))
+    return max(0, min(fitting, _SLOTS_PER_SEAT * SEATS))
+
+
+def _room_bytes(size: ModelSize, gpu: Gpu, ranks: int) -> float:
+    """What the weights leave of each GPU."""
+    return gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
+
+
+def _rank_state_bytes(size: ModelSize, ranks: int) -> float:
+    return size.state_bytes / min(ranks, size.state_heads)
 
 
 def _holders(size: ModelSize, ranks: int) -> int:

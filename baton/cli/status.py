@@ -18,7 +18,7 @@ from rich.text import Text
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.convert import phase_name, role_name
-from baton.errors import BatonError
+from baton.errors import BatonError, shortened
 from baton.revisions import Member, describe_revision, mixture, revision_of
 from baton.security.log_lines import escaped
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
@@ -28,6 +28,7 @@ _WIDTH_IN_FILES = 160
 _COLUMNS = 80
 _WATCH_S = 1.0
 _DIGITS = 12  # of a revision
+_ADAPTERS_MAX, _ADAPTER_NAME_MAX = 16, 64  # that a node's line has
 
 
 def status(
@@ -304,8 +305,13 @@ def _release(status: node_pb2.NodeStatus) -> str:
 
 
 def _adapters(status: node_pb2.NodeStatus) -> str:
-    """By name, with as many digits of the revision as tell people which it is."""
-    return "adapters " + ", ".join(f"{each.name} ({each.revision[:_DIGITS]})" for each in status.adapters)
+    """The first ones by name, with as many digits of the revision as tell people which it is; `--json` has all."""
+    listed = [
+        f"{shortened(each.name, _ADAPTER_NAME_MAX)} ({each.revision[:_DIGITS]})"
+        for each in status.adapters[:_ADAPTERS_MAX]
+    ]
+    more = len(status.adapters) - len(listed)
+    return f"adapters {', '.join(listed)}{f' and {more} more' if more else ''}"
 
 
 def _experts(status: node_pb2.NodeStatus) -> str:

@@ -1,13 +1,28 @@
 """The fields of config.json that families share, and their conversion to a `ModelConfig`."""
 
 import math
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from models.config.fields import Count, Fields, Fraction, Heads, Integers, Layers, Positive, Size, Table, Texts
+from models.config.fields import (
+    Count,
+    Cure,
+    Fields,
+    Fraction,
+    Heads,
+    Integers,
+    Layers,
+    Positive,
+    SequenceTokens,
+    Size,
+    Table,
+    Texts,
+)
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm
 from models.config.rope import RopeConfig, read_rope
 from models.quantization.config import read_quantization
+
+_LONGEST = "give the model's longest sequence in tokens; some files call it n_positions, seq_length or max_seq_len"
 
 
 class DecoderFields(Fields):
@@ -46,7 +61,7 @@ class DecoderFields(Fields):
     mlp_bias: bool = False
     rms_norm_eps: Positive = 1e-6
     partial_rotary_factor: Fraction = 1.0
-    max_position_embeddings: Count
+    max_position_embeddings: Annotated[SequenceTokens, Cure(_LONGEST)]
     tie_word_embeddings: bool = False
     dtype: str
     eos_token_id: Integers

@@ -17,6 +17,7 @@ from models.config.file import ConfigFile
 _INT32_MAX = 2**31 - 1
 CONTEXT_MAX = _INT32_MAX  # tokens
 Count: TypeAlias = Annotated[int, Ge(1), Le(_INT32_MAX)]
+SequenceTokens: TypeAlias = Annotated[int, Ge(2), Le(_INT32_MAX)]  # a prompt and an output of one token each, at least
 CountOrZero: TypeAlias = Annotated[int, Ge(0), Le(_INT32_MAX)]
 Size: TypeAlias = Annotated[int, Ge(1), Le(2**20 - 1)]  # of one axis of a weight
 Heads: TypeAlias = Annotated[int, Ge(1), Le(2**14)]  # or experts: each is an axis of a weight with two others

@@ -46,6 +46,7 @@ class GQAConfig:
             then the largest, of which each number of kv heads is a divisor. () where all layers have these.
         output_gate: the projection of queries also gives each head as many channels after them, whose sigmoids are
             factors of the head's output.
+        v_head_dim: channels of a head's values, where they have fewer than its keys. Zeros follow them in the cache.
     """
 
     num_heads: int
@@ -66,6 +67,12 @@ class GQAConfig:
     kv_shared_layers: int = 0
     layer_heads: tuple[tuple[int, int], ...] = ()
     output_gate: bool = False
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's values and outputs."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def num_kv_layers(self) -> int:

@@ -109,8 +109,11 @@ class Mxfp4Experts(GptOssExperts):
         """Brings the loaded blocks into the form that products read."""
         for blocks in (*self.gate_up_proj_blocks.data, *self.down_proj_blocks.data):
             mxfp4.repack_(blocks)
-        scales = (self.gate_up_proj_scales.data, self.down_proj_scales.data)
-        self.has_large_scales = any(bool((each > _SCALE_OF_TWO).any()) for each in scales)
+        self.has_large_scales = any(bool((each > _SCALE_OF_TWO).any()) for each in self.scales().values())
+
+    def scales(self) -> dict[str, Tensor]:
+        """By their names in this module."""
+        return {name: getattr(self, name).data for name in ("gate_up_proj_scales", "down_proj_scales")}
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         gate_up, down = (

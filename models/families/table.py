@@ -50,6 +50,7 @@ from models.families.llama4_config import read_llama4
 from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
 from models.families.longcat_config import read_longcat
 from models.families.mamba_config import read_bamba, read_granite_hybrid, read_nemotron_h
+from models.families.mimo_config import read_mimo
 from models.families.moe_config import (
     read_granite_moe,
     read_hunyuan_moe,
@@ -179,6 +180,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GlmMoeDsaForCausalLM": Family(read_glm_moe_dsa, _DEEPSEEK),
         "Llama4ForCausalLM": Family(read_llama4, _LLAMA4),
         "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, text_config=True),
+        "MiMoV2FlashForCausalLM": Family(read_mimo, "models.families.mimo:MiMoV2FlashForCausalLM"),
         "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
         "PhimoeForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
         "PhiMoEForCausalLM": Family(read_phimoe, "models.families.phimoe:PhimoeForCausalLM"),
@@ -303,6 +305,11 @@ FEATURES: Mapping[str, Features] = MappingProxyType(
         "Llama4ForCausalLM": Features(_LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True),
         "Llama4ForConditionalGeneration": Features(
             _LLAMA4_PARTS, "chunked local attention in three of four layers", experts=True
+        ),
+        "MiMoV2FlashForCausalLM": Features(
+            "values narrower than keys, rotary embedding on a third of a head, mixture of experts",
+            "sinks and sliding window in five of six layers, which have twice the kv heads",
+            experts=True,
         ),
         "GptOssForCausalLM": Features(
             "mixture of experts with biases and clamped activation",

@@ -4,9 +4,12 @@ bytes a scale; products read the form of `models.quantization.packed`.
 Legend: E expert, N output channel, C input channel, G group of 32 inputs, B byte.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from baton.errors import ConfigError
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 from models.quantization.packed import pack_halves, unpack_halves
 
@@ -14,6 +17,30 @@ BLOCK_BYTES = MXFP4_BLOCK // 2
 # By the bits of a number: sign, two of exponent, one of mantissa.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
+_NAN = 255  # as a scale (e8m0)
+
+
+def check_scales(name: str, scales: Tensor, *, dtype: torch.dtype) -> None:
+    """Args:
+        name: the checkpoint's, for the error.
+        dtype: that numbers times scales are computed in.
+
+    Raises:
+        ConfigError: with a scale, not every number is finite.
+    """
+    most = math.floor(math.log2(torch.finfo(dtype).max / max(_VALUES))) + _SCALE_BIAS
+    if not bool((scales > most).any()):
+        return
+    largest = int(scales.max())
+    too_large = f"2^{largest - _SCALE_BIAS}, too large for {str(dtype).removeprefix('torch.')}"
+    meaning = "NaN" if largest == _NAN else too_large
+    raise ConfigError(
+        f"{name} has a scale of {largest}, which is {meaning}",
+        field="model",
+        value=largest,
+        allowed=(f"0 to {most}",),
+        cure="download the checkpoint again, or take another",
+    )
 
 
 def repack_(blocks_NGB: Tensor) -> None:

@@ -18,7 +18,7 @@ from models.config.model_config import ModelConfig
 from models.families.gpt_oss import Mxfp4Experts
 from models.linear import FusedLinear, Linear
 from models.moe import Experts
-from models.quantization import fp8
+from models.quantization import fp8, mxfp4
 from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity, Quantization
 from models.quantization.fp8_linear import Fp8Linear
 from models.quantization.int8_config import Int8Config
@@ -225,7 +225,7 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
         views: the filled memory of all scales, by their names in the checkpoint.
 
     Raises:
-        ConfigError: a scale is not a finite number above 0.
+        ConfigError: a scale is not a finite number above 0, or is too large for the model's dtype.
     """
     wrong = [name for name, view in views.items() if not bool((view.isfinite() & (view > 0)).all())]
     if wrong:
@@ -236,7 +236,10 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
             allowed=("finite numbers above 0",),
             cure="download the checkpoint again, or take another",
         )
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if isinstance(module, Mxfp4Experts):
+            for name, scales in module.scales().items():
+                mxfp4.check_scales(f"{path}.{name}", scales, dtype=module.down_proj_bias.dtype)
         if isinstance(module, Fp8Linear | Int8Linear | PackedLinear | PackedExperts | Mxfp4Experts):
             module.finish()
         elif isinstance(module, Experts) and module.gate_up_proj_scale_inv is not None:

@@ -1,5 +1,5 @@
 """Publishers' names of mixtures of experts, in the one spelling of our modules: `mlp.gate`, `mlp.experts.N.gate_proj`,
-`mlp.shared_experts`. Tensors with all experts in one are cut into those of each expert. Reads no weights.
+`mlp.shared_experts`; and of sinks. Tensors with all experts in one are cut into those of each expert. Reads no weights.
 """
 
 import re
@@ -25,6 +25,7 @@ _RENAMED = tuple(
         (r"mlp\.(?:router|gate)\.(?:layer|wg)\.", "mlp.gate."),
         (r"mlp\.router\.(?:classifier\.)?", "mlp.gate."),
         (r"mlp\.(?:gate\.)?(?:moe_statics\.)?e_score_correction_bias$", "mlp.gate.e_score_correction_bias"),
+        (r"self_attn\.attention_sink_bias$", "self_attn.sinks"),
     )
 )
 _ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)(_scale_inv)?$")

@@ -208,18 +208,20 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
     heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
     queries = Share(0, gqa.num_heads * gqa.head_dim, (_times(heads, gqa.head_dim),))
     keys = Share(0, gqa.num_kv_heads * gqa.head_dim, (_times(sharing, gqa.head_dim),))
+    values = Share(0, gqa.num_kv_heads * gqa.value_dim, (_times(sharing, gqa.value_dim),))
+    outputs = Share(0, gqa.num_heads * gqa.value_dim, (_times(heads, gqa.value_dim),))
     for parameter in ("weight", "bias"):
         yield f"self_attn.q_proj.{parameter}", _with_gates(queries) if gqa.output_gate else queries
         yield f"self_attn.k_proj.{parameter}", keys
-        yield f"self_attn.v_proj.{parameter}", keys
-        yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, keys)
+        yield f"self_attn.v_proj.{parameter}", values
+        yield f"self_attn.qkv_proj.{parameter}", _one_after_another(queries, keys, values)
     if gqa.qk_norm and gqa.qk_norm_of is QKNorm.ROW:
         yield "self_attn.q_norm.weight", queries
         yield "self_attn.k_norm.weight", keys
     if gqa.qk_norm and gqa.qk_norm_of is QKNorm.OWN_WEIGHTS:
         yield "self_attn.q_norm.weight", Share(0, gqa.num_heads, (heads,))
         yield "self_attn.k_norm.weight", Share(0, gqa.num_kv_heads, (sharing,))
-    yield "self_attn.o_proj.weight", _as_inputs(queries)
+    yield "self_attn.o_proj.weight", _as_inputs(outputs)
     yield "self_attn.o_proj.bias", of_first
     yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))
     in_one = _queries_keys_values(gqa, parallel)

@@ -211,6 +211,22 @@ def test_a_status_has_the_adapters_of_nodes() -> None:
     assert "decode-0: adapters sql (0123456789ab)" in written.getvalue()
 
 
+def test_a_status_has_the_first_adapters_of_a_node_with_many() -> None:
+    adapters = [common_pb2.Adapter(name=f"a{number:03}" + 500 * "n", revision="0" * 64) for number in range(200)]
+    status = node_pb2.NodeStatus(adapters=adapters)
+    status.info.name, status.info.model.name = "decode-0", "m"
+    cluster = generation_pb2.ClusterStatusResponse(nodes=[generation_pb2.NodeReport(reachable=True, status=status)])
+    written = io.StringIO()
+    Console(file=written, width=10_000).print(render(cluster))
+    (line,) = [line for line in written.getvalue().splitlines() if "adapters" in line]
+    assert line.rstrip().endswith("and 184 more")
+    assert "a015nnn" in line
+    assert len(line.rstrip()) < 16 * 100
+    nodes = status_to_json(cluster)["nodes"]
+    assert isinstance(nodes, list)
+    assert len(nodes[0]["adapters"]) == 200
+
+
 def test_a_status_says_how_evenly_ranks_share_the_experts() -> None:
     balance = node_pb2.ExpertBalance(
         redundant_experts=32, rank_tokens=[12, 10, 14, 11], imbalance_mean=1.25, imbalance_max=1.5

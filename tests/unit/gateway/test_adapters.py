@@ -1,16 +1,22 @@
 """Which adapters a gateway serves, of which revision, and to which nodes it sends their requests."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import InvalidRequest, NoNode
 from baton.revisions import answer_revision
 from baton.types import AdapterRef, LocalPolicy
+from gateway.commands import Finish, SubmitToDecode
+from gateway.events import FleetChanged, Started
 from gateway.node_choice import NodeChoice
 from gateway.prefix_index import PromptBlocks
+from gateway.request_machine import RequestMachine
 from gateway.router import Wanted
 from gateway.validate import check_revision
 from protos.baton.v1 import common_pb2
-from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, rules
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, request, rules
+from tests.unit.gateway.served import Served, Words, only
 
 OLD, NEW, OTHER = AdapterRef("sql", "1" * 32), AdapterRef("sql", "2" * 32), AdapterRef("chat", "3" * 32)
 
@@ -81,11 +87,65 @@ def test_an_answer_goes_on_with_the_revision_of_the_adapter_that_began_it() -> N
     assert check_revision(begun, NEW) == (WEIGHTS, OLD)
     assert check_revision(answer_revision(WEIGHTS, None), None) == (WEIGHTS, None)
     assert check_revision("", NEW) == ("", NEW)
-    assert check_revision(WEIGHTS, NEW) == (WEIGHTS, NEW), "from a gateway of an older version"
 
 
-@pytest.mark.parametrize(("revision", "adapter"), [(f"{WEIGHTS}+12", None), (f"{WEIGHTS}+", OLD), ("+12", OLD)])
-def test_other_revisions_are_refused(revision: str, adapter: AdapterRef | None) -> None:
+@pytest.mark.parametrize(
+    ("revision", "adapter"), [(f"{WEIGHTS}+12", None), (f"{WEIGHTS}+", OLD), ("+12", OLD), (WEIGHTS, NEW)]
+)
+def test_revisions_that_are_not_of_the_named_model_are_refused(revision: str, adapter: AdapterRef | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_revision(revision, adapter)
     assert refused.value.field == "revision"
+
+
+# ---- resumed requests
+
+
+def resumed_with(adapter: AdapterRef, fleet: SmallFleet) -> Served:
+    """A request of which its client has a token of this revision of the adapter."""
+    served = Served(start=False)
+    asked = replace(request(), revision=fleet.decodes["d1"].revision, output=(100,), adapter=adapter)
+    served.machine = RequestMachine(asked, rules(), fleet, Words())
+    served.machine.resume()
+    return served
+
+
+def fleet_with(*adapters: AdapterRef) -> SmallFleet:
+    fleet = SmallFleet(1, 2)
+    for address in ("p1", "d1", "d2"):
+        give(fleet, address, *adapters)
+    return fleet
+
+
+def test_an_answer_goes_on_where_the_adapter_that_began_it_still_is() -> None:
+    fleet = fleet_with(NEW)
+    for address in ("p1", "d2"):
+        give(fleet, address, OLD)
+    served = resumed_with(OLD, fleet)
+    submission = only(served.handle(Started()), SubmitToDecode)
+    assert submission.address == "d2"
+    assert submission.request.adapter.revision == OLD.revision
+
+
+def test_an_answer_whose_adapter_was_replaced_ends_at_once() -> None:
+    served = resumed_with(OLD, fleet_with(NEW))
+    served.handle(Started())
+    assert isinstance(served.error, NoNode)
+    assert served.error.field == "revision"
+    assert str(served.error.value).endswith(f"+{OLD.revision}")
+    assert "weights + adapter sql, and no node has them" in str(served.error)
+
+
+def test_an_answer_waits_for_a_lost_node_with_its_adapter() -> None:
+    fleet = fleet_with(NEW)
+    for address in ("p1", "d2"):
+        give(fleet, address, OLD)
+    fleet.lose("d2")
+    served = resumed_with(OLD, fleet)
+    served.handle(Started())
+    assert "waiting up to" in served.messages[-1].notice
+    fleet.connect("d2", 1.0)
+    give(fleet, "d2", NEW)
+    give(fleet, "p1", NEW)
+    only(served.handle(FleetChanged()), Finish)
+    assert isinstance(served.error, NoNode)

@@ -301,9 +301,19 @@ def test_the_error_of_every_declared_field_has_its_allowed_values() -> None:
     ],
 )
 def test_numbers_that_no_model_has_are_refused_at_once(tmp_path: Path, field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is 1.*allowed: an integer from 1 to ") as caught:
+    with pytest.raises(ConfigError, match=f"{field} is 1.*allowed: an integer from [12] to ") as caught:
         read_config(write(tmp_path, LLAMA | {field: value}))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_context_without_room_for_a_prompt_and_an_output_is_refused(tmp_path: Path, value: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"max_position_embeddings is {value}; allowed: an integer from 2 to"
+    ) as caught:
+        read_config(write(tmp_path, LLAMA | {"max_position_embeddings": value}))
+    assert caught.value.field == "max_position_embeddings"
+    assert "the model's longest sequence in tokens" in caught.value.cure
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": 7}])

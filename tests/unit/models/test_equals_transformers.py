@@ -113,6 +113,7 @@ def test_logits_are_float32_for_the_rows_asked_for(pair: Pair) -> None:
         "nemotron-h-latent-experts",
         "longcat",
         "falcon-h1",
+        "mimo-v2-flash-groups-dense-between",
     ],
 )
 def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> None:

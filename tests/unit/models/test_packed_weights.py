@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.errors import ConfigError
+from kvcache.cache import TORCH_DTYPES
 from models.causal_lm import CausalLM
 from models.config.reader import read_config
 from models.families.gpt_oss import Mxfp4Experts
 from models.identity import config_digest, model_identity
 from models.linear import Linear
 from models.quantization.int8_linear import Int8Linear
+from models.quantization.mxfp4 import check_scales, dequantize
 from models.quantization.packed_experts import PackedExperts
 from models.quantization.packed_linear import PackedLinear
 from models.weights.loader import load_model
@@ -181,6 +183,36 @@ def test_tensors_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(rewritten(gptq.quantized, tmp_path / "changed", change, **quantization))
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "meaning"),
+    [
+        (255, "float32", "255, which is NaN; allowed: 0 to 252"),
+        (254, "bfloat16", r"254, which is 2\^127, too large for bfloat16; allowed: 0 to 252"),
+        (253, "float32", r"253, which is 2\^126, too large for float32; allowed: 0 to 252"),
+        (141, "float16", r"141, which is 2\^14, too large for float16; allowed: 0 to 140"),
+    ],
+)
+def test_scales_with_which_numbers_are_not_finite_are_refused(
+    tmp_path: Path, scale: int, dtype: str, meaning: str
+) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    gpt_oss = save_gpt_oss(tmp_path).quantized
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[5] = scale
+
+    with pytest.raises(ConfigError, match=rf"{name} has a scale of {meaning}"):
+        loaded(rewritten(gpt_oss, tmp_path / "changed", change), dtype=dtype)
+
+
+def test_the_largest_scale_that_is_allowed_is_finite(tmp_path: Path) -> None:
+    for dtype, scale in (("float32", 252), ("bfloat16", 252), ("float16", 140)):
+        blocks, scales = torch.arange(256, dtype=torch.uint8).view(1, 16, 16), torch.full((1, 16), scale)
+        numbers = dequantize(blocks, scales, dtype=TORCH_DTYPES[dtype])
+        assert bool(numbers.isfinite().all())
+        check_scales("scales", scales, dtype=TORCH_DTYPES[dtype])
 
 
 def test_digests_differ_between_schemes(tmp_path: Path, gptq: Pair) -> None:

@@ -115,7 +115,7 @@ QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
     | dict.fromkeys((*BY_TWO, "olmo2", "glm4", *tiny_gemma.BY_TWO, *LAYER_NORMS, FIVE_HEADS, SPARSE), (2, 4))
-    | dict.fromkeys((*tiny_sparse.SPLIT, *tiny_latent.SPLIT), (2, 4))
+    | dict.fromkeys((*tiny_sparse.SPLIT, *tiny_latent.SPLIT, *tiny_moe.BY_BOTH), (2, 4))
     | dict.fromkeys((*tiny_ssm.SPLIT, *tiny_hybrid.SPLIT), (2, 4))
     | dict.fromkeys(("phi3-window", "stablelm", *tiny_delta.BY_TWO), (2,))
     | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))

@@ -1,15 +1,19 @@
 """config.json of other families with DeepSeek-V3's experts as publishers write it, and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.reader import read_config
 from models.config.rope import YarnScaling
+from models.families.mimo_config import MiMoSwitches
+from planner.model_size import model_size
 
 GLM4_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -149,6 +153,56 @@ K_EXAONE: dict[str, Any] = {
     "vocab_size": 153600,
 }
 
+MIMO_V2_FLASH: dict[str, Any] = {
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 128,
+    "attention_value_scale": 0.707,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, *([1] * 4 + [0]), *([1] * 5 + [0]) * 7],
+    "intermediate_size": 16384,
+    "layernorm_epsilon": 1e-05,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0] + [1] * 47,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "ignored_layers": [f"model.layers.{index}.self_attn.o_proj" for index in range(48)],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+
 
 def read(directory: Path, config: dict[str, Any]) -> ModelConfig:
     (directory / "config.json").write_text(json.dumps(config))
@@ -206,9 +260,50 @@ def test_k_exaone(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
+def test_mimo_v2_flash(tmp_path: Path) -> None:
+    config = read(tmp_path, MIMO_V2_FLASH)
+    moe, attention = moe_of(config), config.attention
+    assert isinstance(attention, GQAConfig)
+    # transformers' window: 128 tokens before the token itself.
+    assert attention.sliding_windows[:7] == (None, 129, 129, 129, 129, None, 129)
+    assert attention.sliding_windows.count(None) == 9
+    assert attention.layer_heads[:2] == ((4, 192), (8, 192))
+    assert (attention.num_heads, attention.num_kv_heads, attention.value_dim, attention.sinks) == (64, 8, 128, True)
+    assert config.rope is not None
+    assert config.local_rope is not None
+    assert (config.rope.dim, config.rope.theta, config.local_rope.dim, config.local_rope.theta) == (64, 5e6, 64, 1e4)
+    assert (moe.num_experts, moe.experts_per_token, moe.shared_intermediate_size, moe.weight_scale) == (256, 8, 0, 1.0)
+    assert moe.layers == (False,) + (True,) * 47
+    assert (config.norm_eps, config.switches) == (1e-5, MiMoSwitches(0.707))
+    assert config.quantization is not None
+    assert config.quantization.covers("model.layers.1.self_attn.q_proj")
+    assert not config.quantization.covers("model.layers.1.self_attn.o_proj")
+    assert model_size(config).weight_bytes == pytest.approx(309e9, rel=0.01)
+
+
+def test_mimo_v2_flash_is_the_same_model_in_the_fields_of_transformers(tmp_path: Path) -> None:
+    published = read(tmp_path, MIMO_V2_FLASH | {"quantization_config": None})
+    config = transformers.MiMoV2FlashConfig(
+        max_position_embeddings=262144, architectures=["MiMoV2FlashForCausalLM"], dtype="bfloat16"
+    )
+    config.save_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    assert replace(ours, eos_token_ids=published.eos_token_ids) == published
+
+
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
+        (MIMO_V2_FLASH | {"swa_v_head_dim": 192}, "swa_v_head_dim", "v_head_dim, 128"),
+        (MIMO_V2_FLASH | {"v_head_dim": 256, "swa_v_head_dim": 256}, "v_head_dim", "up to head_dim, 192"),
+        (MIMO_V2_FLASH | {"swa_num_key_value_heads": 6}, "swa_num_key_value_heads", "a multiple or a divisor"),
+        (MIMO_V2_FLASH | {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern", "each of 48 layers"),
+        (MIMO_V2_FLASH | {"layer_types": ["full_attention"] * 48}, "hybrid_layer_pattern", "sliding_attention"),
+        (MIMO_V2_FLASH | {"mlp_layer_types": ["sparse"] * 48}, "moe_layer_freq", "sparse"),
+        (MIMO_V2_FLASH | {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias", "false"),
+        (MIMO_V2_FLASH | {"n_shared_experts": 1}, "n_shared_experts", "0"),
+        (MIMO_V2_FLASH | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling", "null"),
+        (MIMO_V2_FLASH | {"rms_norm_eps": 1e-6}, "rms_norm_eps", "layernorm_epsilon"),
         (GLM4_FLASH | {"first_k_dense_replace": 2}, "first_k_dense_replace", "dense layers before all others"),
         (GLM4_FLASH | {"mlp_layer_types": ["dense"]}, "mlp_layer_types", "each of 47 layers"),
         (GLM4_FLASH | {"attention_bias": True}, "attention_bias", "false"),

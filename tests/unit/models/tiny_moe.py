@@ -49,6 +49,16 @@ _EXAONE = _SHARED | {
     "sliding_window_pattern": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+_MIMO = _SHARED | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 48,
+    "v_head_dim": 32,
+    "sliding_window": 7,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
 _ERNIE = {name: value for name, value in _SHARED.items() if name != "num_experts_per_tok"} | {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 20,
@@ -141,6 +151,21 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "n_group": 4, "topk_group": 2}
             | {"num_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
         ),
+        "mimo-v2-flash": ("MiMoV2Flash", _MIMO | {"routed_scaling_factor": 1.7}),
+        "mimo-v2-flash-groups-dense-between": (
+            "MiMoV2Flash",
+            _MIMO
+            | {"attention_bias": True, "attention_value_scale": None, "n_group": 4, "topk_group": 2}
+            | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "norm_topk_prob": False}
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
+            | {"tie_word_embeddings": True, "sliding_window": 4}
+            | {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                }
+            },
+        ),
         "granite-moe": (
             "GraniteMoe",
             _SHARED
@@ -196,6 +221,8 @@ SPLIT = (
     "granite-moe",
     "ernie-moe",
 )
+# Rows of test_parallel, over two and four ranks.
+BY_BOTH = ("mimo-v2-flash", "mimo-v2-flash-groups-dense-between")
 # Rows of test_moe_checkpoints.
 SPELLED = (
     "qwen3-moe",
@@ -205,6 +232,7 @@ SPELLED = (
     "dots1",
     "solar-open",
     "exaone-moe",
+    "mimo-v2-flash",
     "granite-moe",
     "ernie-moe",
     "phimoe",

@@ -25,12 +25,12 @@ from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import GQAConfig, ModelConfig
 from models.expert_counts import ExpertCounts
 from models.expert_places import ExpertPlacement
+from models.experts import Experts, RoutedExperts
 from models.families.delta_parts import DeltaMixer
 from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
-from models.moe import Experts, RoutedExperts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3

@@ -12,8 +12,9 @@ from torch import nn
 from baton.errors import ConfigError
 from models.config.model_config import MLAConfig, ModelConfig, Scoring, TopKMethod
 from models.config.reader import read_config
+from models.experts import Experts
 from models.kernels.zero_experts import given_back
-from models.moe import Experts, MoE, given_back_in_torch
+from models.moe import MoE, given_back_in_torch
 from models.needs import kv_cache_spec
 from models.parallel import TensorParallel, local_config
 from models.weights.loader import _build, load_model

@@ -54,7 +54,8 @@ from models.weights.kv_scales import (
     without_scales,
 )
 from models.weights.names import LANGUAGE_MODEL, renamed
-from models.weights.shares import Share, Shares
+from models.weights.share import Share
+from models.weights.shares import Shares
 from models.weights.tensor_reader import read_into, read_tensor
 
 LOAD_FORMATS = ("safetensors", "dummy")

@@ -31,7 +31,8 @@ from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
-from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
+from models.local_config import local_config
+from models.parallel import SINGLE, TensorParallel, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3
 from models.quantization.packed_config import PackedConfig

@@ -1,12 +1,12 @@
-"""Every setting of every process, with its default, its bounds and its meaning.
+"""The settings of all processes, and of nodes, with their defaults, bounds and meanings.
 
     ProcessSettings
     ├── CommonSettings               model, TLS between the cluster's processes
     │   ├── NodeSettings             cache, engine, transfer
     │   │   ├── PrefillSettings
     │   │   └── DecodeSettings
-    │   └── GatewaySettings
-    └── PickerSettings
+    │   └── GatewaySettings          in `baton.gateway_config`
+    └── PickerSettings               in `baton.gateway_config`
 
 Each setting is a flag and a variable of the same name: `--block-size 32` and `BATON_BLOCK_SIZE=32`; the flag wins. A
 wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values; so
@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.types import LocalPolicy, Slo
+from baton.limits import COUNT_MAX, RATE_MAX, SECONDS_MAX, TOKENS_MAX
 
 SOURCE_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "models" / "demo"
@@ -27,7 +27,6 @@ MIB = 1 << 20
 GIGA = 1e9
 # Defaults that depend on the device, or that code without settings also needs.
 KEEPALIVE_S = 10.0
-GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
 CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
 CPU_BATCH_TOKENS = 256
@@ -38,18 +37,15 @@ GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 1
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 CLIENT_VARIABLES = ("BATON_API_KEY", "BATON_CLIENT_CA")  # of clients; no process has settings of these names
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
-# Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
-_SECONDS_MAX, _RATE_MAX = 1e9, 1e9
-_COUNT_MAX = 1 << 20
+# Limits that no machine reaches, as those of `baton.limits`.
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
 _EXPERTS_MAX = 1 << 16
 LEADER_PORT = 7004  # of a leader whose environment names no port
 _ADAPTERS = 8  # slots where adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
-_BLOCKS_MAX = _TOKENS_MAX = 2**31 - 1  # ids of blocks and positions take 32 bits
+_BLOCKS_MAX = 2**31 - 1  # ids of blocks take 32 bits
 _CACHE_MIB_MAX = 1 << 26
-_HTTP_BODY_MIB_MAX = 4096
 
 
 class ProcessSettings(BaseSettings):
@@ -80,7 +76,7 @@ class ProcessSettings(BaseSettings):
         "port; off: none. Whoever reaches it sees figures and names of nodes, but no prompt, output or key",
     )
     drain_grace_s: float = Field(
-        30.0, gt=0, le=_SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
+        30.0, gt=0, le=SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged to stderr"
@@ -223,7 +219,7 @@ class NodeSettings(CommonSettings):
     max_batch_tokens: int | None = Field(
         None,
         ge=1,
-        le=_COUNT_MAX,
+        le=COUNT_MAX,
         description="most tokens in one engine step; longer prompts are cut into chunks; default: "
         f"{CPU_BATCH_TOKENS} on a CPU; on a GPU, by a profile at start, the smallest fast size whose steps take at "
         "most 150 ms on a prefill node, and 50 ms next to 32 decodes on a decode node",
@@ -239,12 +235,12 @@ class NodeSettings(CommonSettings):
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     max_waiting: int = Field(
-        256, ge=0, le=_COUNT_MAX, description="most requests that wait for room; further ones are refused"
+        256, ge=0, le=COUNT_MAX, description="most requests that wait for room; further ones are refused"
     )
     max_context_tokens: int | None = Field(
         None,
         ge=2,
-        le=_TOKENS_MAX,
+        le=TOKENS_MAX,
         description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
         "original context must be given to every node and gateway",
     )
@@ -288,7 +284,7 @@ class NodeSettings(CommonSettings):
     link_floor_gb_per_s: float = Field(
         0.0,
         ge=0,
-        le=_RATE_MAX,
+        le=RATE_MAX,
         description="slowest link to a peer that is accepted, in GB/s as measured when the pair connects; a pair with "
         "a slower link is refused; 0: any link",
     )
@@ -363,7 +359,7 @@ class PrefillSettings(NodeSettings):
     """Role prefill."""
 
     connect_timeout_s: float = Field(
-        10.0, gt=0, le=_SECONDS_MAX, description="time limit for connecting a pair with a decode node"
+        10.0, gt=0, le=SECONDS_MAX, description="time limit for connecting a pair with a decode node"
     )
     layer_groups: bool = Field(
         True,
@@ -387,14 +383,14 @@ class DecodeSettings(NodeSettings):
     local_prefill_tokens: int | None = Field(
         None,
         ge=0,
-        le=_TOKENS_MAX,
+        le=TOKENS_MAX,
         description="the decode node prefills a prompt with fewer uncached tokens itself; default: as many as cost its "
         "streams next to nothing, by measured step costs",
     )
     receive_limit_gb_per_s: float | None = Field(
         None,
         gt=0,
-        le=_RATE_MAX,
+        le=RATE_MAX,
         description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
     )
     kv_convert_from: str = Field(
@@ -403,7 +399,7 @@ class DecodeSettings(NodeSettings):
         "float32, bfloat16, float16; the prefill nodes convert; default: such nodes are refused",
     )
     lease_s: float = Field(
-        300.0, gt=0, le=_SECONDS_MAX, description="how long blocks stay reserved for KV that has not arrived"
+        300.0, gt=0, le=SECONDS_MAX, description="how long blocks stay reserved for KV that has not arrived"
     )
 
     @property
@@ -421,217 +417,6 @@ class DecodeSettings(NodeSettings):
         if unknown := set(_listed(names)) - set(_CONVERTIBLE):
             raise ValueError(f"{', '.join(sorted(unknown))} cannot be converted; allowed: {', '.join(_CONVERTIBLE)}")
         return names
-
-
-class GatewaySettings(CommonSettings):
-    """Role gateway."""
-
-    prefill: str = Field(
-        "",
-        description="prefill nodes, comma-separated: host:port, where names are resolved again every resolve_s; "
-        "file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of Kubernetes",
-    )
-    decode: str = Field("", description="decode nodes, in the same form")
-    local_policy: LocalPolicy = Field(
-        LocalPolicy.ELASTIC,
-        description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except for "
-        "short prompts, and those that no prefill node can take; local: on decode nodes; elastic: as prefer, but where "
-        "the request's ttft_ms and tpot_ms are met at least cost: on a prefill node, a decode node, or in two parts",
-    )
-    model_name: str | None = Field(
-        None, description="name of the model for clients; default: the model directory's name"
-    )
-    max_context_tokens: int | None = Field(
-        None,
-        ge=2,
-        le=_TOKENS_MAX,
-        description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
-        "original context must be given to every node and gateway",
-    )
-    http_listen: str = Field(
-        "127.0.0.1:0",
-        description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
-    )
-    client_tls_cert: Path | None = Field(
-        None, description="PEM file with the certificate that clients see, on both ports"
-    )
-    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
-    api_keys: Path | None = Field(
-        None, description="TOML file with the hashes, rights and limits of API keys; default: clients need no key"
-    )
-    jwt_keys: Path | None = Field(
-        None,
-        description="file that checks clients' tokens (JWT): a key set (JWKS), a PEM public key, or a secret, one word "
-        "of at least 32 letters and digits",
-    )
-    jwt_audience: str | None = Field(None, description="audience that tokens must be for; default: any")
-    jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")
-    kv_events: bool = Field(
-        False,
-        description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
-    )
-    http_body_mib: float = Field(
-        32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request, and largest gRPC message"
-    )
-    failover_wait_s: float = Field(
-        30.0,
-        gt=0,
-        le=_SECONDS_MAX,
-        description="how long a request that has begun waits for another decode node when its own was lost",
-    )
-    chat_template: Path | None = Field(
-        None, description="file with a jinja chat template to use in place of the checkpoint's"
-    )
-    resolve_s: float = Field(
-        5.0,
-        gt=0,
-        le=_SECONDS_MAX,
-        description="interval at which names of nodes are resolved and their files read again",
-    )
-    link_retry_s: float = Field(
-        60.0,
-        gt=0,
-        le=_SECONDS_MAX,
-        description="interval at which a pair that was refused for its slow link is measured again",
-    )
-    balance_roles: bool = Field(
-        False,
-        description="let nodes switch between prefill and decode: when one role has needed nodes for balance_hold_s "
-        "while the other had one to spare; never the last node of a role",
-    )
-    balance_backlog_s: float = Field(
-        2.0,
-        gt=0,
-        le=_SECONDS_MAX,
-        description="prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when "
-        "its nodes use more than 80 % of their blocks or seats",
-    )
-    balance_hold_s: float = Field(30.0, ge=0, le=_SECONDS_MAX, description="see balance_roles")
-    balance_cool_down_s: float = Field(
-        120.0,
-        ge=0,
-        le=_SECONDS_MAX,
-        description="after a node has changed its role, or nodes came or went, balance_roles moves none for so long",
-    )
-    request_timeout_s: float = Field(
-        600.0, gt=0, le=_SECONDS_MAX, description="deadline of a request whose client gives none"
-    )
-    queue_s: float = Field(
-        10.0,
-        ge=0,
-        le=_SECONDS_MAX,
-        description="how long a request may wait for its turn at the gateway, and for room on a decode node",
-    )
-    ttft_ms: float | None = Field(
-        None,
-        gt=0,
-        le=1e3 * _SECONDS_MAX,
-        description="expected time to the first token of requests that state none; default: no bound",
-    )
-    tpot_ms: float | None = Field(
-        None,
-        gt=0,
-        le=1e3 * _SECONDS_MAX,
-        description="expected mean time per further token of requests that state none; default: no bound",
-    )
-    refuse_late: bool = Field(
-        False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
-    )
-    otlp_endpoint: str | None = Field(
-        None,
-        description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
-    )
-    trace_sample: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of the requests whose trace is exported, of those whose client has not decided by its "
-        "traceparent",
-    )
-    trace_slow_s: float | None = Field(
-        None,
-        gt=0,
-        le=_SECONDS_MAX,
-        description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
-        "or was tried again; default: no bound",
-    )
-    access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
-    workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
-    prefill_stall_s: float = Field(
-        10.0, gt=0, le=_SECONDS_MAX, description="a prefill that reports no progress for that long is started again"
-    )
-    decode_stall_s: float = Field(
-        30.0, gt=0, le=_SECONDS_MAX, description="a decode node that sends nothing for that long counts as lost"
-    )
-    keepalive_s: float = Field(
-        GATEWAY_KEEPALIVE_S,
-        ge=0.6,  # servers refuse more than two pings a second
-        le=3600,
-        description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
-        "Python is busy answers",
-    )
-    max_attempts: int = Field(
-        3,
-        ge=1,
-        le=_COUNT_MAX,
-        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: "
-        "most nodes that may fail or end with a request; broken links do not count",
-    )
-    max_concurrent_requests: int = Field(
-        1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
-    )
-
-    @property
-    def slo(self) -> Slo:
-        """Of requests that state none."""
-        return Slo(*(None if limit is None else limit / 1e3 for limit in (self.ttft_ms, self.tpot_ms)))
-
-
-class PickerSettings(ProcessSettings):
-    """Endpoint picker."""
-
-    pool: str = Field(
-        "",
-        description="HTTP addresses of the gateways, comma-separated: host:port, where names are resolved again every "
-        "resolve_s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
-        "Kubernetes",
-    )
-    resolve_s: float = Field(
-        5.0, gt=0, le=_SECONDS_MAX, description="interval at which names of gateways are resolved and files read again"
-    )
-    pool_metrics_port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
-        "port, which works without TLS and keys only",
-    )
-    poll_s: float = Field(
-        0.25, ge=0.01, le=_SECONDS_MAX, description="pause between two looks at one gateway's load and readiness"
-    )
-    stale_s: float = Field(
-        3.0, gt=0, le=_SECONDS_MAX, description="a gateway that has not answered for that long gets no requests"
-    )
-    fallbacks: int = Field(
-        1,
-        ge=0,
-        le=16,
-        description="further gateways that each answer names for retries; 0 for a proxy that takes one address only",
-    )
-    sheddable: str = Field(
-        "",
-        description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 where "
-        "requests wait on every gateway",
-    )
-    shed_waiting: int = Field(
-        8,
-        ge=1,
-        le=_COUNT_MAX,
-        description="requests that wait on each gateway, from which on sheddable ones are refused",
-    )
-    client_tls_cert: Path | None = Field(None, description="PEM file with the certificate that the proxy sees")
-    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
 
 
 def tokenizer_file(model: Path) -> Path:

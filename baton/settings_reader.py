@@ -14,15 +14,14 @@ from baton.config import (
     CLIENT_VARIABLES,
     LEADER_PORT,
     DecodeSettings,
-    GatewaySettings,
     NodeSettings,
-    PickerSettings,
     PrefillSettings,
     ProcessSettings,
     flag,
     variable,
 )
 from baton.errors import ConfigError, shortened
+from baton.gateway_config import GatewaySettings, PickerSettings
 from baton.security.log_lines import escaped
 
 _PREFIX = "BATON_"

@@ -2,15 +2,8 @@
 
 from pathlib import Path
 
-from baton.config import (
-    CommonSettings,
-    DecodeSettings,
-    GatewaySettings,
-    NodeSettings,
-    PickerSettings,
-    PrefillSettings,
-    ProcessSettings,
-)
+from baton.config import CommonSettings, DecodeSettings, NodeSettings, PrefillSettings, ProcessSettings
+from baton.gateway_config import GatewaySettings, PickerSettings
 from baton.settings_reader import settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"

@@ -52,8 +52,9 @@ from models.adapters.bank import AdapterBank
 from models.config.model_config import ModelConfig
 from models.config.reader import read_config
 from models.identity import ModelIdentity, model_identity
+from models.local_config import local_config
 from models.needs import attention_needs, kv_cache_spec, resolve_dtype
-from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
+from models.parallel import SINGLE, TensorParallel, kv_heads, refuse_batch_invariance
 from models.quantization.config import Fp8Config
 from models.tokenizer_files.find import tokenizer_json
 from models.weights.loader import load_model

@@ -5,8 +5,8 @@ from baton.interrupts import plain_interrupts
 
 def main() -> None:
     with plain_interrupts("gateway"):
-        from baton.config import GatewaySettings
         from baton.environment import quiet_grpc
+        from baton.gateway_config import GatewaySettings
         from baton.settings_reader import read_settings
 
         settings = read_settings(GatewaySettings, "gateway")

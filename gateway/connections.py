@@ -10,8 +10,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from baton.config import GatewaySettings
 from baton.errors import BatonError, ConfigError, Draining
+from baton.gateway_config import GatewaySettings
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy

@@ -11,8 +11,8 @@ from functools import partial
 
 import grpc
 
-from baton.config import GATEWAY_KEEPALIVE_S
 from baton.errors import BatonError
+from baton.gateway_config import GATEWAY_KEEPALIVE_S
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial

@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from baton.config import MIB, GatewaySettings
+from baton.config import MIB
+from baton.gateway_config import GatewaySettings
 from baton.logs import show_name
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets

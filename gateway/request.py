@@ -57,7 +57,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Rules:
-    """The gateway's settings that decide about one request; `baton.config.GatewaySettings` describes them."""
+    """The gateway's settings that decide about one request; `baton.gateway_config.GatewaySettings` describes them."""
 
     local_policy: LocalPolicy
     max_attempts: int

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
+from baton.gateway_config import GatewaySettings
 from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt

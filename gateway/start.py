@@ -5,9 +5,9 @@ import logging
 
 import uvloop
 
-from baton.config import GatewaySettings
 from baton.errors import ConfigError
 from baton.file_limit import raise_file_limit
+from baton.gateway_config import GatewaySettings
 from baton.logs import set_up_logging
 from baton.model_source import find_model
 from baton.rpc.server import Address, check_advertised, write_ready_file

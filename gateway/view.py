@@ -13,9 +13,9 @@ from typing import Any, Self
 import orjson
 
 from baton import __version__
-from baton.config import GatewaySettings
 from baton.convert import phase_name, role_name
 from baton.costs import StepWork
+from baton.gateway_config import GatewaySettings
 from baton.revisions import Member, mixture
 from baton.security.authorize import rights_for
 from baton.security.identity import Caller

@@ -11,7 +11,7 @@ from itertools import count
 from time import monotonic
 from types import MappingProxyType
 
-from baton.config import GatewaySettings
+from baton.gateway_config import GatewaySettings
 from baton.types import LocalPolicy
 from gateway.admission import Admission, Asked, Reason, Refused
 from gateway.board import Board, Count

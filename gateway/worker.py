@@ -16,8 +16,8 @@ from dataclasses import asdict
 
 import uvloop
 
-from baton.config import GatewaySettings
 from baton.errors import ConfigError
+from baton.gateway_config import GatewaySettings
 from baton.logs import set_up_logging
 from baton.settings_reader import fail
 from gateway import process

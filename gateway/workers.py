@@ -13,9 +13,9 @@ from asyncio.subprocess import Process
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from baton.config import GatewaySettings
 from baton.environment import child_environment
 from baton.errors import ConfigError
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken, write_ready_file
 from baton.supervisor import Supervisor
 from gateway.board import Board

@@ -1,6 +1,6 @@
 """Experts as some checkpoints have them: all of a layer in two tensors, inputs first, all gates before all ups.
 
-Shapes: as in `models.moe`.
+Shapes: as in `models.experts`.
 """
 
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from models.experts import Experts
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.layers import silu_and_multiply
-from models.moe import Experts
 
 
 class StackedExperts(Experts):
-    """Attributes: as in `models.moe.Experts`, but for the order of axes."""
+    """Attributes: as in `models.experts.Experts`, but for the order of axes."""
 
     def __init__(
         self,

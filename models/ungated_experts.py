@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
+from models.experts import RoutedExperts, run_experts, weighted_sum
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.linear import Linear, Multiply
-from models.moe import RoutedExperts, run_experts, weighted_sum
 
 _SQUARED_RELU = Activation(squared_relu=True)
 
@@ -29,7 +29,7 @@ class SquaredReluMLP(nn.Module):
 
 
 class SquaredReluExperts(RoutedExperts):
-    """Attributes: as in `models.moe.Experts`."""
+    """Attributes: as in `models.experts.Experts`."""
 
     def __init__(
         self,

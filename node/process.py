@@ -37,7 +37,8 @@ from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from engine.expert_plan import plan_experts
 from models.config.reader import read_config
-from models.parallel import SINGLE, local_config
+from models.local_config import local_config
+from models.parallel import SINGLE
 from node.adapters import Adapters
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks

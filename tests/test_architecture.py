@@ -459,11 +459,11 @@ def test_the_watch_sees_every_forbidden_act(tmp_path: Path) -> None:
         "'HOME' in os.environ\n"
         "torch.cuda.is_available()\n"
         "threading.Thread(target=int, daemon=True).start()\n"
-        "from baton.config import GatewaySettings\n"
+        "from baton.gateway_config import GatewaySettings\n"
         "GatewaySettings()\n"
     )
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCH}"
-    theirs = json.dumps(["torch", "baton.config"])
+    theirs = json.dumps(["torch", "baton.gateway_config"])
     seen = json.loads(run_python(program, '["guilty"]', theirs, json.dumps([f"{tmp_path}/"])))
     lines = {int(text.partition(" ")[0].rpartition(":")[2]) for text in seen if text.startswith(str(tmp_path))}
     assert lines == {2, 3, 4, 5, 7}

@@ -5,33 +5,30 @@ the tokens of the last step on the device. Suffixes: T token of the step, S row 
 logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.errors import LOGITS_FIELD, BatonError, InternalError
-from baton.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.errors import BatonError, InternalError
+from baton.types import SamplingParams
 from engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from engine.device.capture import Progress, Recorder
 from engine.device.decode_buffers import DecodeBuffers
 from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
+from engine.device.launched_step import Drawn, LaunchedStep, Part, PlainTokens
 from engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
 from engine.device.prompt_graphs import PromptGraphs
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
-from engine.sampling.choice import NO_TOKEN
 from engine.sampling.masks import keep_allowed
 from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from engine.sampling.row import GREEDY_ROW, SampleRow
@@ -45,56 +42,6 @@ from models.causal_lm import CausalLM
 from models.expert_counts import FetchedCounts
 
 _FIRST_ROWS = 64
-
-
-class TokensOnHost(Protocol):
-    """Sampled tokens that a queued copy brings to the host; call `outputs` when the device is done."""
-
-    def outputs(self) -> list[TokenOutput]: ...
-
-
-class LaunchedStep:
-    """A step that is queued on the device.
-
-    Args:
-        drawn: the tokens of the rows.
-        slot: the step's own; it returns to `slots` when the step has ended.
-        scored: the prompt logprobs of the step, if any are wanted.
-    """
-
-    def __init__(
-        self, num_rows: int, drawn: "_Drawn", slot: StepSlot, slots: StepSlots, scored: ScoresOnHost | None
-    ) -> None:
-        self._num_rows = num_rows
-        self._drawn = drawn
-        self._slot = slot
-        self._slots = slots
-        self._scored = scored
-        self._seconds = 0.0
-
-    def wait(self) -> list[RowResult]:
-        """One entry per row. Call it once, on any thread. Raises device errors."""
-        self._seconds = self._slot.timer.wait()
-        results: list[RowResult] = [None] * self._num_rows
-        if self._drawn.plain is not None:
-            results = self._drawn.plain.outputs(self._slot.tokens_host)
-        self._slots.give_back(self._slot)
-        for indices, tokens in self._drawn.parts:
-            for index, token in zip(indices, tokens.outputs(), strict=True):
-                results[index] = _not_finite() if token.token_id == NO_TOKEN else token
-        for index, error in self._drawn.failed.items():
-            results[index] = error
-        return results
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the step on the device; known after `wait`."""
-        return self._seconds
-
-    @property
-    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
-        return {} if self._scored is None else self._scored.outputs()
 
 
 class ModelRunner:
@@ -248,12 +195,12 @@ class ModelRunner:
             return None
         return graphs.size_for(batch.shared_rows)
 
-    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> "_Drawn":
+    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
         assert self._graphs is not None
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
         return self._draw_padded(self._graphs.buffers, logits_RV, batch, slot)
 
-    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> "tuple[_Drawn, ScoresOnHost | None]":
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ScoresOnHost | None]:
         assert self._prompts is not None
         buffers = self._prompts.buffers
         logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
@@ -261,7 +208,7 @@ class ModelRunner:
         scored = self._score(buffers.hidden[:size], starts, batch.scores)
         if logits_RV is None:
             self._forget_grammars()
-            return _Drawn(None, [], {}), scored
+            return Drawn(None, [], {}), scored
         return self._draw_padded(buffers.decodes, logits_RV, batch, slot), scored
 
     def _score(
@@ -276,11 +223,11 @@ class ModelRunner:
             return None
         return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
 
-    def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> "_Drawn":
+    def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> Drawn:
         """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
         rows = batch.shared_rows
         sampling, num_rows = buffers.host.sampling, len(rows)
-        parts: list[_Part] = []
+        parts: list[Part] = []
         failed: dict[int, BatonError] = {}
         if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
@@ -305,12 +252,12 @@ class ModelRunner:
         plain = None
         if len(edited) + len(wanted) < num_rows:
             slot.fetch(self._tokens_N)
-            plain = _PlainTokens(output_indices, frozenset(sampling.unsampled))
-        return _Drawn(plain, parts, failed)
+            plain = PlainTokens(output_indices, frozenset(sampling.unsampled))
+        return Drawn(plain, parts, failed)
 
     def _launch_eagerly(
         self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
-    ) -> "tuple[_Drawn, ScoresOnHost | None]":
+    ) -> tuple[Drawn, ScoresOnHost | None]:
         self._make_room(rows)
         with_states = self._cache.state is not None
         exchange = self.model.exchange
@@ -327,12 +274,12 @@ class ModelRunner:
         scored = self._score(hidden_TD, inputs.starts, scores)
         if not inputs.sampled:
             self._forget_grammars()
-            return _Drawn(None, [], {}), scored
+            return Drawn(None, [], {}), scored
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         parts, failed = self._draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
-        return _Drawn(None, parts, failed), scored
+        return Drawn(None, parts, failed), scored
 
     def _draw(
         self,
@@ -341,7 +288,7 @@ class ModelRunner:
         logits_SV: Tensor,
         pending_S: Tensor | None,
         places_S: Tensor,
-    ) -> "tuple[list[_Part], dict[int, BatonError]]":
+    ) -> "tuple[list[Part], dict[int, BatonError]]":
         """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
         of rows by their place in the step. Overwrites the logits."""
         masks, errors = self.grammars.masks(rows)
@@ -377,57 +324,6 @@ class ModelRunner:
                 allowed=(f"at most {len(self._tokens_N)}",),
             )
         self._tokens_N = pad(self._tokens_N, (0, 2 * needed - len(self._tokens_N)))
-
-
-# Some rows of a step, and their tokens.
-_Part: TypeAlias = tuple[list[int], TokensOnHost]
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """The tokens of a step.
-
-    Args:
-        plain: the tokens of all rows; None: every sampled row is in `parts`.
-        parts: rows whose tokens replace those of `plain`, or have logprobs.
-        failed: rows whose requests fail with this step.
-    """
-
-    plain: "_PlainTokens | None"
-    parts: Sequence[_Part]
-    failed: Mapping[int, BatonError]
-
-
-@dataclass(frozen=True)
-class _PlainTokens:
-    """The tokens of all rows of a padded step, without logprobs.
-
-    Args:
-        output_indices: as in `SampleRow`, one per row.
-        unsampled: rows whose token is discarded.
-    """
-
-    output_indices: NDArray[np.int64]
-    unsampled: frozenset[int]
-
-    def outputs(self, tokens: NDArray[np.int32]) -> list[RowResult]:
-        """One output per row. Call it after the tokens have arrived."""
-        indices = self.output_indices.tolist()
-        token_ids = tokens[: len(indices)].tolist()
-        outputs: list[RowResult] = list(map(TokenOutput, token_ids, indices))
-        if NO_TOKEN in token_ids:
-            for row, token_id in enumerate(token_ids):
-                if token_id == NO_TOKEN:
-                    outputs[row] = _not_finite()
-        for row in self.unsampled:
-            outputs[row] = None
-        return outputs
-
-
-def _not_finite() -> InternalError:
-    message = "the model's logits for the next token are not finite"
-    cure = "check that the weights have no NaN or inf, or give --dtype float32: numbers may overflow in the one in use"
-    return InternalError(message, field=LOGITS_FIELD, value="NaN or inf", cure=cure)
 
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:

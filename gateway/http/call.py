@@ -14,8 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.config import MIB, GatewaySettings
+from baton.config import MIB
 from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.gateway_config import GatewaySettings
 from baton.security.door import Door
 from baton.security.exposure import is_loopback
 from baton.security.log_lines import loggable

@@ -10,7 +10,7 @@ from typing import Self
 
 import uvicorn
 
-from baton.config import GatewaySettings
+from baton.gateway_config import GatewaySettings
 from baton.rpc import sockets
 from baton.security.door import Door
 from baton.security.http_tls import http_context

@@ -1,7 +1,7 @@
 """`python -m gateway.picker`: one endpoint picker, until SIGTERM."""
 
-from baton.config import PickerSettings
 from baton.environment import quiet_grpc
+from baton.gateway_config import PickerSettings
 from baton.settings_reader import read_settings
 
 

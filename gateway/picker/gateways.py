@@ -8,8 +8,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from baton.config import PickerSettings
 from baton.errors import ConfigError
+from baton.gateway_config import PickerSettings
 from baton.rpc.server import Address
 from gateway.discovery.directory import Directory
 from gateway.discovery.sources import FORMS, parse_places

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 import uvloop
 from grpc_health.v1 import health_pb2
 
-from baton.config import PickerSettings
 from baton.errors import ConfigError
 from baton.file_limit import raise_file_limit
+from baton.gateway_config import PickerSettings
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets

@@ -2,7 +2,7 @@
 
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.config import GatewaySettings
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import GrpcServer
 from gateway.connections import Connections
 from gateway.rpc import generation, open_inference, vllm_engine

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.config import GatewaySettings
 from baton.environment import opentelemetry_variables
+from baton.gateway_config import GatewaySettings
 from baton.metrics.tally import Tally
 from baton.tracing.environment import read_collector
 from baton.tracing.sampling import Sampling

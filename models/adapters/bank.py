@@ -20,12 +20,13 @@ from models.adapters.experts import AdaptedExperts
 from models.adapters.layer import AdaptedLayer
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
+from models.experts import Experts
 from models.kernels.adapter_products import AdapterRows, group_by_adapter
 from models.linear import FusedLinear, Linear
-from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel
 from models.weights.names import renamed
-from models.weights.shares import Share, Shares
+from models.weights.share import Share
+from models.weights.shares import Shares
 
 # Ranks of slots are multiples of this, for the tensor cores.
 RANK_MULTIPLE = 16

@@ -4,7 +4,7 @@ A layer has a slot for each pair; a slot's number is place * count + adapter, wi
 memory. The activation between an expert's two products needs the first one's sum with its adapter, so the products are
 launches of their own, and a token's row is copied for each of its experts.
 
-Legend: as in `models.moe`; S assignment of a token to an expert.
+Legend: as in `models.experts`; S assignment of a token to an expert.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from models.adapters.layer import AdaptedLayer
+from models.experts import Experts
 from models.kernels.adapter_products import AdapterRows, group_by_adapter
 from models.kernels.grouped_gemm import ExpertWeights, multiply_by_expert
 from models.layers import silu_and_multiply
-from models.moe import Experts
 
 
 class AdaptedExperts:

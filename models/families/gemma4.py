@@ -19,13 +19,14 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
+from models.experts import RoutedExperts, run_experts, weighted_sum
 from models.families.gemma4_config import Gemma4Switches
 from models.families.gemma_parts import LayerInputs, LayerWithInput, SharingAttention, norm_without_weight, rounded
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from models.linear import Multiply
-from models.moe import RoutedExperts, Router, run_experts, weighted_sum
 from models.rotary import Rotary
+from models.router import Router
 
 _GELU = Activation(tanh_gelu=True)
 
@@ -41,7 +42,7 @@ class Gemma4Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `models.moe.Router`."""
+        """As `models.router.Router`."""
         weights_TK, experts_TK = self.proj(norm_without_weight(x_TD, self.norm_eps) * self.scale * self.root)
         return weights_TK * self.per_expert_scale[experts_TK], experts_TK
 
@@ -49,7 +50,7 @@ class Gemma4Router(nn.Module):
 class Gemma4Experts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, outputs first, all gates before all ups.
 
-    Attributes: as in `models.moe.Experts`.
+    Attributes: as in `models.experts.Experts`.
     """
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from attention.backend import AttentionBackend
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from models.elementwise import sigmoid
+from models.experts import RoutedExperts, run_experts, weighted_sum
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama import LlamaAttention
 from models.kernels.activation import clamp_and_gate
@@ -19,9 +20,9 @@ from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_exp
 from models.kernels.packed_experts import Mxfp4Weight, run_packed_experts
 from models.layers import RMSNorm
 from models.linear import Multiply
-from models.moe import RoutedExperts, Router, run_experts, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.mxfp4_config import MXFP4_BLOCK
+from models.router import Router
 
 _SCALE_OF_TWO = 128  # as an exponent of mxfp4
 
@@ -29,7 +30,7 @@ _SCALE_OF_TWO = 128  # as an exponent of mxfp4
 class GptOssExperts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, inputs first, gates at even channels and ups at odd ones.
 
-    Attributes: as in `models.moe.Experts`.
+    Attributes: as in `models.experts.Experts`.
     """
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:

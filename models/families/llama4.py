@@ -16,12 +16,13 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
+from models.experts import RoutedExperts, run_experts
 from models.families.llama4_config import Llama4Switches, TemperatureTuning
 from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
 from models.linear import FusedLinear, Linear, Multiply
-from models.moe import RoutedExperts, Router, run_experts
 from models.parallel import ParallelModule
+from models.router import Router
 
 
 class Llama4Attention(nn.Module):
@@ -79,7 +80,7 @@ class Llama4Attention(nn.Module):
 class Llama4Experts(RoutedExperts):
     """Experts as checkpoints have them: all in one tensor, inputs first, all gates before all ups.
 
-    Attributes: as in `models.moe.Experts`.
+    Attributes: as in `models.experts.Experts`.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ from models.families.mamba_config import MambaSwitches
 from models.families.mamba_parts import HybridAttention, Mamba2Mixer
 from models.layers import RMSNorm
 from models.linear import Linear
-from models.moe import Router
 from models.parallel import ParallelModule
 from models.recurrent.rows import StateRows
+from models.router import Router
 from models.ungated_experts import SquaredReluExperts, SquaredReluMLP
 
 

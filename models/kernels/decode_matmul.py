@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from models.kernels.split_sums import leave_part
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
@@ -249,10 +250,7 @@ def multiply_few_rows(
         exists_NM = (tl.arange(0, TOKENS) < num_tokens)[None, :] & (tl.arange(0, ROWS) >= 0)[:, None]
         ptrs_NM = partial_ptr + tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         ptrs_NM += tile * splits * (ROWS * TOKENS)
-        tl.store(ptrs_NM + part * (ROWS * TOKENS), sum_NM, mask=exists_NM)
-        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        if leave_part(ptrs_NM + part * (ROWS * TOKENS), sum_NM, exists_NM, arrived_ptr, tile) == splits - 1:
             sum_NM = _add_up(ptrs_NM, exists_NM, splits, INTERPRETED)
             tl.store(arrived_ptr + tile, 0)
             _store(sum_NM, bias_ptr, out_ptr, tile, num_tokens, num_rows, INTERPRETED)

@@ -5,8 +5,6 @@ For few tokens the weights are the tall side of each tile and several programs s
 arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
 on multiprocessors that it needs (1 to 5 us more, measured). The twin is `models.quantization.fp8.multiply`.
 
-On Hopper, `models.kernels.decode_matmul_8bit` has the products of few rows, where bits may depend on the batch.
-
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
 
@@ -17,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.split_sums import add_parts, leave_part
 from models.quantization.config import FP8_BLOCK
 from tritonlib.fp8 import from_fp8
 from tritonlib.launch import bound, interpreted
@@ -238,15 +237,9 @@ def _multiply_kernel(
         places_XY = tl.arange(0, ROWS if WEIGHTS_FIRST else TOKENS)[:, None] * (TOKENS if WEIGHTS_FIRST else ROWS)
         places_XY += tl.arange(0, TOKENS if WEIGHTS_FIRST else ROWS)[None, :]
         partial_XY = partial_ptr + tile.to(tl.int64) * num_splits * (ROWS * TOKENS) + places_XY
-        tl.store(partial_XY + split * (ROWS * TOKENS), sum_XY)
-        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != num_splits - 1:
+        if leave_part(partial_XY + split * (ROWS * TOKENS), sum_XY, None, arrived_ptr, tile) != num_splits - 1:
             return
-        sum_XY = tl.zeros_like(sum_XY)
-        for other in range(bound(num_splits, INTERPRETED)):
-            sum_XY += tl.load(partial_XY + other * (ROWS * TOKENS), cache_modifier=".cg")
-        tl.store(arrived_ptr + tile, 0)
+        sum_XY = add_parts(partial_XY, arrived_ptr, tile, num_splits, tl.float32, INTERPRETED)
     if not BLOCKED:
         x_scale_T, scale_N = tl.load(x_scale_ptr + read_T), tl.load(scale_ptr + read_N // ROWS_PER_SCALE)
         sum_XY *= _outer(x_scale_T, scale_N, WEIGHTS_FIRST)

@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.expert_order import ExpertOrder, order_by_expert
-from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up, sum_choices
+from models.kernels.expert_sum import sum_choices
+from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up
 from tritonlib.launch import interpreted, overlap
 
 # With tiles of this many tokens or more, the copy engine (TMA) reads the second product's rows, which lie in order.

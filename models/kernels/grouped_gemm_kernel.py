@@ -3,19 +3,15 @@
 Weights stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns in
 8s, so an expert with few tokens costs hardly more than reading its weights. Shared experts, which have all tokens, need
 neither order nor routing: their programs come first and load weights into L2 while the routing still runs. Legend:
-M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up, P piece
-of a row.
+M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up.
 """
 
 import triton
 import triton.language as tl
 
+from models.kernels.expert_operands import add_product, bias_of, inputs, prefetch_rows, weight_tile
+from models.kernels.expert_tiles import assignments, places, shared_tile, store, tile_and_block
 from tritonlib.launch import await_predecessors, start_dependents
-
-# Tiles that share weights or inputs run at about the same time, so L2 holds these.
-_GROUP_TILES = tl.constexpr(8)
-# Channels of a row that one instruction asks for.
-_PIECE = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
@@ -309,163 +305,3 @@ def _down(
     if scales is not None and SCALE_COLUMNS == 1:
         down_NM *= tl.load(scales)
     return down_NM
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def sum_choices(
-    parts,
-    plus,
-    experts,
-    out,
-    num_tokens,
-    plus_stride,
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Sums a token's experts, always in the order of its choices, then the shared ones, then its row of `plus`. With
-    `experts`, rows of choices below 0 were not computed and do not count."""
-    start_dependents(OVERLAP)
-    await_predecessors(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    channels_N = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists_N = channels_N < CHANNELS
-    sum_N = tl.zeros([BLOCK], tl.float32)
-    for nth in tl.static_range(CHOICES + SHARED):
-        row = token * CHOICES + nth if nth < CHOICES else num_tokens * nth + token
-        counts_N = exists_N
-        if experts is not None and nth < CHOICES:
-            counts_N = exists_N & (tl.load(experts + token * CHOICES + nth) >= 0)
-        sum_N += tl.load(parts + row * CHANNELS + channels_N, mask=counts_N, other=0.0).to(tl.float32)
-    if plus is not None:
-        sum_N += tl.load(plus + token * plus_stride + channels_N, mask=exists_N, other=0.0).to(tl.float32)
-    tl.store(out + token * CHANNELS + channels_N, sum_N.to(out.dtype.element_ty), mask=exists_N)
-
-
-@triton.jit
-def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr):
-    """A program's tile and its block of output channels, among the programs that compute routed experts."""
-    group = program // (_GROUP_TILES * BLOCKS)
-    first_tile = group * _GROUP_TILES
-    group_tiles = tl.minimum(num_tiles - first_tile, _GROUP_TILES)
-    within = program % (_GROUP_TILES * BLOCKS)
-    return first_tile + within % group_tiles, within // group_tiles
-
-
-@triton.jit
-def places(tiles, tile, num_tiles, EACH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, places, whether each place is the expert's). EACH: every assignment is a tile."""
-    expert = tl.load(tiles + tile).to(tl.int32)
-    if EACH:
-        first = tile
-        stop = tile + 1
-    else:
-        first = tl.load(tiles + num_tiles + tile)
-        stop = tl.load(tiles + 2 * num_tiles + tile)
-    places_M = first + tl.arange(0, BLOCK_M)
-    return expert, places_M, places_M < stop
-
-
-@triton.jit
-def assignments(order, places_M, exists_M):
-    assignments_M = places_M
-    if order is not None:
-        assignments_M = tl.load(order + places_M, mask=exists_M, other=0)
-    return assignments_M
-
-
-@triton.jit
-def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, block of output channels, tokens, whether each token exists) of a program that computes shared experts.
-    These programs come first, those with the same weights next to each other."""
-    token_tiles = tl.cdiv(num_tokens, BLOCK_M)
-    tile, column = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
-    tokens_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    return column // BLOCKS, column % BLOCKS, tokens_M, tokens_M < num_tokens
-
-
-@triton.jit
-def prefetch_rows(row_ptrs_N, channels: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Loads PREFETCHED channels of rows, a power of two, into L2. Rows begin at multiples of 16 bytes and have a
-    multiple of 16 bytes. Not for the interpreter."""
-    PIECE: tl.constexpr = PREFETCHED if PREFETCHED < _PIECE else _PIECE
-    columns_P = tl.minimum(tl.arange(0, PREFETCHED // PIECE), (channels - 1) // PIECE) * PIECE
-    bytes_P = tl.minimum(channels - columns_P, PIECE) * (row_ptrs_N.dtype.element_ty.primitive_bitwidth // 8)
-    ptrs_NP = row_ptrs_N[:, None] + columns_P[None, :]
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0 is not used",
-        "=r,l,r",
-        [ptrs_NP.to(tl.int64), tl.broadcast_to(bytes_P[None, :], ptrs_NP.shape)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def inputs(x_ptrs_M, exists_M, start, IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    channels_K = start + tl.arange(0, BLOCK_K)
-    mask_MK = exists_M[:, None]
-    if IN % BLOCK_K:
-        mask_MK = mask_MK & (channels_K < IN)[None, :]
-    return tl.trans(tl.load(x_ptrs_M[:, None] + channels_K[None, :], mask=mask_MK, other=0.0))
-
-
-@triton.jit
-def weight_tile(
-    weights,
-    weights_map,
-    expert,
-    row,
-    column,
-    stride_N,
-    stride_K,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    INPUTS_FIRST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """A tile of an expert's weights, 0 past their end. The map is of [E,N,K], with INPUTS_FIRST of [E,K,N]."""
-    if weights_map is not None:
-        if INPUTS_FIRST:
-            tile_NK = tl.trans(tl.reshape(weights_map.load([expert, column, row]), [BLOCK_K, BLOCK_N]))
-        else:
-            tile_NK = tl.reshape(weights_map.load([expert, row, column]), [BLOCK_N, BLOCK_K])
-    else:
-        rows_N = row + tl.arange(0, BLOCK_N)
-        columns_K = column + tl.arange(0, BLOCK_K)
-        ptrs_NK = weights + rows_N[:, None] * stride_N + columns_K[None, :] * stride_K
-        tile_NK = tl.load(ptrs_NK, mask=(rows_N < OUT)[:, None] & (columns_K < IN)[None, :], other=0.0)
-    return tile_NK
-
-
-@triton.jit
-def add_product(
-    sum_NM, tile_NK, x_KM, scales, start, SCALE_K: tl.constexpr, SCALE_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    if INTERPRETED:
-        tile_NK = tile_NK.to(tl.float32)
-        x_KM = x_KM.to(tl.float32)
-    else:
-        tile_NK = tile_NK.to(x_KM.dtype)
-    if scales is not None and SCALE_COLUMNS > 1:
-        part_NM = tl.dot(tile_NK, x_KM, input_precision="ieee")
-        sum_NM += part_NM * tl.load(scales + start // SCALE_K)
-    else:
-        sum_NM = tl.dot(tile_NK, x_KM, sum_NM, input_precision="ieee")
-    return sum_NM
-
-
-@triton.jit
-def bias_of(bias, channels_N, OUT: tl.constexpr):
-    return tl.load(bias + channels_N, mask=channels_N < OUT, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
-def store(out, values_NM, rows_M, channels_N, exists_M, OUT: tl.constexpr):
-    values_MN = tl.trans(values_NM).to(out.dtype.element_ty)
-    ptrs_MN = out + rows_M.to(tl.int64)[:, None] * OUT + channels_N[None, :]
-    tl.store(ptrs_MN, values_MN, mask=exists_M[:, None] & (channels_N < OUT)[None, :])

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.split_sums import add_parts, leave_part
 from tritonlib.launch import bound, interpreted
 from tritonlib.rounding import round_to
 
@@ -141,16 +142,10 @@ def _multiply_kernel(
         sum_NT = tl.dot(weight, x.T, sum_NT, out_dtype=tl.int32)
     if partial_ptr is not None:
         places_NT = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        places_NT += tile * splits * (ROWS * TOKENS)
-        tl.store(partial_ptr + places_NT + split * (ROWS * TOKENS), sum_NT)
-        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != splits - 1:
+        first_NT = partial_ptr + (places_NT + tile * splits * (ROWS * TOKENS))
+        if leave_part(first_NT + split * (ROWS * TOKENS), sum_NT, None, arrived_ptr, tile) != splits - 1:
             return
-        sum_NT = tl.zeros([ROWS, TOKENS], tl.int32)
-        for other in range(bound(splits, INTERPRETED)):
-            sum_NT += tl.load(partial_ptr + places_NT + other * (ROWS * TOKENS), cache_modifier=".cg")
-        tl.store(arrived_ptr + tile, 0)
+        sum_NT = add_parts(first_NT, arrived_ptr, tile, splits, tl.int32, INTERPRETED)
     out = sum_NT.to(tl.float32) * (tl.load(scale_ptr + read_N)[:, None] * tl.load(x_scale_ptr + read_T)[None, :])
     if bias_ptr is not None:
         out += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]

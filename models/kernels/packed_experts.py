@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from models.kernels.expert_order import ExpertOrder, order_by_expert
-from models.kernels.grouped_gemm_kernel import assignments, places, store, sum_choices, tile_and_block
-from models.kernels.packed_gemm import HOPPER_STEP_MIN, HopperTile, can_be_staged
+from models.kernels.expert_sum import sum_choices
+from models.kernels.expert_tiles import assignments, places, store, tile_and_block
+from models.kernels.packed_tiles import HOPPER_STEP_MIN, HopperTile, can_be_staged
 from models.quantization.mxfp4_config import MXFP4_BLOCK
 from models.quantization.packed import RUN, PackedWeight
 from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of

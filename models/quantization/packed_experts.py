@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from baton.errors import ConfigError
+from models.experts import Experts
 from models.kernels.grouped_gemm import SharedWeights
 from models.kernels.packed_experts import run_packed_experts
 from models.layers import silu_and_multiply
-from models.moe import Experts
 from models.quantization.packed import PackedWeight, stacked
 from models.quantization.packed_config import PackedConfig
 from models.quantization.packed_linear import StoredLayer, is_reordered_alike, joined

@@ -15,9 +15,9 @@ from attention.mla import MLAAttention
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
+from models.experts import Experts
 from models.families.gpt_oss import Mxfp4Experts
 from models.linear import FusedLinear, Linear
-from models.moe import Experts
 from models.quantization import fp8, mxfp4
 from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity, Quantization
 from models.quantization.fp8_linear import Fp8Linear

@@ -4,7 +4,6 @@ Maps a checkpoint's tensor names to parameters. Weights are read only after all 
 fit.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,18 +21,18 @@ from baton.errors import ConfigError
 from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
 from models.causal_lm import CausalLM, ModelClass
-from models.config.model_config import GQAConfig, ModelConfig
+from models.config.model_config import ModelConfig
 from models.expert_counts import ExpertCounts
 from models.expert_places import ExpertPlacement
+from models.experts import Experts, RoutedExperts
 from models.families.delta_parts import DeltaMixer
 from models.families.llama_switches import LlamaSwitches
 from models.families.table import FAMILIES
 from models.layers import NormOfEachHead
 from models.linear import FusedLinear, InputsFirstLinear
-from models.moe import Experts, RoutedExperts
-from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
+from models.local_config import local_config
+from models.parallel import SINGLE, TensorParallel, refuse_batch_invariance
 from models.products import make_batch_invariant, use_decode_products
-from models.quantization.fp8 import E4M3
 from models.quantization.packed_config import PackedConfig
 from models.quantization.replace import (
     finish_quantized,
@@ -44,6 +43,7 @@ from models.quantization.replace import (
 )
 from models.ungated_experts import SquaredReluExperts
 from models.weights.checkpoint import StoredTensor, read_checkpoint
+from models.weights.checkpoint_check import check_tensors, check_tied_head
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import (
@@ -53,22 +53,14 @@ from models.weights.kv_scales import (
     scale_views,
     without_scales,
 )
-from models.weights.names import LANGUAGE_MODEL, renamed
-from models.weights.shares import Share, Shares
-from models.weights.tensor_reader import read_into, read_tensor
+from models.weights.names import HEAD, LANGUAGE_MODEL, renamed
+from models.weights.share import Share
+from models.weights.shares import Shares
+from models.weights.tensor_reader import read_into
 
 LOAD_FORMATS = ("safetensors", "dummy")
-_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-# Quantized numbers are read as they are.
-_STORED_AS = MappingProxyType(
-    {E4M3: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
-)
-_MAX_PROBLEMS = 8  # of each kind in one error
-_HEAD = "lm_head.weight"
 # Models whose published checkpoints may lack their first prefix, which they have when they are saved today.
 _FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
-# Masks and angles, which older versions of transformers saved; computed here.
-_NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -79,8 +71,6 @@ _OTHER_PARTS = (
     "embed_vision.",
     "embed_audio.",
 )
-_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
-_SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 
 
 def load_model(
@@ -160,12 +150,12 @@ def load_model(
         refuse_scales_of_another_format(kv_scales, kv_dtype)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
-        _check(stored, views, shares, config, directory)
+        check_tensors(stored, views, shares, config, directory)
         parts = [part for name, view in views.items() for part in _cut(stored[name], view, shares.of(name))]
         read_into(parts, progress)
         check_scales(kv_scales)
-        if _HEAD in stored and _HEAD not in views:
-            _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight, shares.of(_HEAD))
+        if HEAD in stored and HEAD not in views:
+            check_tied_head(stored[HEAD], model.model.embed_tokens.weight, shares.of(HEAD))
     finish_quantized(model, weight_scales)
     for module in model.modules():
         if isinstance(module, MLAAttention | DeltaMixer):
@@ -305,83 +295,5 @@ def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTe
     for prefix, first in _FIRST_PREFIXES.items():
         prefixed = any(name.startswith(prefix) for name in views)
         if prefixed and not any(name.startswith(first) for name in stored):
-            return {name if name == _HEAD else first + name: tensor for name, tensor in stored.items()}
+            return {name if name == HEAD else first + name: tensor for name, tensor in stored.items()}
     return stored
-
-
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether published checkpoints hold the tensor although this model does not need it."""
-    if name.endswith(_NO_WEIGHTS):
-        return True
-    if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
-        return config.tie_word_embeddings
-    if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # ERNIE's and Qwen's multi-token prediction
-        return True
-    if name.startswith("model.mtp."):  # LongCat's, which no field of its config mentions
-        return True
-    if config.moe is not None and (expert := _EXPERT.search(name)) and int(expert[1]) in config.moe.zero_numbers:
-        return True  # transformers saves weights of experts that use none
-    gqa, of_layer = config.attention, _SHARED_KV.match(name)
-    owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers
-    if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # of a layer that reads another layer's KV
-        return True
-    return any(  # multi-token prediction, for speculative decoding
-        name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
-    )
-
-
-def _check(
-    stored: Mapping[str, StoredTensor],
-    views: Mapping[str, Tensor],
-    shares: Shares,
-    config: ModelConfig,
-    directory: Path,
-) -> None:
-    missing = [name for name in views if name not in stored]
-    extra = [
-        f"{tensor.name} in {tensor.file.name}"
-        for name, tensor in stored.items()
-        if name not in views and not _ignorable(name, config) and not shares.elsewhere(name)
-    ]
-    misfits = []
-    for name, view in views.items():
-        tensor, share = stored.get(name), shares.of(name)
-        expected = tuple(view.shape) if share is None else share.whole_shape(view.shape)
-        if tensor is not None and tensor.shape != expected:
-            misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {list(expected)}")
-        elif tensor is not None and tensor.dtype not in (allowed := _stored_dtypes(view)):
-            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_expected_dtypes(allowed)}")
-    problems = [
-        f"{len(found)} {kind}: {'; '.join(found[:_MAX_PROBLEMS])}{'; ...' if len(found) > _MAX_PROBLEMS else ''}"
-        for kind, found in (("missing", missing), ("unexpected", extra), ("unfit", misfits))
-        if found
-    ]
-    if problems:
-        raise ConfigError(
-            f"the tensors in {directory} are not those of its config.json: {' | '.join(problems)}",
-            field="model",
-            value=str(directory),
-            cure="check that config.json and weights are of one revision",
-        )
-
-
-def _stored_dtypes(view: Tensor) -> tuple[str, ...]:
-    return _STORED_DTYPES if view.dtype not in _STORED_AS else (_STORED_AS[view.dtype],)
-
-
-def _expected_dtypes(allowed: tuple[str, ...]) -> str:
-    if allowed != _STORED_DTYPES:
-        return f"the quantization_config needs {allowed[0]}"
-    return f"known are {', '.join(allowed)}"
-
-
-def _check_tied_head(head: StoredTensor, embedding: Tensor, share: Share | None) -> None:
-    part = head if share is None else head.part(share.dim, *share.ranges)
-    if torch.equal(read_tensor(part).to(embedding), embedding[: part.shape[0]]):
-        return
-    raise ConfigError(
-        f"{_HEAD} in {head.file.name} differs from the embedding that config.json ties it to",
-        field="tie_word_embeddings",
-        value=True,
-        allowed=("false",),
-    )

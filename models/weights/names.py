@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+HEAD = "lm_head.weight"
 # What multimodal models have before the names of their language models.
 LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 

@@ -58,8 +58,9 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
         from engine.build import KV_CACHE_DTYPES
         from engine.context_room import cpu_cache_bytes
         from models.config.reader import read_config
+        from models.local_config import local_config
         from models.needs import kv_cache_spec, resolve_dtype
-        from models.parallel import TensorParallel, local_config
+        from models.parallel import TensorParallel
 
         config = read_config(settings.model).for_context(settings.max_context_tokens)
         dtype = resolve_dtype(config, settings.dtype, device_type="cpu")

@@ -6,8 +6,9 @@ from typing import NoReturn
 
 from baton.types import PromptLogprob
 from engine.batch import Batch, RowResult
+from engine.device.launched_step import LaunchedStep
 from engine.device.layer_marks import OnMark
-from engine.device.runner import LaunchedStep, ModelRunner
+from engine.device.runner import ModelRunner
 from engine.request import ModelFacts
 from models.adapters.adapter import Adapter
 from models.expert_counts import FetchedCounts

@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection
 
 from engine.batch import Batch
 from engine.batch_stream import BatchReader, BatchWriter
-from engine.device.runner import LaunchedStep, ModelRunner
+from engine.device.launched_step import LaunchedStep
+from engine.device.runner import ModelRunner
 from engine.scheduling.steps import STEPS_MAX
 from models.adapters.adapter import Adapter
 

@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from baton.config import PickerSettings
+from baton.gateway_config import PickerSettings
 from gateway.picker.process import LIVENESS, READINESS
 from tests.deploy.manifests import CPU_DEMO, KUSTOMIZE, Rendered, render
 

@@ -12,16 +12,8 @@ import typer
 from typer.main import get_command
 
 from baton.cli import program
-from baton.config import (
-    CLIENT_VARIABLES,
-    DecodeSettings,
-    GatewaySettings,
-    PickerSettings,
-    PrefillSettings,
-    ProcessSettings,
-    flag,
-    variable,
-)
+from baton.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings, ProcessSettings, flag, variable
+from baton.gateway_config import GatewaySettings, PickerSettings
 from docs.site_files import ROOT
 from load.command import bench
 from planner.command import plan

@@ -11,7 +11,8 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import GrpcServer, connect
 from baton.settings_reader import read_settings
 from gateway.connections import Connections

@@ -22,8 +22,9 @@ from models.adapters.adapter import LayerShape, read_adapter
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 from models.config.reader import read_config
 from models.families.table import FAMILIES
+from models.local_config import local_config
 from models.needs import kv_cache_spec
-from models.parallel import TensorParallel, local_config
+from models.parallel import TensorParallel
 from models.tokenizer_files import find
 from models.weights.loader import load_model
 from models.weights.shares import Shares

@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import ValidationError
 
-from baton.config import DecodeSettings, GatewaySettings, PrefillSettings, flag, variable
+from baton.config import DecodeSettings, PrefillSettings, flag, variable
 from baton.errors import ConfigError, InternalError
+from baton.gateway_config import GatewaySettings
 from baton.security.certificates import Authority
 from baton.security.keys import entry, read_keys
 from baton.security.pem import Files, read_pems

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.moe import Experts, MoE, Router
+from models.experts import Experts
+from models.moe import MoE
+from models.router import Router
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.waiting import no_waiting
 

@@ -15,7 +15,8 @@ from baton.config import DEMO_MODELS
 from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
-from engine.device.runner import LaunchedStep, ModelRunner
+from engine.device.launched_step import LaunchedStep
+from engine.device.runner import ModelRunner
 from kvcache.cache import PagedKVCache
 from kvcache.spec import KVKind
 from tests.conformance.attention.oracle import relative_error

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from models.experts import run_experts, weighted_sum
 from models.kernels.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from models.kernels.packed_gemm import Product
 from models.layers import silu_and_multiply
-from models.moe import run_experts, weighted_sum
 from models.quantization import mxfp4
 from models.quantization.packed import PackedWeight, pack_halves, stacked
 from tritonlib.hopper_check import is_hopper

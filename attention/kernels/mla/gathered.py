@@ -1,8 +1,8 @@
 """Decode over selected tokens of a latent cache on Hopper: four warps that gather, and two warpgroups that multiply.
 
 A selected token's latent lies anywhere, so threads copy rows by their own pointers, 16 bytes at a time and without
-registers, where `attention.kernels.mla.hopper` has its copy engine; the rest is that kernel's. Legend as in
-`attention.kernels.mla.decode`; S keys of a tile.
+registers, where `attention.kernels.mla.hopper` has its copy engine; the warps that multiply are the same
+(`attention.kernels.mla.hopper_attend`). Legend as in `attention.kernels.mla.decode`; S keys of a tile.
 """
 
 import torch
@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attention.kernels.mla.hopper import LATENT, ROTARY, STAGES, attend, find_work, request_cost
+from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, Results, attend, new_buffers
+from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
 
 # Registers of a thread that gathers: four rows' pointers and the next ones' slots.
@@ -119,94 +120,21 @@ def _decode_gathered(
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
     dtype: gl.constexpr = kv.dtype.element_ty
-    KEYS_FIRST: gl.constexpr = BLOCK_H < 64
-    weights_shape: gl.constexpr = [TILE, BLOCK_H] if KEYS_FIRST else [BLOCK_H, TILE]
-    layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
-    layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], dtype)
-    q_layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, LATENT], dtype)
-    q_layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, ROTARY], dtype)
-    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(weights_shape, dtype)
-    tiles_L = gl.allocate_shared_memory(dtype, [STAGES, TILE, LATENT], layout_L)
-    tiles_P = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROTARY], layout_P)
-    q_L = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], q_layout_L)
-    q_P = gl.allocate_shared_memory(dtype, [BLOCK_H, ROTARY], q_layout_P)
-    weights = gl.allocate_shared_memory(dtype, weights_shape, weights_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    buffers = new_buffers(dtype, LATENT, ROTARY, TILE, STAGES, BLOCK_H)
     head_blocks = gl.cdiv(num_heads, BLOCK_H)
     worker = gl.program_id(0) // head_blocks
     head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
-    request, request_start, position, stop_position = find_work(
-        counts, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
-    )
+    work = find_work(counts, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R)
+    results = Results(
+        out, lse, partial_output, partial_lse, worker, head_start, num_heads, out_stride_R, out_stride_H, lse_stride_H,
+        lse_stride_R,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                attend,
-                (
-                    q,
-                    out,
-                    lse,
-                    partial_output,
-                    partial_lse,
-                    tiles_L,
-                    tiles_P,
-                    q_L,
-                    q_P,
-                    weights,
-                    full,
-                    empty,
-                    counts,
-                    request,
-                    request_start,
-                    position,
-                    stop_position,
-                    worker,
-                    head_start,
-                    num_heads,
-                    scale,
-                    q_stride_R,
-                    q_stride_H,
-                    out_stride_R,
-                    out_stride_H,
-                    lse_stride_H,
-                    lse_stride_R,
-                    SPLIT_TILES,
-                    TILE,
-                    STAGES,
-                    LATENT,
-                    BLOCK_H,
-                    KEYS_FIRST,
-                    False,
-                ),
-            ),
+            (attend, (q, results, buffers, counts, work, scale, q_stride_R, q_stride_H, SPLIT_TILES, False)),
             (
                 _gather_tiles,
-                (
-                    kv,
-                    tiles_L,
-                    tiles_P,
-                    full,
-                    empty,
-                    counts,
-                    slots,
-                    request,
-                    request_start,
-                    position,
-                    stop_position,
-                    block_size,
-                    kv_stride_B,
-                    kv_stride_N,
-                    slots_stride_R,
-                    SPLIT_TILES,
-                    TILE,
-                    STAGES,
-                    LATENT,
-                    ROTARY,
-                ),
+                (kv, buffers, counts, slots, work, block_size, kv_stride_B, kv_stride_N, slots_stride_R, SPLIT_TILES),
             ),
         ],
         [4],
@@ -217,39 +145,34 @@ def _decode_gathered(
 @gluon.jit
 def _gather_tiles(
     kv,
-    tiles_L,
-    tiles_P,
-    full,
-    empty,
+    buffers,
     counts,
     slots,
-    request,
-    request_start,
-    position,
-    stop_position,
+    work,
     block_size,
     kv_stride_B,
     kv_stride_N,
     slots_stride_R,
     SPLIT_TILES: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROTARY: gl.constexpr,
 ):
     """Every tile of the worker's requests, as soon as a buffer is free."""
+    tiles_L, tiles_P, full, empty = buffers.tiles_L, buffers.tiles_P, buffers.full, buffers.empty
+    STAGES: gl.constexpr = tiles_L.shape[0]
+    TILE: gl.constexpr = tiles_L.shape[1]
+    LATENT: gl.constexpr = tiles_L.shape[2]
+    ROTARY: gl.constexpr = tiles_P.shape[2]
     # A warp copies 128 bytes of each of four rows at a time.
     CHANNELS: gl.constexpr = 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     keys_S = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     channels = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
+    request, request_start, position = work.request, work.request_start, work.position
     count = 0
-    while position < stop_position:
+    while position < work.stop_position:
         num_keys = gl.load(counts + request)
         cost = request_cost(num_keys, SPLIT_TILES, TILE)
         row = slots + request.to(gl.int64) * slots_stride_R
-        first = position - request_start
-        last = gl.minimum(gl.minimum(stop_position - request_start, cost), gl.cdiv(num_keys, TILE))
+        first, last = tiles_with_keys(work, request_start, position, cost, num_keys, TILE)
         slots_S = _load_slots(row, first, keys_S, num_keys, TILE)
         for tile in range(first, last):
             buffer = count % STAGES
@@ -272,9 +195,7 @@ def _gather_tiles(
             gl.thread_barrier()
             mbarrier.arrive(full.index(buffer), count=1)
             count += 1
-        position = gl.minimum(stop_position, request_start + cost)
-        request_start += cost
-        request += 1
+        request, request_start, position = next_request(work, request, request_start, cost)
 
 
 @gluon.jit

@@ -12,17 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention.kernels.paged.call import Call, LogSumExps, rows_of
-from attention.kernels.paged.hopper import (
-    TILE_ROWS,
-    RequestKeys,
-    Tile,
-    attend,
-    choose_tiling,
-    load_keys,
-    new_buffers,
-    prepare,
-    seen_by,
-)
+from attention.kernels.paged.hopper_attend import attend
+from attention.kernels.paged.hopper_call import TILE_ROWS, choose_tiling, prepare
+from attention.kernels.paged.hopper_load import RequestKeys, load_keys
+from attention.kernels.paged.hopper_tile import Tile, new_buffers, seen_by
 from attention.kernels.paged.work_list import ROW_NUMBERS, WorkList
 from attention.kernels.tma_rows import TmaPlaces
 

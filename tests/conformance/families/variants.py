@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from models.causal_lm import CausalLM
 from models.config.reader import read_config
+from models.experts import Experts
 from models.linear import FusedLinear, Linear
-from models.moe import Experts
 from models.weights.expert_names import our_name
 from models.weights.loader import load_model
 from models.weights.names import LANGUAGE_MODEL, renamed

@@ -8,16 +8,9 @@ from typing import get_args
 import pytest
 from annotated_types import Le
 
-from baton.config import (
-    DEMO_MODELS,
-    DecodeSettings,
-    GatewaySettings,
-    PickerSettings,
-    PrefillSettings,
-    ProcessSettings,
-    tokenizer_file,
-)
+from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file
 from baton.environment import child_environment
+from baton.gateway_config import GatewaySettings, PickerSettings
 from baton.settings_reader import misspelled_variables, read_settings
 
 

@@ -8,7 +8,8 @@ from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.graphs import GraphSettings
-from engine.device.runner import LaunchedStep, ModelRunner
+from engine.device.launched_step import LaunchedStep
+from engine.device.runner import ModelRunner
 from engine.request import IntArray, int_array
 from engine.sampling.row import SampleRow
 from kvcache.cache import PagedKVCache

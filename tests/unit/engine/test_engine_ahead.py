@@ -14,8 +14,8 @@ from baton.errors import InternalError
 from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch, RowResult
 from engine.build import Built
+from engine.device.launched_step import LaunchedStep
 from engine.device.layer_marks import OnMark
-from engine.device.runner import LaunchedStep
 from engine.engine import Engine
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.limits import limits

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from models.expert_counts import ExpertCounts, expert_load
 from models.expert_places import ExpertPlacement, place_experts
-from models.moe import Router
+from models.router import Router
 from models.weights.loader import _place
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder, build, greedy, prompt_of

@@ -12,7 +12,8 @@ from rich.console import Console
 from baton.cli.frame import Frame
 from baton.cli.top import Frames
 from baton.client import Client
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import GrpcServer
 from baton.security.identity import EVERYBODY
 from baton.settings_reader import read_settings

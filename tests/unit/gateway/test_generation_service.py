@@ -12,8 +12,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.client import Client
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
 from baton.errors import Overloaded
+from baton.gateway_config import GatewaySettings
 from baton.outputs import Notice, Piece, collect_all
 from baton.rpc.server import GrpcServer, connect
 from baton.settings_reader import read_settings

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
 from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import GrpcServer
 from baton.security.certificates import Authority
 from baton.security.guard import OpenGuard

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 import gateway.connections
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits

@@ -12,8 +12,9 @@ from torch import distributed as dist
 from baton.expert_load import ExpertLoad
 from models.causal_lm import CausalLM
 from models.config.reader import read_config
-from models.moe import Router
-from models.parallel import SINGLE, TensorParallel, local_config, with_experts_placed
+from models.local_config import local_config
+from models.parallel import SINGLE, TensorParallel, with_experts_placed
+from models.router import Router
 from models.weights.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for
 

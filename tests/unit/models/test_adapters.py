@@ -15,7 +15,8 @@ from baton.errors import ConfigError
 from models.adapters.adapter import Adapter, LayerShape, read_adapter
 from models.adapters.bank import AdapterBank
 from models.config.reader import read_config
-from models.parallel import SINGLE, TensorParallel, local_config
+from models.local_config import local_config
+from models.parallel import SINGLE, TensorParallel
 from models.weights.loader import load_model
 from tests.ranks import run_ranks
 from tests.unit.models.lora import TARGETS, merge, save_adapter

@@ -12,8 +12,9 @@ from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 from models.config.reader import read_config
 from models.families.delta_config import DeltaSwitches
+from models.local_config import local_config
 from models.needs import kv_cache_spec
-from models.parallel import TensorParallel, local_config
+from models.parallel import TensorParallel
 from models.weights.loader import load_model
 from tests.unit.models.paged import backend_for
 from tests.unit.models.test_equals_transformers import Pair, assert_equal, in_pieces, tokens_of

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.experts import Experts
 from models.families.gemma4 import Gemma4Experts
 from models.families.gpt_oss import GptOssExperts
 from models.families.gpt_oss_config import GptOssSwitches
@@ -15,7 +16,7 @@ from models.kernels.expert_order import num_tiles_max, order_by_expert, sort_ass
 from models.kernels.grouped_gemm import SharedWeights, tiles_for
 from models.kernels.routing import choose_experts, route, router_logits
 from models.layers import GatedMLP
-from models.moe import Experts, Router
+from models.router import Router
 from tests.device import DEVICE
 
 GPT_OSS = GptOssSwitches(swiglu_limit=1.5, swiglu_alpha=1.7)

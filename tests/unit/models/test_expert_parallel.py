@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from baton.errors import ConfigError
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.config.reader import read_config
+from models.experts import Experts, RoutedExperts
 from models.families.gemma4 import Gemma4Experts
 from models.families.gpt_oss import GptOssExperts, Mxfp4Experts
 from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama4 import Llama4Experts
 from models.kernels.expert_order import sort_assignments
-from models.moe import Experts, RoutedExperts
-from models.parallel import TensorParallel, experts, local_config
+from models.local_config import local_config
+from models.parallel import TensorParallel, experts
 from models.weights.loader import checkpoint_views, load_model
 from models.weights.shares import Shares
 from tests.device import DEVICE

@@ -13,8 +13,8 @@ from torch import Tensor
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
 from models.config.reader import read_config
+from models.experts import Experts
 from models.linear import Linear
-from models.moe import Experts
 from models.quantization.fp8_linear import Fp8Linear
 from models.weights.loader import load_model
 from tests.unit.models.fp8_checkpoints import VOCAB_SIZE, Pair, by_block, by_channel, by_tensor, save_fp8

@@ -12,10 +12,12 @@ from torch import nn
 from baton.errors import ConfigError
 from models.config.model_config import MLAConfig, ModelConfig, Scoring, TopKMethod
 from models.config.reader import read_config
+from models.experts import Experts
 from models.kernels.zero_experts import given_back
-from models.moe import Experts, MoE, given_back_in_torch
+from models.local_config import local_config
+from models.moe import MoE, given_back_in_torch
 from models.needs import kv_cache_spec
-from models.parallel import TensorParallel, local_config
+from models.parallel import TensorParallel
 from models.weights.loader import _build, load_model
 from planner.model_size import model_size
 from tests.device import DEVICE

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.functional import silu
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.experts import Experts
 from models.kernels.decode_matmul import DecodeMultiply, new_counters
 from models.layers import GatedMLP, gelu_tanh_and_multiply
-from models.moe import Experts, MoE
+from models.moe import MoE
 from models.products import make_batch_invariant
 from models.quantization.fp8 import E4M3
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
+from models.experts import run_experts, weighted_sum
 from models.families.gpt_oss import Mxfp4Experts
 from models.families.gpt_oss_config import GptOssSwitches
 from models.kernels import int8_gemm
 from models.kernels.packed_experts import run_packed_experts
 from models.kernels.packed_gemm import MAX_TOKENS, Product
 from models.layers import silu_and_multiply
-from models.moe import run_experts, weighted_sum
 from models.quantization.packed import PackedWeight, pack_halves, stacked
 from tests.device import DEVICE
 

@@ -18,7 +18,8 @@ from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.families.mamba_config import MambaSwitches
 from models.linear import Linear
-from models.parallel import TensorParallel, kv_heads, local_config
+from models.local_config import local_config
+from models.parallel import TensorParallel, kv_heads
 from models.quantization.fp8_linear import Fp8Linear
 from models.quantization.int8_linear import Int8Linear
 from models.quantization.packed_linear import PackedLinear

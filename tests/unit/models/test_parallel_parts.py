@@ -11,15 +11,8 @@ import pytest
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
-from models.parallel import (
-    TensorParallel,
-    channels,
-    kv_heads,
-    local_config,
-    padded_rows,
-    query_heads,
-    vocabulary_rows,
-)
+from models.local_config import local_config
+from models.parallel import TensorParallel, channels, kv_heads, padded_rows, query_heads, vocabulary_rows
 from models.weights.shares import Shares
 from tests.unit.models.phi3_small_checkpoint import PUBLISHED as PHI3_SMALL
 from tests.unit.models.phi3_small_checkpoint import write_config

@@ -12,8 +12,9 @@ from models.config.model_config import GQAConfig, ModelConfig, Scoring
 from models.config.reader import read_config
 from models.families.falcon_h1_config import FalconH1Switches
 from models.families.mamba_config import MambaSwitches
+from models.local_config import local_config
 from models.needs import kv_cache_spec
-from models.parallel import TensorParallel, local_config
+from models.parallel import TensorParallel
 from planner.model_size import model_size
 
 GRANITE_4_SMALL: dict[str, Any] = {

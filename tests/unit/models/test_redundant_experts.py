@@ -14,8 +14,8 @@ from baton.expert_load import ExpertLoad, LayerLoad
 from models.config.reader import read_config
 from models.expert_counts import ExpertCounts, expert_load
 from models.expert_places import place_layer
+from models.experts import Experts
 from models.kernels.expert_places import find_places
-from models.moe import Experts
 from models.parallel import TensorParallel, with_experts_placed
 from models.weights.loader import checkpoint_views, load_model
 from tests.device import DEVICE

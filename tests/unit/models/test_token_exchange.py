@@ -10,7 +10,8 @@ from baton.errors import ConfigError
 from engine.build import build_runner
 from models.config.model_config import MLAConfig
 from models.config.reader import read_config
-from models.parallel import TensorParallel, local_config
+from models.local_config import local_config
+from models.parallel import TensorParallel
 from models.token_exchange import TokenShares
 from models.weights.shares import Shares
 from tests.unit.models.tiny import save_tiny

@@ -12,7 +12,8 @@ import torch
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from baton.errors import ConfigError
 from models.config.reader import read_config
-from models.parallel import TensorParallel, local_config, with_experts_placed
+from models.local_config import local_config
+from models.parallel import TensorParallel, with_experts_placed
 from models.weights.loader import _build
 from planner.known_costs import Lengths, kind_by_roofline
 from planner.model_size import ModelSize, model_size

@@ -7,8 +7,9 @@ import pytest
 
 from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
-from baton.config import CLIENT_VARIABLES, DecodeSettings, GatewaySettings, PrefillSettings
+from baton.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings
 from baton.environment import client_access
+from baton.gateway_config import GatewaySettings
 from baton.rpc.server import Address
 from baton.security.keys import read_keys
 from baton.security.roles import Role

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import baton.security.door as security
-from baton.config import DEMO_MODELS, GatewaySettings
+from baton.config import DEMO_MODELS
+from baton.gateway_config import GatewaySettings
 from baton.settings_reader import read_settings
 from gateway.connections import Connections
 from gateway.http.call import Context

@@ -14,8 +14,8 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.config import PickerSettings
 from baton.errors import ConfigError
+from baton.gateway_config import PickerSettings
 from baton.metrics.declared import Role
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import Page, join

@@ -1,0 +1,265 @@
+"""The multiplying warps of the Hopper kernels of decode over a latent cache, whatever their loading warps do.
+
+With few heads scores and result are transposed, keys and channels in the rows and heads in the columns; otherwise two
+warpgroups share them, each with half of the keys for the scores and half of the channels for the result. Legend as in
+`attention.kernels.mla.decode`; S keys of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attention.kernels.mla.hopper_work import request_cost
+
+# Sizes of DeepSeek V2, V2-Lite and V3. Two tiles of such keys and 64 heads' queries just fit into shared memory.
+LATENT = 512
+ROTARY = 64
+STAGES = 2
+# The tensor cores' rows come in 64s and their columns in 8s: fewer heads are in the columns, keys in the rows.
+KEYS_FIRST_BELOW = gl.constexpr(64)
+
+
+class Buffers(NamedTuple):
+    """Shared memory: a ring of tiles of keys, which serve as keys and, without their rotary channels, as values; the
+    queries, a tile's weights, and the ring's barriers."""
+
+    tiles_L: gl.shared_memory_descriptor
+    tiles_P: gl.shared_memory_descriptor
+    q_L: gl.shared_memory_descriptor
+    q_P: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Results(NamedTuple):
+    """Where a program's results go: those of `num_heads` from `head_start` on, and of requests that workers share into
+    slots of the `worker`."""
+
+    out: gl.tensor
+    lse: gl.tensor | None
+    partial_output: gl.tensor
+    partial_lse: gl.tensor
+    worker: gl.tensor
+    head_start: gl.tensor
+    num_heads: gl.tensor
+    out_stride_R: gl.tensor
+    out_stride_H: gl.tensor
+    lse_stride_H: gl.tensor
+    lse_stride_R: gl.tensor
+
+
+@gluon.jit
+def new_buffers(
+    dtype: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROTARY: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+):
+    """Shared memory of a program, with its barriers initialised."""
+    weights_shape: gl.constexpr = [TILE, BLOCK_H] if BLOCK_H < KEYS_FIRST_BELOW else [BLOCK_H, TILE]
+    layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
+    layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], dtype)
+    q_layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, LATENT], dtype)
+    q_layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, ROTARY], dtype)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(weights_shape, dtype)
+    tiles_L = gl.allocate_shared_memory(dtype, [STAGES, TILE, LATENT], layout_L)
+    tiles_P = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROTARY], layout_P)
+    q_L = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], q_layout_L)
+    q_P = gl.allocate_shared_memory(dtype, [BLOCK_H, ROTARY], q_layout_P)
+    weights = gl.allocate_shared_memory(dtype, weights_shape, weights_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    return Buffers(tiles_L, tiles_P, q_L, q_P, weights, full, empty)
+
+
+@gluon.jit
+def attend(
+    q,
+    results,
+    buffers,
+    seq_lens,
+    work,
+    scale,
+    q_stride_R,
+    q_stride_H,
+    SPLIT_TILES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """This worker's parts of requests, one after another."""
+    if OVERLAP:
+        # NOTE: not earlier. Only here have the warps redistributed their registers (`setmaxnreg`). With this at the
+        # kernel's start, where it saves no more time, a program hung at its first matrix product within 80 steps of
+        # DeepSeek-V2-Lite under torch's profiler, in 12 runs of 12; without a profiler never.
+        gdc_launch_dependents()
+    STAGES: gl.constexpr = buffers.tiles_L.shape[0]
+    TILE: gl.constexpr = buffers.tiles_L.shape[1]
+    LATENT: gl.constexpr = buffers.tiles_L.shape[2]
+    BLOCK_H: gl.constexpr = buffers.q_L.shape[0]
+    KEYS_FIRST: gl.constexpr = BLOCK_H < KEYS_FIRST_BELOW
+    WARPS: gl.constexpr = gl.num_warps()
+    GROUPS: gl.constexpr = WARPS // 4
+    AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
+    mma_S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_H if KEYS_FIRST else TILE // GROUPS, 16]
+    )
+    mma_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_H if KEYS_FIRST else LATENT // GROUPS, 16]
+    )
+    per_head_L: gl.constexpr = gl.SliceLayout(AXIS, mma_L)
+    scores_shape: gl.constexpr = [TILE, BLOCK_H] if KEYS_FIRST else [BLOCK_H, TILE]
+    out_shape: gl.constexpr = [LATENT, BLOCK_H] if KEYS_FIRST else [BLOCK_H, LATENT]
+    tiles_L, tiles_P, q_L, q_P = buffers.tiles_L, buffers.tiles_P, buffers.q_L, buffers.q_P
+    weights, full, empty = buffers.weights, buffers.full, buffers.empty
+    out, lse, partial_output, partial_lse = results.out, results.lse, results.partial_output, results.partial_lse
+    worker, head_start, num_heads = results.worker, results.head_start, results.num_heads
+    request, request_start, position = work.request, work.request_start, work.position
+    heads_H = head_start + gl.arange(0, BLOCK_H, layout=per_head_L)
+    keys_S = gl.arange(0, TILE, layout=gl.SliceLayout(1 - AXIS, mma_S))
+    columns = _across_heads(gl.arange(0, LATENT, layout=gl.SliceLayout(1 - AXIS, mma_L)), KEYS_FIRST)
+    head_mask = heads_H < num_heads
+    mask = _along_heads(head_mask, KEYS_FIRST)
+    count = 0
+    while position < work.stop_position:
+        seq_len = gl.load(seq_lens + request)
+        cost = request_cost(seq_len, SPLIT_TILES, TILE)
+        first = position - request_start
+        last = gl.minimum(work.stop_position - request_start, cost)
+        if SPLIT_TILES:
+            last = gl.minimum(last, first + SPLIT_TILES)
+        if cost > 0:
+            _load_queries(q + request.to(gl.int64) * q_stride_R, q_stride_H, q_L, q_P, head_start, num_heads)
+            highest_H = gl.full([BLOCK_H], -float("inf"), gl.float32, layout=gl.SliceLayout(AXIS, mma_S))
+            total = gl.zeros(scores_shape, gl.float32, layout=mma_S)
+            acc = gl.zeros(out_shape, gl.float32, layout=mma_L)
+            last_full = gl.minimum(last, seq_len // TILE)
+            for _ in range(first, last_full):
+                buffer = count % STAGES
+                mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
+                tile_L = tiles_L.index(buffer)
+                tile_P = tiles_P.index(buffer)
+                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
+                acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
+                # NOTE: at once. Queueing the next scores after this product, and waiting only then, is slower by 3 to
+                # 10 %: the next tile is requested later.
+                mbarrier.arrive(empty.index(buffer), count=1)
+                count += 1
+            if last_full * TILE < gl.minimum(last * TILE, seq_len):
+                # The request's last tile, with fewer keys.
+                buffer = count % STAGES
+                num_keys = seq_len - last_full * TILE
+                mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
+                tile_L = tiles_L.index(buffer)
+                tile_P = tiles_P.index(buffer)
+                _clear_rows(tile_L, num_keys, TILE, LATENT)
+                scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
+                scores = gl.where(_across_heads(keys_S < num_keys, KEYS_FIRST), scores, -float("inf"))
+                acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
+                mbarrier.arrive(empty.index(buffer), count=1)
+                count += 1
+            total_H = gl.convert_layout(gl.sum(total, AXIS), per_head_L)
+            acc = acc / _along_heads(total_H, KEYS_FIRST)
+            lse_H = (gl.convert_layout(highest_H, per_head_L) + gl.log2(total_H)) * 0.6931471805599453
+            if (first == 0) & (last == cost):
+                rows_H = request.to(gl.int64) * results.out_stride_R + heads_H * results.out_stride_H
+                gl.store(out + _along_heads(rows_H, KEYS_FIRST) + columns, acc.to(out.dtype.element_ty), mask=mask)
+                if lse is not None:
+                    gl.store(
+                        lse + heads_H * results.lse_stride_H + request.to(gl.int64) * results.lse_stride_R,
+                        lse_H,
+                        mask=head_mask,
+                    )
+            else:
+                # The first part of a request is the last of its worker.
+                slot = 2 * worker + (first == 0).to(gl.int32)
+                if SPLIT_TILES:
+                    slot = position // SPLIT_TILES
+                rows_H = slot.to(gl.int64) * num_heads + heads_H
+                gl.store(partial_output + _along_heads(rows_H * LATENT, KEYS_FIRST) + columns, acc, mask=mask)
+                gl.store(partial_lse + rows_H, lse_H, mask=head_mask)
+        position = request_start + last
+        if last == cost:
+            request_start += cost
+            request += 1
+
+
+@gluon.jit
+def _along_heads(x_H, KEYS_FIRST: gl.constexpr):
+    return gl.expand_dims(x_H, 0 if KEYS_FIRST else 1)
+
+
+@gluon.jit
+def _across_heads(x, KEYS_FIRST: gl.constexpr):
+    """A vector of keys or channels with an axis for heads."""
+    return gl.expand_dims(x, 1 if KEYS_FIRST else 0)
+
+
+@gluon.jit
+def _load_queries(q, q_stride_H, q_L, q_P, head_start, num_heads):
+    """Loads one request's queries into shared memory; heads past the last are 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    heads_H = head_start + gl.arange(0, q_L.shape[0], layout=gl.SliceLayout(1, layout))
+    channels_L = gl.arange(0, q_L.shape[1], layout=gl.SliceLayout(0, layout))
+    channels_P = q_L.shape[1] + gl.arange(0, q_P.shape[1], layout=gl.SliceLayout(0, layout))
+    rows = q + heads_H[:, None] * q_stride_H
+    mask = (heads_H < num_heads)[:, None]
+    q_L.store(gl.load(rows + channels_L[None, :], mask=mask, other=0.0))
+    q_P.store(gl.load(rows + channels_P[None, :], mask=mask, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(tile_L, tile_P, q_L, q_P, shape: gl.constexpr, layout: gl.constexpr, KEYS_FIRST: gl.constexpr):
+    scores = gl.zeros(shape, gl.float32, layout=layout)
+    if KEYS_FIRST:
+        scores = warpgroup_mma(tile_L, q_L.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(tile_P, q_P.permute((1, 0)), scores, is_async=True)
+    else:
+        scores = warpgroup_mma(q_L, tile_L.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_P, tile_P.permute((1, 0)), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=(scores,))
+
+
+@gluon.jit
+def _add_tile(tile_L, weights_tile, scores, acc, highest_H, total, KEYS_FIRST: gl.constexpr):
+    """Adds a tile; returns (values, highest scores, weights) so far: the usual online softmax, except that weights are
+    summed over a tile's keys only at the end."""
+    AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
+    new_highest_H = gl.maximum(highest_H, gl.max(scores, AXIS))
+    shrink_H = gl.exp2(highest_H - new_highest_H)
+    weights = gl.exp2(scores - _along_heads(new_highest_H, KEYS_FIRST))
+    total = total * _along_heads(shrink_H, KEYS_FIRST) + weights
+    weights_tile.store(weights.to(tile_L.dtype))
+    fence_async_shared()
+    acc = acc * _along_heads(gl.convert_layout(shrink_H, gl.SliceLayout(AXIS, acc.type.layout)), KEYS_FIRST)
+    if KEYS_FIRST:
+        acc = warpgroup_mma(tile_L.permute((1, 0)), weights_tile, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(weights_tile, tile_L, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,)), new_highest_H, total
+
+
+@gluon.jit
+def _clear_rows(tile_L, num_keys, TILE: gl.constexpr, LATENT: gl.constexpr):
+    """Writes zeros past the request's end, where memory may hold NaN: a weight of 0 times NaN would be NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    for start in gl.static_range(0, LATENT, 64):
+        part = tile_L.slice(start, 64, dim=1)
+        part.store(gl.where((rows < num_keys)[:, None], part.load(layout), 0.0))
+    fence_async_shared()

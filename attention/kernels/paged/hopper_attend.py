@@ -1,0 +1,263 @@
+"""The multiplying warpgroups of the Hopper kernels of attention over a batch: each has 64 rows of a tile, and computes
+the softmax of one tile of keys while the tensor cores multiply the weights of the previous tile.
+
+The legend is that of `attention.kernels.paged.portable`, with A and P for the two parts of the key channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attention.kernels.paged.hopper_tile import seen_by
+
+
+class Scoring(NamedTuple):
+    """From products of queries and keys to scores, in powers of 2. None is not compiled.
+
+    With a soft cap, a hyperbolic tangent, `scale2` has the factor 2 of its exponent.
+    """
+
+    scale2: float
+    soft_cap2: float | None
+    alibi_slopes_ptr: Tensor | None
+    sinks_ptr: Tensor | None
+
+
+class _Queries(NamedTuple):
+    """A warpgroup's rows, as its softmax needs them; no slopes without ALiBi."""
+
+    positions_M: gl.tensor
+    slopes_M: gl.tensor | None
+    seq_len: gl.tensor
+
+
+@gluon.jit
+def attend(
+    WARPGROUP: gl.constexpr,
+    q,
+    out,
+    lse,
+    scoring,
+    buffers,
+    tile,
+    turn,
+    sizes: gl.constexpr,
+    mask: gl.constexpr,
+    PAGED: gl.constexpr,
+    GOES_ON: gl.constexpr,
+):
+    """One warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on; with GOES_ON, the
+    last place is given back too, for another tile."""
+    PACK: gl.constexpr = sizes.pack
+    BLOCK_A: gl.constexpr = sizes.block_a
+    BLOCK_P: gl.constexpr = sizes.block_p
+    BLOCK_V: gl.constexpr = sizes.block_v
+    BLOCK_N: gl.constexpr = sizes.block_n
+    STAGES: gl.constexpr = sizes.stages
+    LIMITED: gl.constexpr = mask.window != 0 or mask.chunk != 0
+    ROWS: gl.constexpr = buffers.q_A.shape[1]
+    FIRST: gl.constexpr = WARPGROUP * ROWS
+    USED: gl.constexpr = 2 * ROWS // PACK * PACK
+    dtype: gl.constexpr = buffers.k_A.dtype
+    mma_N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    mma_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma_V, 2)
+    per_row: gl.constexpr = gl.SliceLayout(1, mma_N)
+    per_row_V: gl.constexpr = gl.SliceLayout(1, mma_V)
+    copies: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    query_start, query_len, seq_len = tile.query_start, tile.query_len, tile.seq_len
+    first_token, head, heads_left = tile.first_token, tile.head, tile.heads_left
+    tiles_A, tiles_P, tiles_V = buffers.k_A, buffers.k_P, buffers.v
+    full_k, empty_k, full_v, empty_v = buffers.full_k, buffers.empty_k, buffers.full_v, buffers.empty_v
+
+    rows_C = FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
+    tokens_C = first_token + rows_C // PACK
+    valid_C = (tokens_C < query_len) & (rows_C < USED) & (rows_C % PACK < heads_left)
+    q_rows_C = (query_start + tokens_C).to(gl.int64) * q.stride_t + (head + rows_C % PACK) * q.stride_h
+    q_A = buffers.q_A.index(WARPGROUP)
+    q_P = buffers.q_P.index(WARPGROUP)
+    _load_queries(q.ptr + q_rows_C, q_A, q_P, valid_C, copies, sizes.key_size, BLOCK_P)
+
+    rows_M = FIRST + gl.arange(0, ROWS, layout=per_row)
+    tokens_M = first_token + rows_M // PACK
+    positions_M = seq_len - query_len + tokens_M
+    heads_M = head + rows_M % PACK
+    valid_M = (tokens_M < query_len) & (rows_M < USED) & (rows_M % PACK < heads_left)
+    slopes_M = None
+    if scoring.alibi_slopes_ptr is not None:
+        slopes_M = gl.load(scoring.alibi_slopes_ptr + heads_M, mask=valid_M, other=0.0) * 1.4426950408889634
+    if scoring.sinks_ptr is not None:
+        max_M = gl.load(scoring.sinks_ptr + heads_M, mask=valid_M, other=0.0).to(gl.float32) * 1.4426950408889634
+        sum_M = gl.full([ROWS], 1.0, gl.float32, layout=per_row)
+    else:
+        max_M = gl.full([ROWS], -float("inf"), gl.float32, layout=per_row)
+        sum_M = gl.zeros([ROWS], gl.float32, layout=per_row)
+    acc_MV = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=mma_V)
+    queries = _Queries(positions_M, slopes_M, seq_len)
+
+    start, stop = tile.first_key // BLOCK_N, gl.cdiv(tile.stop_key, BLOCK_N)
+    if start < stop:
+        first_position = seq_len - query_len + first_token + FIRST // PACK
+        last_position = seq_len - query_len + gl.minimum(first_token + (FIRST + ROWS - 1) // PACK, query_len - 1)
+        _, _, full_start, full_stop = seen_by(first_position, last_position, seq_len, BLOCK_N, mask)
+        full_stop = gl.minimum(full_stop, stop - 1)
+        full_start = gl.maximum(gl.minimum(full_start, full_stop), start)
+
+        stage, phase = turn % STAGES, (turn // STAGES) & 1
+        mbarrier.wait(full_k.index(stage), phase)
+        scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
+        scores_MN = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(empty_k.index(stage), count=1)
+        weights_MN, max_M, sum_M, rescale_M = _softmax(
+            scores_MN, max_M, sum_M, (stop - 1) * BLOCK_N, queries, scoring, mask, True
+        )
+        weights = gl.convert_layout(weights_MN.to(dtype), operand)
+        if seq_len < stop * BLOCK_N:
+            mbarrier.wait(full_v.index(stage), phase)
+            _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
+
+        # Tiles from the last to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
+        count = 0
+        for part in gl.static_range(3):
+            if part != 2 or LIMITED:
+                part_start = full_stop if part == 0 else full_start if part == 1 else start
+                part_stop = stop - 1 if part == 0 else full_stop if part == 1 else full_start
+                for _ in range(part_start, part_stop):
+                    last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                    count += 1
+                    stage, phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+                    mbarrier.wait(full_k.index(stage), phase)
+                    scores = _multiply_keys(q_A, q_P, tiles_A.index(stage), tiles_P.index(stage), BLOCK_P, mma_N)
+                    mbarrier.wait(full_v.index(last_stage), last_phase)
+                    acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
+                    scores_MN = warpgroup_mma_wait(1, deps=(scores,))
+                    mbarrier.arrive(empty_k.index(stage), count=1)
+                    weights_MN, max_M, sum_M, rescale_M = _softmax(
+                        scores_MN, max_M, sum_M, (stop - 1 - count) * BLOCK_N, queries, scoring, mask, part != 1
+                    )
+                    acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+                    mbarrier.arrive(empty_v.index(last_stage), count=1)
+                    acc_MV *= gl.convert_layout(rescale_M, per_row_V)[:, None]
+                    weights = gl.convert_layout(weights_MN.to(dtype), operand)
+        last_stage, last_phase = (turn + count) % STAGES, ((turn + count) // STAGES) & 1
+        mbarrier.wait(full_v.index(last_stage), last_phase)
+        if PAGED and LIMITED and start * BLOCK_N < tile.first_key:
+            _keep_rows(tiles_V.index(last_stage), tile.first_key - start * BLOCK_N, BLOCK_N, BLOCK_N, BLOCK_V)
+        acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
+        acc_MV = warpgroup_mma_wait(0, deps=(acc,))
+        if GOES_ON:
+            mbarrier.arrive(empty_v.index(last_stage), count=1)
+
+    # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
+    total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
+    acc_MV *= gl.convert_layout(1.0 / total_M, per_row_V)[:, None]
+    out_ptr = out.ptr + query_start.to(gl.int64) * out.stride_t + head * out.stride_h
+    if BLOCK_V == BLOCK_A:
+        # The result passes through the queries' memory, for stores of 16 bytes.
+        q_A.store(acc_MV.to(dtype))
+        out_rows_C = tokens_C.to(gl.int64) * out.stride_t + rows_C % PACK * out.stride_h
+        _store(out_ptr, out_rows_C, q_A.load(copies), valid_C, sizes.value_size)
+    else:
+        out_rows_M = tokens_M.to(gl.int64) * out.stride_t + rows_M % PACK * out.stride_h
+        out_rows_V = gl.convert_layout(out_rows_M, per_row_V)
+        _store(out_ptr, out_rows_V, acc_MV, gl.convert_layout(valid_M, per_row_V), sizes.value_size)
+    if lse.ptr is not None:
+        lse_M = (max_M + gl.log2(total_M)) / 1.4426950408889634
+        lse_rows_M = heads_M.to(gl.int64) * lse.stride_h + (query_start + tokens_M) * lse.stride_t
+        gl.store(lse.ptr + lse_rows_M, lse_M, mask=valid_M)
+
+
+@gluon.jit
+def _load_queries(q_rows, q_A, q_P, valid, layout: gl.constexpr, KEY_SIZE: gl.constexpr, BLOCK_P: gl.constexpr):
+    BLOCK_A: gl.constexpr = q_A.shape[1]
+    channels = gl.arange(0, BLOCK_A, layout=gl.SliceLayout(0, layout))
+    mask = valid[:, None] & (channels < KEY_SIZE)[None, :]
+    q_A.store(gl.load(q_rows[:, None] + channels[None, :], mask=mask, other=0.0))
+    if BLOCK_P:
+        channels_P = BLOCK_A + gl.arange(0, BLOCK_P, layout=gl.SliceLayout(0, layout))
+        mask_P = valid[:, None] & (channels_P < KEY_SIZE)[None, :]
+        q_P.store(gl.load(q_rows[:, None] + channels_P[None, :], mask=mask_P, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _store(pointer, rows, acc, valid, VALUE_SIZE: gl.constexpr):
+    channels = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    mask = valid[:, None] & (channels < VALUE_SIZE)[None, :]
+    gl.store(pointer + rows[:, None] + channels[None, :], acc.to(pointer.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
+    """The scores, not waited for."""
+    ROWS: gl.constexpr = q_A.shape[0]
+    BLOCK_N: gl.constexpr = tile_A.shape[0]
+    scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
+    scores = warpgroup_mma(q_A, tile_A.permute((1, 0)), scores, use_acc=False, is_async=True)
+    if BLOCK_P:
+        scores = warpgroup_mma(q_P, tile_P.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.constexpr, MASKED: gl.constexpr):
+    """A tile's weights, the rows' new maximum and sum, and the factor for earlier results; all in powers of 2."""
+    WINDOW: gl.constexpr = mask.window
+    CHUNK: gl.constexpr = mask.chunk
+    SOFT_CAP: gl.constexpr = scoring.soft_cap2 is not None
+    ALIBI: gl.constexpr = queries.slopes_M is not None
+    positions_M, scale2 = queries.positions_M, scoring.scale2
+    keys_N = first_key + gl.arange(0, scores_MN.shape[1], layout=gl.SliceLayout(0, scores_MN.type.layout))
+    if SOFT_CAP:
+        scores_MN = scoring.soft_cap2 * (1.0 - 2.0 / (gl.exp2(scores_MN * scale2) + 1.0))
+    elif ALIBI:
+        scores_MN *= scale2
+    if ALIBI:
+        scores_MN += queries.slopes_M[:, None] * (keys_N[None, :] - positions_M[:, None]).to(gl.float32)
+    if MASKED:
+        seen_MN = (keys_N < queries.seq_len)[None, :]
+        if mask.causal:
+            seen_MN = seen_MN & (keys_N[None, :] <= positions_M[:, None])
+        elif WINDOW:
+            seen_MN = seen_MN & (keys_N[None, :] < positions_M[:, None] + WINDOW)
+        if WINDOW:
+            seen_MN = seen_MN & (keys_N[None, :] > positions_M[:, None] - WINDOW)
+        if CHUNK:
+            seen_MN = seen_MN & (keys_N[None, :] >= (positions_M // CHUNK * CHUNK)[:, None])
+        scores_MN = gl.where(seen_MN, scores_MN, -float("inf"))
+    highest_M = gl.max(scores_MN, 1)
+    if not (SOFT_CAP or ALIBI):
+        highest_M *= scale2
+    new_max_M = gl.maximum(max_M, highest_M)
+    base_M = new_max_M
+    if MASKED:
+        # For a query that has seen no key yet, -inf minus -inf would be NaN.
+        base_M = gl.where(new_max_M == -float("inf"), 0.0, new_max_M)
+    if SOFT_CAP or ALIBI:
+        weights_MN = gl.exp2(scores_MN - base_M[:, None])
+    else:
+        weights_MN = gl.exp2(scores_MN * scale2 - base_M[:, None])
+    rescale_M = gl.exp2(max_M - base_M)
+    return weights_MN, new_max_M, sum_M * rescale_M + gl.sum(weights_MN, 1), rescale_M
+
+
+@gluon.jit
+def _keep_rows(tile, first, stop, BLOCK_N: gl.constexpr, CHANNELS: gl.constexpr):
+    """Clears values that no query sees, which may be NaN: a weight of 0 times NaN would be NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    for start in gl.static_range(0, CHANNELS, 64):
+        part = tile.slice(start, 64, dim=1)
+        part.store(gl.where(((rows >= first) & (rows < stop))[:, None], part.load(layout), 0.0))
+    fence_async_shared()

@@ -1,0 +1,78 @@
+"""The loading warp of the Hopper kernels of attention over a batch: by the bulk tensor copy engine, it brings tiles of
+keys and values into the rings in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+class RequestKeys(NamedTuple):
+    """Where the loading warp finds one request's keys: from `key_start` on, or in the blocks of its table."""
+
+    key_start: gl.tensor
+    table_ptr: gl.tensor
+    first_block: gl.tensor
+    last_block: gl.tensor
+    block_size: gl.tensor
+
+
+@gluon.jit
+def load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, turn, sizes: gl.constexpr, PAGED: gl.constexpr):
+    """Loads all tiles of keys and values, the last keys first, into the rings from place `turn` on."""
+    BLOCK_N: gl.constexpr = sizes.block_n
+    STAGES: gl.constexpr = sizes.stages
+    PIECE: gl.constexpr = sizes.piece
+    BLOCK_A: gl.constexpr = sizes.block_a
+    BLOCK_P: gl.constexpr = sizes.block_p
+    stop = gl.cdiv(tile.stop_key, BLOCK_N)
+    for count in range(0, stop - tile.first_key // BLOCK_N):
+        key = (stop - 1 - count) * BLOCK_N
+        stage = (turn + count) % STAGES
+        phase = (((turn + count) // STAGES) & 1) ^ 1
+        mbarrier.wait(buffers.empty_k.index(stage), phase)
+        tile_A, tile_P, full = buffers.k_A.index(stage), buffers.k_P.index(stage), buffers.full_k.index(stage)
+        _load_tile(k_A, k_P, tile_A, tile_P, full, key, tile.kv_head, keys, k_places, BLOCK_A, BLOCK_P, PIECE, PAGED)
+        mbarrier.wait(buffers.empty_v.index(stage), phase)
+        tile_V, full = buffers.v.index(stage), buffers.full_v.index(stage)
+        _load_tile(v_V, v_V, tile_V, tile_V, full, key, tile.kv_head, keys, v_places, sizes.block_v, 0, PIECE, PAGED)
+
+
+@gluon.jit
+def _load_tile(
+    rows_A,
+    rows_P,
+    tile_A,
+    tile_P,
+    full,
+    key,
+    kv_head,
+    keys,
+    places,
+    BLOCK_A: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+    PIECE: gl.constexpr,
+    PAGED: gl.constexpr,
+):
+    """Starts the copies of a tile, `PIECE` keys of a block at a time."""
+    BLOCK_N: gl.constexpr = tile_A.shape[0]
+    mbarrier.expect(full, BLOCK_N * (BLOCK_A + BLOCK_P) * 2)
+    for piece in gl.static_range(BLOCK_N // PIECE):
+        row = key + piece * PIECE
+        if not PAGED:
+            row += keys.key_start
+        else:
+            # Only blocks that hold seen keys are looked up; for masked keys any block works.
+            place = gl.maximum(gl.minimum(row // keys.block_size, keys.last_block), keys.first_block)
+            block = gl.load(keys.table_ptr + place)
+            row = block * places.row_b + row % keys.block_size
+        row += kv_head * places.row_h
+        target = tile_A.slice(piece * PIECE, PIECE, dim=0)
+        tma.async_copy_global_to_shared(rows_A, [row, kv_head * places.col_h], full, target)
+        if BLOCK_P:
+            target_P = tile_P.slice(piece * PIECE, PIECE, dim=0)
+            tma.async_copy_global_to_shared(rows_P, [row, kv_head * places.col_h + BLOCK_A], full, target_P)

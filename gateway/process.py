@@ -35,7 +35,7 @@ log = logging.getLogger("baton")
 _NODES_TIMEOUT_S = 5.0
 # When the collector looks for garbage: after so many more objects, looks among the newest, and looks among newer ones.
 # With Python's 700, 10 and 10 it takes a fifth of a process in which 512 streams wait for their turns, and pauses them
-# for 70 to 130 ms. It is rarely needed: requests leave no cycles (`tests/unit/gateway/test_garbage.py`), but for three
+# for 50 to 140 ms. It is rarely needed: requests leave no cycles (`tests/unit/gateway/test_garbage.py`), but for a few
 # small objects of gRPC's.
 _COLLECT_AT = (50_000, 5, 10)
 

@@ -27,7 +27,8 @@ class Started:
 
 
 class TokensCame(NamedTuple):
-    """Tokens that the decode node has sampled for this request, in their order."""
+    """Tokens that the decode node has sampled for this request, in their order: at least one. An attempt's first token
+    begins such an event, and a token with a finish reason is the last one."""
 
     attempt: int
     tokens: Sequence[decode_pb2.StepToken]

@@ -1,6 +1,6 @@
 """The messages to the client of one request: text and tokens as they come, and the last message. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,20 +72,32 @@ class Reply:
             end = OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
         return texts, end
 
-    def add(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
-        """Adds the next token to the message in progress; returns how the output ends if this token ends it."""
-        token, reason = step_token.token, step_token.finish_reason
-        if not self.completion_tokens:
-            self._prompt_logprobs = step_token.prompt_logprobs
-        self._tokens.append(token)
-        self.completion_tokens += 1
+    def add(self, step_tokens: Iterable[decode_pb2.StepToken]) -> OutputEnd | None:
+        """Adds the next tokens to the message in progress, up to one that ends the output; returns how it does."""
+        searched = self._stops is not None
+        for step_token in step_tokens:
+            token = step_token.token
+            if not self.completion_tokens:
+                self._prompt_logprobs = step_token.prompt_logprobs
+            self._tokens.append(token)
+            self.completion_tokens += 1
+            if searched or step_token.finish_reason:
+                if (end := self._add_text(step_token)) is not None:
+                    return end
+            else:
+                self._shown.append(token.token_id)
+        return None
+
+    def _add_text(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
+        """The text of a token that may end the output."""
+        token_id, reason = step_token.token.token_id, step_token.finish_reason
         end = OutputEnd(reason, step_token.stop_reason) if reason else None
         if reason == common_pb2.FINISH_REASON_STOP and not self._sampling.include_stop:
             return end  # the token itself is the stop: it is not part of the text
         if self._stops is None:
-            self._shown.append(token.token_id)
+            self._shown.append(token_id)
             return end
-        text = self._detokenizer.push(token.token_id)
+        text = self._detokenizer.push(token_id)
         # As with stop tokens, a stop string counts only if it is complete once min_tokens tokens have come.
         passed = self._stops.push(text, may_stop=self.completion_tokens > self._sampling.min_tokens)
         self._text += passed.text

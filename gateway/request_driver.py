@@ -112,6 +112,7 @@ class RequestDriver:
                     elif isinstance(command, Finish):
                         if command.error is not None:
                             raise command.error
+                        await self._last_turn()
                         return
                     else:
                         self._execute(command)
@@ -129,6 +130,12 @@ class RequestDriver:
             raise self._ended_by from None
         finally:
             self._close()
+
+    async def _last_turn(self) -> None:
+        """The client has everything. To end a request takes longer than a message: other streams' tokens go first."""
+        waiter = self._loop.create_future()
+        self._turns.ask(waiter, self._round)
+        await waiter
 
     def end(self, error: BatonError) -> None:
         """Ends the request with this error, even while its client reads nothing."""

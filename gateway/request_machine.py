@@ -192,13 +192,13 @@ class RequestMachine:
 
     def _tokens_came(self, attempt: Attempt, tokens: Sequence[decode_pb2.StepToken]) -> None:
         attempt.waiting_since_s = self._state.now_s
-        for step_token in tokens:
-            if step_token.finish_reason:
-                attempt.ended_by_node = self._must_check = True
-            if step_token.HasField("prefill_s"):
-                self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
-                self.local_prefill = LocalPrefill.reported(self._state.now_s, step_token)
-            self._pass_on(attempt, step_token)
+        first, last = tokens[0], tokens[-1]
+        if last.finish_reason:
+            attempt.ended_by_node = self._must_check = True
+        if first.HasField("prefill_s"):
+            self._receipt.prefilled(first.prefill_s, first.queue_s)
+            self.local_prefill = LocalPrefill.reported(self._state.now_s, first)
+        self._pass_on(attempt, tokens)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
         self._must_check = True
@@ -249,7 +249,7 @@ class RequestMachine:
                     stop_reason=first.stop_reason,
                     prompt_logprobs=first.prompt_logprobs,
                 )
-                self._pass_on(attempt, step_token)
+                self._pass_on(attempt, (step_token,))
             case "sent":
                 call.sent = True
                 self._receipt.sent(reply.sent)
@@ -274,8 +274,8 @@ class RequestMachine:
 
     # ---- tokens
 
-    def _pass_on(self, attempt: Attempt, step_token: decode_pb2.StepToken) -> None:
-        if self._output.add(step_token, hold=attempt.first_token_owed):
+    def _pass_on(self, attempt: Attempt, step_tokens: Sequence[decode_pb2.StepToken]) -> None:
+        if self._output.add(step_tokens, hold=attempt.first_token_owed):
             self._must_check = True
             self._receipt_waits_until_s = self._state.now_s + _RECEIPT_WAIT_S
 

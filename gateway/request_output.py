@@ -1,5 +1,6 @@
 """What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,24 +84,21 @@ class Output:
         texts, self.end = self._reply.resume(self._request.output, self._request.ended)
         return texts
 
-    def add(self, step_token: decode_pb2.StepToken, *, hold: bool) -> bool:
-        """Adds a node's token, and early ones whose turn it is then; returns whether that ended the output.
+    def add(self, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool) -> bool:
+        """Adds a node's tokens, and early ones whose turn it is then; returns whether that ended the output.
 
         Tokens after its end are ignored.
 
         Args:
-            hold: the token before this one may still come from another node.
+            hold: the token before the first one may still come from another node.
 
         Raises:
             InternalError: a token is missing, and no node will send it.
         """
         if self.end is not None:
             return False
-        for due in self._order.offer(step_token, hold=hold):
-            self.end = self._reply.add(due)
-            if self.end is not None:
-                return True
-        return False
+        self.end = self._reply.add(self._order.offer(step_tokens, hold=hold))
+        return self.end is not None
 
     def forget_early(self) -> None:
         """Drops the early tokens: the node that sent them does not continue the request."""

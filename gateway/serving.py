@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Protocol
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
@@ -261,9 +262,11 @@ class Serving:
         except BatonError as error:
             error.request_id = request_id
             record.failed(error)
+            clear_frames(error.__traceback__)  # they refer to the error, and the request would stay as a cycle
             raise
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             record.cancelled()
+            clear_frames(error.__traceback__)
             raise
         except Exception as error:
             record.broken(error)

@@ -1,5 +1,7 @@
 """Puts the tokens of one request in order, whichever node sampled them: none twice, none missing. Pure."""
 
+from collections.abc import Iterable, Iterator
+
 from baton.errors import InternalError
 from protos.baton.v1 import decode_pb2
 
@@ -15,37 +17,37 @@ class TokenOrder:
         self.token_ids: list[int] = []  # passed on
         self._early: dict[int, decode_pb2.StepToken] = {}
 
-    def offer(self, step_token: decode_pb2.StepToken, *, hold: bool) -> list[decode_pb2.StepToken]:
-        """Returns the tokens whose turn it is now; a token that was passed on before is dropped.
+    def offer(self, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool) -> Iterator[decode_pb2.StepToken]:
+        """Yields the tokens whose turn it is, once they are passed on; a token that was passed on before is dropped.
 
         Args:
-            hold: the token before this one may still come from another node.
+            hold: the token before the first one may still come from another node.
 
         Raises:
             InternalError: a token is missing, and no node will send it.
         """
-        token = step_token.token
-        index = token.index
-        num_passed = len(self.token_ids)
-        if index == num_passed and not self._early:  # nearly every token
-            self.token_ids.append(token.token_id)
-            return [step_token]
-        if index < num_passed:
-            return []
-        if index > num_passed:
-            if not hold:
-                raise self._gap(index)
-            self._early[index] = step_token
-            return []
-        ready = [step_token]
-        self.token_ids.append(token.token_id)
+        token_ids, early = self.token_ids, self._early
+        for step_token in step_tokens:
+            token = step_token.token
+            index, num_passed = token.index, len(token_ids)
+            if index == num_passed:
+                token_ids.append(token.token_id)
+                yield step_token
+                if early:  # rare
+                    yield from self._follow()
+            elif index > num_passed:
+                if not hold:
+                    raise self._gap(index)
+                early[index] = step_token
+
+    def _follow(self) -> Iterator[decode_pb2.StepToken]:
+        """The early tokens, whose turn it is now."""
         while self._early:
             following = self._early.pop(len(self.token_ids), None)
             if following is None:
                 raise self._gap(min(self._early))
-            ready.append(following)
             self.token_ids.append(following.token.token_id)
-        return ready
+            yield following
 
     def forget_early(self) -> None:
         """Drops the early tokens: the node that sent them does not continue the request."""

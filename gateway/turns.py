@@ -3,7 +3,8 @@
 While a stream waits for its turn, more of its tokens come and join its next message. So nothing is held back while the
 process keeps up, and a process that does not sends fewer, larger messages. It keeps up as long as few messages are on
 their way at once: gRPC reads what nodes send through the same queue as it writes, so that more of them would keep the
-next tokens waiting there, where they join nothing.
+next tokens waiting there, where they join nothing. A request that has ended waits for one more turn before its books
+are closed, so that many that end together hold up nobody's tokens.
 """
 
 import asyncio

@@ -104,7 +104,9 @@ def _admitted(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Hand
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
             await admit(context)
-            async with aclosing(behavior(read(request), context)) as responses:
+            answering = behavior(read(request), context)
+            del request  # as in `baton.rpc.malformed`
+            async with aclosing(answering) as responses:
                 async for response in responses:
                     yield response
 
@@ -113,7 +115,9 @@ def _admitted(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Hand
 
         async def guarded_call(request: Any, context: Context) -> Any:
             await admit(context)
-            return await behavior(read(request), context)
+            answering = behavior(read(request), context)
+            del request
+            return await answering
 
         guarded = guarded_call
     return with_behavior(handler, guarded, parse=parse if streams else None)

@@ -120,6 +120,10 @@ class App:
             if started:
                 raise
             await self._error(scope, error)(scope, receive, start)
+        finally:
+            del scope[
+                RAW_SEND
+            ]  # it refers to the server's request, which has the scope: garbage only the collector frees
 
     def _admit(self, scope: Scope) -> None:
         """Raises:

@@ -22,8 +22,8 @@ class Collector:
         self._one_call = one_call
         self._deltas: list[ChatDelta] = []
         self._calls = 0
-        self._reasoning = _Trimmed(self._reasoning_delta, leading="\n", trailing="\n")
-        self._content = _Trimmed(self._content_delta)
+        self._reasoning = _Trimmed(leading="\n", trailing="\n")
+        self._content = _Trimmed()
 
     def take(self) -> list[ChatDelta]:
         """What has come since the last time."""
@@ -35,7 +35,7 @@ class Collector:
         self._content.trailing = SPACE
 
     def reasoning(self, text: str) -> None:
-        self._reasoning.write(text)
+        self._reasoning_delta(self._reasoning.pass_on(text))
 
     def end_reasoning(self) -> None:
         """A marker ended the reasoning."""
@@ -43,7 +43,7 @@ class Collector:
         self._content.leading = "\n"
 
     def content(self, text: str) -> None:
-        self._content.write(text)
+        self._content_delta(self._content.pass_on(text))
 
     def start_call(self, name: str) -> None:
         self._content.drop()
@@ -60,50 +60,51 @@ class Collector:
 
     def finish(self) -> None:
         """The text has ended: what was held back is the model's, unless it follows a call."""
-        self._reasoning.flush()
-        self._content.flush()
+        self._reasoning_delta(self._reasoning.flush())
+        self._content_delta(self._content.flush())
 
     @property
     def _wanted(self) -> bool:
         return not self._one_call or self._calls == 1
 
     def _reasoning_delta(self, text: str) -> None:
-        self._deltas.append(ChatDelta(reasoning=text))
+        if text:
+            self._deltas.append(ChatDelta(reasoning=text))
 
     def _content_delta(self, text: str) -> None:
-        self._deltas.append(ChatDelta(content=text))
+        if text:
+            self._deltas.append(ChatDelta(content=text))
 
 
 class _Trimmed:
-    """Passes text on without some characters at its ends.
+    """Text without some characters at its ends.
 
     Attributes:
         leading: characters dropped until another one comes.
         trailing: characters held back until another one comes.
     """
 
-    def __init__(self, write: Callable[[str], None], *, leading: str = "", trailing: str = "") -> None:
-        self._write = write
+    def __init__(self, *, leading: str = "", trailing: str = "") -> None:
         self._held = ""
         self.leading = leading
         self.trailing = trailing
 
-    def write(self, text: str) -> None:
+    def pass_on(self, text: str) -> str:
+        """What is certain to belong to the text, with the next piece."""
         if self.leading:
             text = text.lstrip(self.leading)
             if not text:
-                return
+                return ""
             self.leading = ""
         text = self._held + text
         kept = text.rstrip(self.trailing) if self.trailing else text
         self._held = text[len(kept) :]
-        if kept:
-            self._write(kept)
+        return kept
 
     def drop(self) -> None:
         self._held = ""
 
-    def flush(self) -> None:
-        if self._held:
-            self._write(self._held)
-        self._held = ""
+    def flush(self) -> str:
+        """What was held back, as part of the text."""
+        held, self._held = self._held, ""
+        return held

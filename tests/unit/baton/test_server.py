@@ -1,6 +1,7 @@
 """Every server of ours answers bursts, refuses malformed messages, lists its health and describes itself."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.errors import ConfigError, InvalidRequest, NoNode
 from baton.rpc.reflection import V1, V1_ALPHA
 from baton.rpc.server import Address, GrpcServer, connect
 from baton.rpc.status import from_rpc_error
+from node import waiting
 from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -310,6 +312,25 @@ async def test_whatever_a_handler_raises_becomes_a_status_of_ours(
     assert caught.value.code() is code
     assert message in str(from_rpc_error(caught.value))
     assert from_rpc_error(caught.value).reason != ""
+
+
+@pytest.mark.parametrize(("method", "kind"), [("Connect", "ConnectRequest"), ("Prefill", "PrefillRequest")])
+async def test_a_call_that_has_failed_keeps_no_request(method: str, kind: str) -> None:
+    """gRPC keeps its error until the collector comes, which is off here."""
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(Failing(NoNode("gone")), server.grpc)
+        await server.start([])
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read_all(channel, f"Prefill/{method}")
+            freed = await waiting.until(
+                lambda: all(type(each).__name__ != kind for each in gc.get_objects()), timeout_s=60.0
+            )
+            assert freed  # the call ends a moment after its status
+        finally:
+            gc.enable()
 
 
 async def test_a_stream_without_a_message_gets_a_status_of_ours() -> None:

@@ -36,7 +36,7 @@ class Client:
                 finish_reason=finish if last else common_pb2.FINISH_REASON_UNSPECIFIED,
                 stop_reason="7" if last else "",
             )
-            end = self.reply.add(step_token)
+            end = self.reply.add([step_token])
             message = self.reply.take()
             assert message is not None
             self.messages.append(message)
@@ -118,7 +118,7 @@ def test_a_stop_token_is_no_text_unless_asked_for(include_stop: bool) -> None:
 def test_tokens_added_together_leave_in_one_message() -> None:
     client = Client()
     for index, token_id in enumerate(TOKENIZER.encode("the fox", add_special_tokens=False).ids):
-        client.reply.add(decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id, index=index)))
+        client.reply.add([decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id, index=index))])
     message = client.reply.take()
     assert message is not None
     assert message.text == "the fox"
@@ -126,12 +126,27 @@ def test_tokens_added_together_leave_in_one_message() -> None:
     assert client.reply.take() is None
 
 
+@pytest.mark.parametrize("stop", [(), ("jumps",)])
+def test_tokens_after_one_that_ends_the_output_are_no_part_of_it(stop: tuple[str, ...]) -> None:
+    client = Client(stop=stop)
+    token_ids = TOKENIZER.encode("the fox jumps", add_special_tokens=False).ids
+    length = common_pb2.FINISH_REASON_UNSPECIFIED if stop else common_pb2.FINISH_REASON_LENGTH
+    tokens = [decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id)) for token_id in token_ids]
+    tokens[-1].finish_reason = length
+    end = client.reply.add([*tokens, *tokens])
+    message = client.reply.take()
+    assert message is not None
+    assert end is not None
+    assert [token.token_id for token in message.tokens] == token_ids
+    assert client.reply.completion_tokens == len(token_ids)
+
+
 def test_prompt_logprobs_are_in_the_first_message_alone() -> None:
     client = Client()
     scored = [common_pb2.PromptLogprob(token_id=3), common_pb2.PromptLogprob(token_id=4, logprob=-0.5)]
     for index in range(3):
         token = common_pb2.Token(token_id=5, index=index)
-        client.reply.add(decode_pb2.StepToken(token=token, prompt_logprobs=scored))
+        client.reply.add([decode_pb2.StepToken(token=token, prompt_logprobs=scored)])
         message = client.reply.take()
         assert message is not None
         assert list(message.prompt_logprobs) == (scored if index == 0 else [])
@@ -150,12 +165,12 @@ def test_a_reply_goes_on_in_the_middle_of_a_text_as_it_would_have(stop: tuple[st
                 assert ("".join(texts), end) == (whole.text, None)
                 assert rest.reply.completion_tokens == place
             step_token = decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id, index=number))
-            ended = whole.reply.add(step_token)
+            ended = whole.reply.add([step_token])
             message = whole.reply.take()
             assert message is not None
             whole.messages.append(message)
             if number >= place:
-                assert rest.reply.add(step_token) == ended
+                assert rest.reply.add([step_token]) == ended
                 again = rest.reply.take()
                 assert again is not None
                 assert again.text == message.text
@@ -176,7 +191,7 @@ def test_a_reply_does_not_go_on_after_a_stop_string() -> None:
 def test_a_reply_that_has_ended_with_a_stop_string_ends_again() -> None:
     token_ids = TOKENIZER.encode("the quick fox", add_special_tokens=False).ids
     whole = Client(stop=("fox",))
-    ends = [whole.reply.add(decode_pb2.StepToken(token=common_pb2.Token(token_id=each))) for each in token_ids]
+    ends = [whole.reply.add([decode_pb2.StepToken(token=common_pb2.Token(token_id=each))]) for each in token_ids]
     taken = whole.reply.take()
     assert taken is not None
     texts, end = Client(stop=("fox",)).reply.resume(token_ids, None)

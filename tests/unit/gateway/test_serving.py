@@ -30,6 +30,7 @@ from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
 BOUND_S = 60
+ENDING = 20  # requests: more than get their turns in one pass of the loop
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,36 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
     client.reads.set()
     await asyncio.wait_for(request, BOUND_S)
     assert client.num_tokens == [1, 4, 0]
+
+
+async def test_of_requests_that_end_together_every_client_has_its_last_message_before_the_first_one_is_over(
+    model: ServedModel,
+) -> None:
+    """To end a request takes longer than a message, for which other clients would wait."""
+    happened: list[str] = []
+
+    class Noting(Client):
+        async def write(self, message: pb.GenerateResponse) -> None:
+            await super().write(message)
+            if message.finish_reason:
+                happened.append("last message")
+
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        flags = ("--prefill", prefill.address, "--decode", decode.address, "--max-concurrent-requests", str(ENDING))
+        async with Connections(settings_of(*flags), model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            running = Running(Serving(settings_of(*flags), model, connections), connections, prefill, decode)
+            requests = [await decoding(running, Noting()) for _ in range(ENDING)]
+            for request in requests:
+                request.add_done_callback(lambda _: happened.append("over"))
+            step = decode_pb2.Step()
+            for key in range(1, ENDING + 1):
+                last = step.tokens.add()
+                last.CopyFrom(token(1, LENGTH))
+                last.key = key
+            running.answer(step=step)
+            await asyncio.wait_for(asyncio.gather(*requests), BOUND_S)
+    assert happened == ["last message"] * ENDING + ["over"] * ENDING
 
 
 async def test_a_cancelled_request_is_released(running: Running) -> None:

@@ -1,0 +1,84 @@
+"""A request that has ended leaves no cycle of objects, however it ended: it is freed at once, and not by the collector,
+which pauses all streams. The collector is off here, so that a cycle would stay."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from gateway.chat.parsing.collector import Collector
+from gateway.http.call import EventStream
+from gateway.request_driver import RequestDriver
+from gateway.request_machine import RequestMachine
+from gateway.request_record import RequestRecord
+from node import waiting
+from tests.unit.gateway.http.door import BOUND_S, Door, Wire, open_door, step_token
+
+# The server's request has all that its framework keeps for a request.
+_OF_REQUESTS = ("RequestResponseCycle", *(kind.__name__ for kind in (
+    RequestDriver, RequestMachine, RequestRecord, EventStream, Collector
+)))  # fmt: skip
+
+End = Callable[[Door, Wire], Awaitable[object]]
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        gc.collect()
+        gc.disable()
+        try:
+            yield opened
+        finally:
+            gc.enable()
+
+
+def left() -> Counter[str]:
+    """Objects of requests that are in memory, by type."""
+    names = (type(each).__name__ for each in gc.get_objects())
+    return Counter(name for name in names if name in _OF_REQUESTS)
+
+
+async def chat(door: Door) -> Wire:
+    """A streamed chat that has begun."""
+    wire = await door.connect()
+    body = {"messages": [{"role": "user", "content": "Write a file."}], "stream": True, "max_tokens": 8}
+    wire.send("POST", "/v1/chat/completions", json.dumps(body).encode(), x_request_id="chat", x_request_timeout_s="2")
+    await door.accept()
+    door.decode.send_tokens(step_token(0))
+    await wire.head()
+    return wire
+
+
+async def finished(door: Door, wire: Wire) -> None:
+    door.finish(1)
+    assert b"data: [DONE]" in await wire.chunks()
+
+
+async def left_by_its_client(door: Door, wire: Wire) -> None:
+    wire.writer.transport.abort()
+    await door.cancelled()
+
+
+async def aborted(door: Door, wire: Wire) -> None:
+    assert await door.serving.abort(["chat"]) == ["chat"]
+    assert b"aborted" in await wire.chunks()
+
+
+async def late(_: Door, wire: Wire) -> None:
+    assert b"was not finished within" in await wire.chunks()
+
+
+async def test_objects_of_a_running_request_are_seen(door: Door) -> None:
+    await chat(door)
+    assert set(left()) == set(_OF_REQUESTS)
+
+
+@pytest.mark.parametrize("end", [finished, left_by_its_client, aborted, late])
+async def test_a_request_is_freed_when_it_has_ended(door: Door, end: End) -> None:
+    wire = await chat(door)
+    await end(door, wire)
+    wire.writer.close()
+    assert await waiting.until(lambda: not left(), timeout_s=BOUND_S), left()

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from models.kernels.matmul import multiply_invariant
+from models.kernels.packed_many import MANY_TOKENS, MOST_TOKENS, multiply_many
 from models.kernels.packed_portable import dequantize_kernel, multiply_kernel
 from models.kernels.packed_tiles import HOPPER_STEP_MIN, can_be_staged, choose_tile
 from models.quantization.packed import RUN, PackedWeight
 from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 from tritonlib.launch import interpreted, overlap
 
-# The library multiplies more tokens than this, unless a token's bits must not depend on the batch.
+# Where there is no kernel for many tokens, the library multiplies more than this, unless a token's bits must not depend
+# on the batch.
 MAX_TOKENS = 64
-# The library multiplies more tokens than this on Hopper.
-_MAX_TOKENS_ON_HOPPER = 160
 _ROWS = 64  # of a tile
 _DEPTH = 128  # inputs of one step, or a group's where it is smaller
 _PROGRAMS_PER_SM = 4
@@ -79,13 +79,15 @@ class Product:
         return step if step >= HOPPER_STEP_MIN else None
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
+        num_tokens, step = x_TK.shape[0], self.hopper_step(x_TK.dtype)
+        x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+        if step is not None and not batch_invariant and MANY_TOKENS <= num_tokens <= MOST_TOKENS:
+            return multiply_many(x_TK, self.weight, bias_N, step=step, arrived=self.arrived, num_sms=self.num_sms)
         if self.weight.order_K is not None and self.depth is not None:
             x_TK = x_TK.index_select(1, self.weight.order_K)
-        num_tokens = x_TK.shape[0]
-        most = MAX_TOKENS if self.hopper_step(x_TK.dtype) is None else _MAX_TOKENS_ON_HOPPER
+        most = MAX_TOKENS if step is None else MANY_TOKENS - 1
         if self.depth is None or (num_tokens > most and not batch_invariant):
             return self._by_library(x_TK, bias_N, batch_invariant=batch_invariant)
-        x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
         return self.by_kernel(x_TK, bias_N, splits=1 if batch_invariant else None)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from models.kernels.expert_order import order_by_expert
 from models.kernels.packed_experts import Mxfp4Weight, multiply_experts
 from models.kernels.packed_gemm import Product
+from models.kernels.packed_many import multiply_many
 from models.quantization.packed import PackedWeight
 from tritonlib.hopper_check import Pair
 
@@ -24,7 +25,12 @@ def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
         product.launch_on_hopper(x_TK, bias_N, out_TN, _STEP, splits=splits)
         return out_TN
 
-    return compare_products(device, multiply)
+    def multiply_as_many(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        arrived, num_sms = product.arrived, product.num_sms
+        return multiply_many(x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits)
+
+    yield from compare_products(device, multiply)
+    yield from compare_products(device, multiply_as_many)
 
 
 def compare_products(

@@ -1,5 +1,7 @@
 """The kernels for weights of 4 bits on Hopper, against the dequantized weights, at the shapes of real models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.nn.functional import linear
 from models.experts import run_experts, weighted_sum
 from models.kernels.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from models.kernels.packed_gemm import Product
+from models.kernels.packed_many import Tile, multiply_many
 from models.layers import silu_and_multiply
 from models.quantization import mxfp4
 from models.quantization.packed import PackedWeight, pack_halves, stacked
@@ -61,6 +64,39 @@ def test_products_are_those_of_the_dequantized_weight(
     for splits in (None, 1, 3):
         for _ in range(3):
             assert error(product.by_kernel(x_TK, bias_N, splits=splits), expected) < BOUND
+    assert not product.arrived.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 64, 100, 129, 300])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "zeros"),
+    [(6144, 4096, 128, False), (4096, 14336, 128, True), (1000, 2880, 64, True), (130, 512, 512, False)],
+)
+def test_products_of_many_rows_are_those_of_the_dequantized_weight(
+    tokens: int, rows: int, columns: int, group: int, zeros: bool
+) -> None:
+    order_K = torch.randperm(columns, device=DEVICE) if zeros else None
+    weight = replace(packed(rows, columns, group=group, zeros=zeros), order_K=order_K)
+    product = Product.of(weight)
+    step = product.hopper_step(torch.bfloat16)
+    assert step is not None
+    x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    bias_N = torch.randn(rows, device=DEVICE).bfloat16()
+    expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
+    for tile in (Tile(16), Tile(32), Tile(64), Tile(128)):
+        for splits in (None, 1, 3):
+            for _ in range(3):
+                actual = multiply_many(
+                    x_TK,
+                    weight,
+                    bias_N,
+                    step=step,
+                    arrived=product.arrived,
+                    num_sms=product.num_sms,
+                    tile=tile,
+                    splits=splits,
+                )
+                assert error(actual, expected) < BOUND, (tile, splits)
     assert not product.arrived.any()
 
 

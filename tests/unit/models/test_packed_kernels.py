@@ -18,6 +18,7 @@ from models.families.gpt_oss_config import GptOssSwitches
 from models.kernels import int8_gemm
 from models.kernels.packed_experts import run_packed_experts
 from models.kernels.packed_gemm import MAX_TOKENS, Product
+from models.kernels.packed_many import in_order
 from models.layers import silu_and_multiply
 from models.quantization.packed import PackedWeight, pack_halves, stacked
 from tests.device import DEVICE
@@ -193,3 +194,22 @@ def test_int8_products_are_those_of_the_rounded_activations(tokens: int, static:
     sums_TN = (rounded_TK.double() @ weight_NK.double().T).float()
     torch.testing.assert_close(out_TN, sums_TN * (scale_N * scale_T1) + bias_N, rtol=1e-6, atol=1e-5)
     assert not arrived.any()
+
+
+@pytest.mark.parametrize(("columns", "step"), [(512, 128), (192, 64)])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_inputs_are_put_in_the_order_of_the_registers_of_a_product(columns: int, step: int, is_sorted: bool) -> None:
+    """Of a row's bytes a thread has eight in a row, t * 8 on; a product of 16 inputs reads from a thread's registers
+    its inputs 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9 (the PTX manual's fragment of A)."""
+    inputs: dict[int, int] = {}
+    for byte in range(step // 2):
+        run, thread, at = byte // 32, byte % 32 // 8, byte % 8
+        product, pair, one = at // 4, at // 2 % 2, at % 2
+        place = run * 32 + product * 16 + pair * 8 + thread * 2 + one
+        inputs[place] = byte // 16 * 32 + byte % 16
+        inputs[step // 2 + place] = inputs[place] + 16
+    x_TK = torch.randn(3, columns).bfloat16()
+    order_K = None if is_sorted else torch.randperm(columns)
+    expected = x_TK if order_K is None else x_TK[:, order_K]
+    expected = expected.unflatten(1, (-1, step))[:, :, [inputs[place] for place in range(step)]].flatten(1)
+    assert torch.equal(in_order(x_TK, order_K, step=step), expected)

@@ -14,7 +14,7 @@ from models.quantization.packed import RUN, PackedWeight
 from tritonlib.launch import await_predecessors, overlap, start_dependents
 
 # On an H200 the kernel for few rows is faster with fewer tokens, and the library with more.
-MANY_TOKENS, MOST_TOKENS = 17, 1024
+MANY_TOKENS, MOST_TOKENS = 9, 1024
 _RUN = tl.constexpr(RUN)
 _BLOCK = 1024  # inputs that a program puts in order
 
@@ -34,7 +34,9 @@ class Tile(NamedTuple):
 
 def choose_tile(num_tokens: int) -> Tile:
     """The tile for this number of tokens."""
-    return Tile(32, programs_per_sm=2) if num_tokens <= 32 else Tile(64) if num_tokens <= 64 else Tile(128)
+    if num_tokens <= 32:
+        return Tile(16 if num_tokens <= 16 else 32, programs_per_sm=2)
+    return Tile(64 if num_tokens <= 64 else 128)
 
 
 def multiply_many(

@@ -4,5 +4,5 @@ from baton.cli.roles import Flags, become
 
 
 def bench(flags: Flags = None) -> None:
-    """Load a server and report latency and goodput; --help shows all flags."""
+    """Load a server, report latency and goodput; --help: all flags."""
     become("load", flags)

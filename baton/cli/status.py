@@ -37,7 +37,7 @@ def status(
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Show nodes, their requests and blocks, and the state of each prefill/decode pair."""
+    """Show nodes, requests, blocks and prefill/decode pairs."""
     use(api_key, tls_ca)
     console = Console(highlight=False)
     if not console.is_terminal:

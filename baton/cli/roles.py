@@ -30,7 +30,7 @@ def gateway(flags: Flags = None) -> None:
 
 
 def picker(flags: Flags = None) -> None:
-    """Choose among gateways for a proxy; --help shows all settings."""
+    """Choose gateways for a proxy; --help shows all settings."""
     become("gateway.picker", flags)
 
 

@@ -299,7 +299,7 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
 ) -> None:
-    """Start a cluster, send one prompt, print text and receipt, stop."""
+    """Start a cluster, send one prompt, print its receipt, stop."""
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:

@@ -7,6 +7,7 @@ begins no line and moves no cursor.
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,6 +63,13 @@ def show_name(name: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, _Lines):
             handler.formatter.name = name
+
+
+def write_line(text: str) -> None:
+    """Writes a line that is no log record to stderr, in one piece: `print` writes the line's end separately where
+    PYTHONUNBUFFERED is set, and lines of several processes then mix."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 class _Lines(logging.Formatter):

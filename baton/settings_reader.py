@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
@@ -22,9 +21,12 @@ from baton.config import (
 )
 from baton.errors import ConfigError, shortened
 from baton.gateway_config import GatewaySettings, PickerSettings
+from baton.logs import write_line
 from baton.security.log_lines import escaped
 
 _PREFIX = "BATON_"
+_ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
+_SETTINGS = frozenset(name for cls in _ROLES for name in cls.model_fields)
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
 # Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
@@ -45,7 +47,7 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
     }
     if misspelled := misspelled_variables(os.environ):
         for name, nearest in misspelled.items():
-            print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
+            write_line(f"{program}: {name} is no setting; did you mean {nearest}?")
         raise SystemExit(2)
     if issubclass(cls, NodeSettings):
         given = hosts_of(os.environ) | given
@@ -53,7 +55,7 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
         return cls(**given)
     except ValidationError as error:
         for line in describe_validation_error(cls, error):
-            print(f"{program}: {line}", file=sys.stderr)  # noqa: T201
+            write_line(f"{program}: {line}")
         raise SystemExit(2) from None
 
 
@@ -76,8 +78,7 @@ def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
     """
-    roles = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
-    known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
+    known = {variable(name) for name in _SETTINGS} | {*CLIENT_VARIABLES}
     ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
     ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
     names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
@@ -102,7 +103,10 @@ def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def fail(program: str, error: ConfigError) -> NoReturn:
     """Ends the process because a setting proved wrong after start: one line, exit code 2."""
-    print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+    text = str(error)
+    if error.field in _SETTINGS and text.startswith(f"{error.field} "):
+        text = f"{_where(error.field)}{text.removeprefix(error.field)}"
+    write_line(f"{program}: {text}")
     raise SystemExit(2)
 
 
@@ -111,16 +115,36 @@ def describe_validation_error(cls: type[ProcessSettings], error: ValidationError
     lines = []
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else "?"
-        known = cls.model_fields.get(name)
-        where = f"{variable(name)} ({flag(name)})" if known else variable(name)
+        where = _where(name) if name in cls.model_fields else variable(name)
         message = item["msg"].removeprefix("Value error, ")
         allowed = shortened(escaped(message[:1].lower() + message[1:]), _SHOWN_MAX)
         lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a flag in one line, where argparse prints the names of all flags first."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given, unknown = super().parse_known_args(args, namespace)
+        for text in unknown:
+            name = text.partition("=")[0]
+            nearest = get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
+            self.error(f"{name} is no flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        return given, unknown
+
+    def error(self, message: str) -> NoReturn:
+        write_line(f"{self.prog}: {shortened(escaped(message), _SHOWN_MAX)}; --help shows all flags")
+        raise SystemExit(2)
+
+
+def _where(name: str) -> str:
+    """A setting as its user knows it."""
+    return f"{variable(name)} ({flag(name)})"
+
+
 def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
     )
     for name, info in cls.model_fields.items():

@@ -251,6 +251,8 @@ _KEYWORDS_OF_MESSAGES = (
     ("required", "required"),
     ("regex", "pattern"),
 )
+_REGEX_HEAD = " (in regex): regex parse error:"
+_REGEX_MISTAKE = re.compile(r"^error: (.+)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 
 
@@ -259,6 +261,8 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
     first = message.splitlines()[0][:300] if message else "unknown reason"
     line = _PLACE.match(first)
     why = first[line.end() :] if line else first
+    if why.endswith(_REGEX_HEAD) and (mistake := _REGEX_MISTAKE.search(message)):  # its first line only names the regex
+        why = f"{why.removesuffix(_REGEX_HEAD)}: {mistake[1][:300]}"
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         why = why.removeprefix("failed to compile JSON schema: ")
         keyword = next((name for part, name in _KEYWORDS_OF_MESSAGES if part in why), "")

@@ -29,12 +29,14 @@ class Adapters:
 
     Args:
         bank: the slots on rank 0; None: the node takes no adapters.
+        model_name: of the base.
     """
 
-    def __init__(self, settings: NodeSettings, engine: Engine, bank: AdapterBank | None) -> None:
+    def __init__(self, settings: NodeSettings, engine: Engine, bank: AdapterBank | None, *, model_name: str) -> None:
         self._settings = settings
         self._engine = engine
         self._bank = bank
+        self._model_name = model_name
         self._loading = asyncio.Lock()
         # Of the watched directory, by name: what is there, what was tried, and what waits for a slot.
         self._there: Mapping[str, _Stamp] = {}
@@ -52,6 +54,9 @@ class Adapters:
         if not is_adapter_name(name):
             allowed = ("printable characters without space, comma and =",)
             raise InvalidRequest(f"an adapter cannot be named {name!r}", field="name", value=name, allowed=allowed)
+        if name == self._model_name:
+            what = f"the adapter {name} has the name of the model, by which clients get the model itself"
+            raise InvalidRequest(what, field="name", value=name, cure="give it another name")
         async with self._loading:
             try:
                 adapter = await asyncio.to_thread(

@@ -70,7 +70,6 @@ class ExpertLoads:
                 "this node does not count the tokens of experts",
                 field="expert_parallel",
                 value=False,
-                allowed=("true",),
                 cure="ask a node with --expert-parallel and a --tensor-parallel-size of 2 or more, and a mixture",
             )
         return expert_load(self._placement, await self._read(), model=self._model)

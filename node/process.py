@@ -218,7 +218,8 @@ async def serve(
         grace_s = settings.drain_grace_s if asked_s is None else asked_s
         stop.set()
 
-    adapters = Adapters(settings, node.engine, node.built.runner.adapters)
+    built = node.built
+    adapters = Adapters(settings, node.engine, built.runner.adapters, model_name=built.identity.name)
     await adapters.start()
     service = NodeService(
         status=switch.status,

@@ -4,5 +4,5 @@ from baton.cli.roles import Flags, become
 
 
 def bench(flags: Flags = None) -> None:
-    """Load a server and report latency and goodput; --help shows all flags."""
+    """Measure latency and goodput; --help shows all flags."""
     become("load", flags)

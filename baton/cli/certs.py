@@ -18,7 +18,10 @@ def certs(
     ] = None,
     days: Annotated[float, typer.Option(min=0.001, max=36_500, help="How long the certificates are valid.")] = 90,
 ) -> None:
-    """Make a CA, a certificate for each role, and one that a gateway shows its clients. Keeps a CA that is there."""
+    """Make a CA and a certificate for each role.
+
+    One more is for the gateway to show its clients. A CA that is there already is kept.
+    """
     # Importing it takes a tenth of a second, which no other command should pay.
     from baton.security.certificates import write_set
 
@@ -34,9 +37,12 @@ def certs(
 def key(
     name: Annotated[str, typer.Argument(help="Whose key it is.")],
     file: Annotated[Path, typer.Option(help="The file of API keys, BATON_API_KEYS of the gateway; made if missing.")],
-    operator: Annotated[bool, typer.Option("--operator", help="It may also see the cluster's status.")] = False,
+    operator: Annotated[bool, typer.Option("--operator", help="An operator's: also for status, top and role.")] = False,
 ) -> None:
-    """Make an API key, print it, and add its hash to a file of API keys. Nobody can print it again."""
+    """Make an API key, print it, and add its hash to a file.
+
+    Nobody can print the key again.
+    """
     made = new_key()
     lines = entry(name, made, operator=operator)
     temporary = file.with_name(f".{file.name}.part")

@@ -22,7 +22,10 @@ def expert_load(
         Path | None, typer.Option(help="File to write. Default: the standard output.", show_default=False)
     ] = None,
 ) -> None:
-    """Save a node's tokens by layer and expert as JSON, for the --expert-load of its next start."""
+    """Save how many tokens each expert of a node got.
+
+    As JSON by layer and expert, for the --expert-load of its next start.
+    """
     text = f"{asyncio.run(_load(node, seconds)).model_dump_json()}\n"
     if output is None:
         print(text, end="")

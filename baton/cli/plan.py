@@ -4,5 +4,5 @@ from baton.cli.roles import Flags, become
 
 
 def plan(flags: Flags = None) -> None:
-    """Find how many prefill and decode nodes a load needs; --help shows all flags."""
+    """Find how many nodes a load needs; --help shows all flags."""
     become("planner", flags)

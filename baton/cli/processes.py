@@ -77,6 +77,14 @@ class Process:
         return self.popen.pid
 
     @property
+    def how(self) -> str:
+        """How it ended."""
+        code = self.popen.poll()
+        if code is None or code >= 0:
+            return f"with exit code {code}"
+        return f"by signal {-code} ({signal.strsignal(-code) or 'unknown'})"
+
+    @property
     def ready(self) -> bool:
         return self.stage == "ready"
 
@@ -200,8 +208,8 @@ class Processes:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while waiting := [process for process in processes if not reached(process)]:
             for process in waiting:
-                if (code := process.popen.poll()) is not None:
-                    raise ConfigError(f"{process.name} ended with exit code {code}", cure="see its message above")
+                if process.popen.poll() is not None:
+                    raise ConfigError(f"{process.name} ended {process.how}", cure="see its message above")
             if time.monotonic() > deadline:
                 raise ConfigError(f"{waiting[0].name} {missing} after {_READY_TIMEOUT_S:.0f} s")
             self._receive(0.05)

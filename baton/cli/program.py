@@ -1,19 +1,20 @@
 """Runs a command line: its errors are one line on stderr each, and its exit code says what kind it was."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
 
 from baton.errors import BatonError
+from baton.logs import write_line
 
 # Base class of the errors for wrong flags. typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def new_app() -> typer.Typer:
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # Plain help: rich's boxes cut off names of flags on terminals of 80 columns.
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
@@ -35,5 +36,5 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
 
 
 def _fail(line: str, code: int) -> int:
-    print(f"baton: {line}", file=sys.stderr)
+    write_line(f"baton: {line}")
     return code

@@ -15,22 +15,22 @@ Flags = Annotated[list[str] | None, typer.Argument(help="Settings of the role.",
 
 
 def prefill_node(flags: Flags = None) -> None:
-    """Run one prefill node until SIGTERM; --help shows all settings."""
+    """Run one prefill node; --help shows all settings."""
     become("prefill_node", flags)
 
 
 def decode_node(flags: Flags = None) -> None:
-    """Run one decode node until SIGTERM; --help shows all settings."""
+    """Run one decode node; --help shows all settings."""
     become("decode_node", flags)
 
 
 def gateway(flags: Flags = None) -> None:
-    """Run a gateway until SIGTERM; --help shows all settings."""
+    """Run a gateway; --help shows all settings."""
     become("gateway", flags)
 
 
 def picker(flags: Flags = None) -> None:
-    """Run an endpoint picker in front of several gateways until SIGTERM; --help shows all settings."""
+    """Choose gateways for a proxy; --help shows all settings."""
     become("gateway.picker", flags)
 
 

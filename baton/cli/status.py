@@ -38,7 +38,7 @@ def status(
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Show nodes, their requests and blocks, and the state of each prefill/decode pair."""
+    """Show nodes, requests, blocks and prefill/decode pairs."""
     use(api_key, tls_ca)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -78,8 +78,10 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     parts += [Text(line) for line in _described(balanced, _experts)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
-        parts += [Text(), _pairs_table(pairs)]
+        parts += [Text(), _pairs_table(pairs, nodes)]
     for node, peer in pairs:
+        if _is_lost(node, peer, nodes):
+            continue
         style = "" if peer.phase == common_pb2.PEER_PHASE_READY else "red"
         both = f"{_name(node)} and {peer.name}"
         if peer.detail:
@@ -254,7 +256,7 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
         cells = (
             _name(node),
             _role(node),
-            state if node.reachable else "lost",
+            state if node.reachable else _gone(node),
             str(status.requests_running),
             str(status.requests_waiting),
             f"{status.blocks_total - status.blocks_free}/{status.blocks_total}",
@@ -339,32 +341,49 @@ def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:
 
 
 def _work(status: node_pb2.NodeStatus) -> str:
-    steps = f"steps of {status.max_batch_tokens} tokens, {status.max_batch_requests} requests"
+    steps = f"up to {status.max_batch_tokens} tokens, {status.max_batch_requests} requests a step"
     waiting = f"{status.tokens_waiting} prompt tokens wait"
     if status.backlog_s:
         waiting = f"{status.backlog_s:.2f} s of prompts wait"
-    return f"{steps}; {status.decode_rows} decode; {waiting}"
+    return f"{steps}; {status.decode_rows} decoding; {waiting}"
 
 
-def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
+def _pairs_table(
+    pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]],
+    nodes: Sequence[generation_pb2.NodeReport],
+) -> Table:
     table = _table()
     for name in ("prefill", "decode", "state", "transport"):
         table.add_column(name, overflow="fold")
     for name in ("GB/s", "us", "MiB sent", "segments"):
         table.add_column(name, justify="right")
     for node, peer in pairs:
+        state = "lost" if _is_lost(node, peer, nodes) else _phase(peer)
         cells = (
             _name(node),
             peer.name,
-            _phase(peer),
+            state,
             peer.transport,
             f"{peer.gigabytes_per_s:.2f}",
             f"{peer.latency_s * 1e6:.0f}",
             f"{peer.bytes_total / (1 << 20):.1f}",
             str(peer.segments_total),
         )
-        table.add_row(*map(escape, cells), style=None if peer.phase == common_pb2.PEER_PHASE_READY else "red")
+        table.add_row(*map(escape, cells), style=None if state == "ready" else "red")
     return table
+
+
+def _gone(node: generation_pb2.NodeReport) -> str:
+    """The state of a node that cannot be reached."""
+    return "lost" if node.status.info.name else "unreachable"
+
+
+def _is_lost(
+    node: generation_pb2.NodeReport, peer: common_pb2.PeerState, nodes: Sequence[generation_pb2.NodeReport]
+) -> bool:
+    """Whether an end of the pair is lost: what the prefill node last said of the pair is no longer so."""
+    ends = (node, *(each for each in nodes if peer.incarnation == each.status.info.incarnation != 0))
+    return not all(end.reachable for end in ends)
 
 
 def _name(node: generation_pb2.NodeReport) -> str:

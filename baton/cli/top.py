@@ -40,7 +40,7 @@ def top(
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Show nodes, links, latencies and slow requests of a gateway, live, until Ctrl-C."""
+    """Show the cluster with latencies and slow requests, live."""
     use(api_key, tls_ca)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack our characters, or those of names

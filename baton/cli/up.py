@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from baton.client import DEFAULT_PORT, Client
 from baton.config import DEMO_MODELS, NodeSettings
 from baton.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
+from baton.logs import write_line
 from baton.model_source import find_model
 from baton.security.log_lines import escaped
 from baton.types import LocalPolicy, SamplingParams
@@ -299,7 +299,7 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
 ) -> None:
-    """Start a gateway, a prefill node and a decode node, send one prompt, print text and receipt, stop."""
+    """Start a cluster, send one prompt, print its receipt, stop."""
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
@@ -330,12 +330,12 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         if ended is None:
             time.sleep(0.2)
             continue
-        line = f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {ended.popen.poll()}"
+        line = f"{ended.name} at {ended.address} (pid {ended.pid}) ended {ended.how}"
         if ended.program == "gateway":
             raise ConfigError(line)
-        _report(line)
+        _report(f"{line}; the cluster goes on without it")
         processes.running.remove(ended)
 
 
 def _report(line: str) -> None:
-    print(f"baton: {line}", file=sys.stderr, flush=True)
+    write_line(f"baton: {line}")

@@ -6,8 +6,9 @@ from typing import TypeVar
 import grpc
 
 from baton.environment import environment_tls
+from baton.errors import NoNode
 from baton.rpc.server import connect
-from baton.rpc.status import from_rpc_error
+from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls
 from protos.baton.v1 import node_pb2, node_pb2_grpc
@@ -41,4 +42,11 @@ async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awai
         try:
             return await call(node_pb2_grpc.NodeStub(channel))
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                cure = "give the address of a node that runs; one with certificates wants BATON_TLS_CERT"
+                what = f"cannot reach {address}: {last_cause(error)}"
+                raise NoNode(what, field="address", value=address, cure=cure) from None
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                cure = "give the address of a node, not of a gateway"
+                raise NoNode(f"{address} is not a node", field="address", value=address, cure=cure) from None
             raise from_rpc_error(error) from None

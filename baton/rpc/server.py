@@ -103,6 +103,9 @@ class Address:
         # NOTE: isdigit is true of digits that int does not take, such as a superscript two.
         if not _is_host(host) or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
             raise ConfigError(f"{field} is {text!r}", field=field, value=text, allowed=("host:port",))
+        if ":" in host and not (host[0] == "[" and host[-1] == "]"):
+            cure = "put an IPv6 address in brackets, such as [::1]:7000"
+            raise ConfigError(f"{field} is {text!r}", field=field, value=text, allowed=("host:port",), cure=cure)
         return cls(host, int(port))
 
 

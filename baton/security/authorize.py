@@ -123,5 +123,5 @@ def check(what: str, needed: Set[Right], held: Set[Right]) -> None:
     if not needed & held:
         mine = ", ".join(sorted(held - {Right.ANYONE})) or "nobody"
         allowed = tuple(sorted(needed)) or ("nobody",)
-        cure = "call with a certificate or key of one of these"
+        cure = "call with a certificate or key of one of these; `baton key NAME --operator` makes an operator's"
         raise PermissionDenied(f"{what} is not for {mine}", field="caller", value=mine, allowed=allowed, cure=cure)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _CLIENT = frozenset({Right.ANYONE, Right.CLIENT})
 _OPERATOR = frozenset({Right.ANYONE, Right.CLIENT, Right.OPERATOR})
 _BUDGETS_MAX = 10_000
-_CURE = "send `authorization: Bearer KEY`"
+_CURE = "send `authorization: Bearer KEY`; for `baton` and its client set BATON_API_KEY"
 
 
 class DoorSettings(Protocol):

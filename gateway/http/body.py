@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import orjson
@@ -20,6 +21,8 @@ _DEPTH_MAX = 128  # arrays and objects within each other
 _VALUES_MAX = 1 << 19  # each costs Python far more time than its bytes, and the event loop waits
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SHOWN_CHARACTERS = 80
+_ALIKE = 0.8  # of 1: temprature and max_token are above, foo and text below
+_SIZE = re.compile(r"\w+ should have (at (?:least|most) \d+ \w+).*")
 
 
 class Body(BaseModel):
@@ -89,7 +92,7 @@ def check(model: type[AnyBody], value: Mapping[str, Any]) -> AnyBody:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _invalid(given, error.errors(include_url=False, include_context=False)) from None
+        raise _invalid(model, given, error.errors(include_url=False, include_context=False)) from None
 
 
 def parse(model: type[AnyBody], body: bytes) -> AnyBody:
@@ -103,21 +106,31 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _invalid(given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRequest:
+def _invalid(model: type[BaseModel], given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRequest:
     """The first mistake. Of a field with several forms: the form that comes farthest, and what else it may be there."""
     about_first = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
     found = [(*_locate(given, detail["loc"]), detail) for detail in about_first]
     field, value, detail = max(found, key=lambda each: each[0].count(".") + each[0].count("["))
     if detail["type"] == "extra_forbidden":
-        return InvalidRequest(f"unknown field {shown(field)}", field=field, cure="leave it out; /docs lists all fields")
+        return InvalidRequest(f"unknown field {shown(field)}", field=field, cure=_cure_for_unknown(model, field))
     if detail["type"] == "missing":
         field = f"{field}.{detail['loc'][-1]}" if field else str(detail["loc"][-1])
         return InvalidRequest(f"{field} is missing", field=field)
     if detail["type"] == "value_error":  # of our own validators
         return InvalidRequest(detail["msg"].removeprefix("Value error, "), field=field, value=shown(value))
-    forms = [other["msg"].removeprefix("Input should be ") for at, _, other in found if at == field]
+    forms = [_form(other) for at, _, other in found if at == field]
     allowed = tuple(dict.fromkeys(forms))
     return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=allowed)
+
+
+def _form(detail: ErrorDetails) -> str:
+    """What would be right, in pydantic's words without their subject."""
+    return _SIZE.sub(r"\1", detail["msg"].removeprefix("Input should be "))
+
+
+def _cure_for_unknown(model: type[BaseModel], field: str) -> str:
+    nearest = get_close_matches(field[:_SHOWN_CHARACTERS], model.model_fields, n=1, cutoff=_ALIKE)
+    return f"did you mean {nearest[0]}?" if nearest else "leave it out; /docs lists all fields"
 
 
 def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.errors import ConfigError
 from models.config.file import ConfigFile, shown
 from models.config.patterns import may_hang
 
@@ -68,6 +69,9 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """Raises:
     ConfigError: the file is missing or damaged, or asks for something that is not supported.
     """
+    if not (directory / CONFIG_FILE).exists():
+        cure = "give the directory of an adapter as PEFT saves it"
+        raise ConfigError(f"{directory} has no {CONFIG_FILE}", field="adapter", value=str(directory), cure=cure)
     file = ConfigFile.read(directory / CONFIG_FILE)
     if file.raw("peft_type") != "LORA":
         raise file.refuse("peft_type", "LORA", cure="other methods than LoRA are not supported")

@@ -106,7 +106,7 @@ class Terminal:
     def _role(self, role: str, arguments: list[str], variables: Mapping[str, str]) -> None:
         report = self._folder / f"ready-{len(self._serving)}.json"
         report.unlink(missing_ok=True)
-        module = role.replace("-", "_")
+        module = "gateway.picker" if role == "picker" else role.replace("-", "_")
         process = launch_warm(
             module,
             [*arguments, "--ready-file", str(report)],
@@ -115,8 +115,9 @@ class Terminal:
             outputs=_new_folder(self._folder / f"{role}-{len(self._serving)}"),
         )
         self._serving.append(process)
-        if role == "gateway":  # nodes bind their ports before they load, so a gateway may come at once
+        if role in ("gateway", "picker"):  # nodes bind their ports before they load, so a gateway may come at once
             _until(report.is_file, process)
+        if role == "gateway":
             self._places[GRPC] = json.loads(report.read_text())["address"]
 
     def _baton(self, block: Block, words: list[str]) -> None:

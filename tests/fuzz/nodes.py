@@ -60,7 +60,9 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, decode, prefill:
         status = node_pb2.NodeStatus(info=decode.info)
         cache = CacheEvents(decode.engine.prefix_cache, incarnation=decode.incarnation)
-        adapters = Adapters(settings, decode.engine, decode.built.runner.adapters)
+        adapters = Adapters(
+            settings, decode.engine, decode.built.runner.adapters, model_name=decode.built.identity.name
+        )
         about = NodeService(
             status=lambda: status,
             drain=lambda grace_s: None,

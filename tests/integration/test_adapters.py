@@ -156,4 +156,4 @@ async def test_what_cannot_be_loaded_is_refused(pair: Pair, tmp_path: Path) -> N
         await error_of("a name", pair.directories["one"]),
     ]
     assert all(isinstance(error, InvalidRequest) for error in refused)
-    assert [error.field for error in refused] == ["model", "max_adapter_rank", "name"]
+    assert [error.field for error in refused] == ["adapter", "max_adapter_rank", "name"]

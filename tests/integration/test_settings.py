@@ -125,7 +125,7 @@ def test_a_gateway_needs_decode_nodes() -> None:
 @pytest.mark.parametrize("program", ["decode_node", "gateway"])
 def test_an_advertised_address_that_cannot_be_reached_is_refused(program: str, value: str, cure: str) -> None:
     line = error_line(run_warm(program, "--advertise", value, "--model", str(LLAMA)), program)
-    assert f"advertise is '{value}'" in line
+    assert f"BATON_ADVERTISE (--advertise) is '{value}'" in line
     assert cure in line
 
 

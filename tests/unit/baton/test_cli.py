@@ -286,7 +286,9 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
     shown = written.getvalue()
     for whole in ("123456/123456", "10.123.123.123:7001", "cuda_ipc", "142.31", "bfloat16 to float8_e4m3fn"):
         assert whole in shown
-    assert "prefill-0, decode-0:\n  steps of 4096 tokens, 512 requests; 512 decode; 12.35 s of prompts wait" in shown
+    assert (
+        "prefill-0, decode-0:\n  up to 4096 tokens, 512 requests a step; 512 decoding; 12.35 s of prompts wait" in shown
+    )
     # Its rows are one line each.
     assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 5
 

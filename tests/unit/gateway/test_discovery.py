@@ -15,7 +15,7 @@ def test_addresses_are_separated_by_commas() -> None:
     assert parsed == (Address("a", 1), Address("b", 2))
 
 
-@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:b", "a:70000"])
+@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:b", "a:70000", ":::7", "::1:7000"])
 def test_a_malformed_address_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="decode is"):
         parse_places(text, field="decode")

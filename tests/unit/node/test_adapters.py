@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import NodeSettings
+from baton.errors import InvalidRequest
 from engine.build import Built, build_runner
 from engine.engine import Engine
 from node.adapters import Adapters
@@ -43,7 +44,7 @@ async def watching(base: Path, watched: Path, *, slots: int = 4) -> AsyncIterato
     built, settings = built_with(base, watched, slots=slots)
     on_step = EventRecorder()
     async with Engine(built.runner, limits(), on_step=on_step, grammars=built.grammars, num_adapters=slots) as engine:
-        adapters = Adapters(settings, engine, built.runner.adapters)
+        adapters = Adapters(settings, engine, built.runner.adapters, model_name="base")
         await adapters.start()
         yield adapters, engine
 
@@ -98,3 +99,21 @@ async def test_hidden_directories_are_left_out(base: Path, watched: Path) -> Non
         await adapters.look(watched)
         await adapters.look(watched)
         assert names(engine) == ["a"]
+
+
+async def test_an_adapter_with_the_name_of_the_model_is_refused(base: Path, watched: Path, tmp_path: Path) -> None:
+    """Clients that ask for it would get the model."""
+    save_adapter(base, tmp_path / "sql", seed=1)
+    async with watching(base, watched) as (adapters, _):
+        with pytest.raises(InvalidRequest, match="the adapter base has the name of the model"):
+            await adapters.load("base", tmp_path / "sql")
+
+
+async def test_a_directory_without_an_adapter_is_named_with_a_cure(base: Path, watched: Path, tmp_path: Path) -> None:
+    async with watching(base, watched) as (adapters, _):
+        with pytest.raises(InvalidRequest) as caught:
+            await adapters.load("sql", tmp_path / "none")
+    assert (
+        str(caught.value)
+        == f"{tmp_path / 'none'} has no adapter_config.json; give the directory of an adapter as PEFT saves it"
+    )

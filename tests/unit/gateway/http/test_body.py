@@ -128,6 +128,26 @@ def test_a_field_with_several_forms_lists_them_all() -> None:
     assert {"a valid string", "a valid list"} <= set(caught.value.allowed)
 
 
+@pytest.mark.parametrize(
+    ("field", "cure"),
+    [
+        ("temprature", "did you mean temperature?"),
+        ("max_token", "did you mean max_tokens?"),
+        ("colour", "leave it out; /docs lists all fields"),
+    ],
+)
+def test_an_unknown_field_that_nearly_has_a_name_gets_that_name(field: str, cure: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**{field: 1})
+    assert str(caught.value) == f"unknown field '{field}'; {cure}"
+
+
+def test_a_list_that_is_too_short_says_how_long_it_is_to_be() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[])
+    assert str(caught.value) == "messages is []; allowed: at least 1 item"
+
+
 def test_null_is_as_if_absent_also_for_unknown_fields() -> None:
     assert completion(max_tokens=None, colour=None).max_tokens is None
 

@@ -1,0 +1,85 @@
+"""What --help shows on a terminal of 80 columns, and what a wrong flag of a role says."""
+
+import sys
+
+import pytest
+import typer
+
+from baton.cli import program
+from baton.cli.program import new_app
+from baton.config import DecodeSettings, GatewaySettings
+from baton.errors import ConfigError
+from baton.settings_reader import fail, read_settings
+from load.command import bench
+from planner.command import plan
+
+_PASSED_ON = {"prefill-node", "decode-node", "gateway", "picker", "bench", "plan"}
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def _shown(app: typer.Typer, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    app([*arguments, "--help"], prog_name="baton", standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_what_each_command_does_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = _shown(program(), capsys=capsys).partition("Commands:\n")[2].splitlines()
+    commands = typer.main.get_command(program()).commands  # type: ignore[attr-defined]
+    assert [line.split()[0] for line in listed] == list(commands)
+    assert [line for line in listed if line.endswith("...")] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(typer.main.get_command(program()).commands) - _PASSED_ON))  # type: ignore[attr-defined]
+def test_every_flag_of_a_command_is_shown_whole(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _shown(program(), name, capsys=capsys)
+    command = typer.main.get_command(program()).commands[name]  # type: ignore[attr-defined]
+    flags = [option for each in command.params for option in each.opts if option.startswith("--")]
+    assert [flag for flag in flags if flag not in shown] == []
+
+
+@pytest.mark.parametrize("function", [bench, plan], ids=lambda function: function.__name__)
+def test_every_flag_of_bench_and_plan_is_shown_whole(function: object, capsys: pytest.CaptureFixture[str]) -> None:
+    app = new_app()
+    app.command()(function)  # type: ignore[type-var]
+    shown = _shown(app, capsys=capsys)
+    command = typer.main.get_command(app)
+    flags = [option for each in command.params for option in each.opts if option.startswith("--")]
+    assert [flag for flag in flags if flag not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--listn", "x"], "decode_node: --listn is no flag; did you mean --listen?; --help shows all flags\n"),
+        (["nonsense"], "decode_node: nonsense is no flag; --help shows all flags\n"),
+        (["--listen"], "decode_node: argument --listen: expected one argument; --help shows all flags\n"),
+    ],
+)
+def test_a_wrong_flag_of_a_role_is_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings(DecodeSettings, "decode_node", arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == line
+
+
+def test_a_setting_that_proves_wrong_later_has_the_names_that_its_user_knows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "decode" in GatewaySettings.model_fields
+    with pytest.raises(SystemExit):
+        fail("gateway", ConfigError("decode is 'x'", field="decode", value="x", allowed=("host:port",)))
+    assert capsys.readouterr().err == "gateway: BATON_DECODE (--decode) is 'x'; allowed: host:port\n"
+
+
+def test_a_line_is_one_write_so_that_lines_of_several_processes_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    with pytest.raises(SystemExit):
+        fail("gateway", ConfigError("no"))
+    assert written == ["gateway: no\n"]

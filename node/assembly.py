@@ -237,6 +237,7 @@ class Node:
             draining=draining,
             blocks_total=load.blocks_total,
             blocks_free=load.blocks_free,
+            blocks_open=load.blocks_open,
             blocks_leased=load.blocks_leased,
             requests_running=load.requests_running,
             requests_waiting=load.requests_waiting,

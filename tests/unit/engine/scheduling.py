@@ -38,6 +38,7 @@ def make(
     costs: StepCosts | None = None,
     stream_share: float = 1.0,
     owners: int = 1,
+    states: int = 0,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -56,6 +57,7 @@ def make(
         identity="m",
         window_tokens=window,
         num_owners=owners,
+        state_slots=states,
     )
     return Scheduler(limits, facts, Meter(costs))
 

@@ -39,7 +39,7 @@ from engine.expert_plan import plan_experts
 from models.config.reader import read_config
 from models.parallel import SINGLE, local_config
 from node.adapters import Adapters
-from node.assembly import Node, load
+from node.assembly import STUCK_AFTER_S, Node, load
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
 from node.ranks.hosts import Hosts
@@ -53,7 +53,6 @@ from protos.baton.v1 import common_pb2, node_pb2_grpc
 
 log = logging.getLogger("baton")
 
-_STUCK_AFTER_S = 4.0
 _CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
 # Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
@@ -263,10 +262,10 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
     """Health reflects progress: a node whose transfer thread is stuck is not ready, and logs where it is stuck."""
     ready = True
     while True:
-        await asyncio.sleep(_STUCK_AFTER_S / 4)
-        stack = node.transfer.stuck(after_s=_STUCK_AFTER_S)
+        await asyncio.sleep(STUCK_AFTER_S / 4)
+        stack = node.transfer.stuck(after_s=STUCK_AFTER_S)
         if stack and ready:
-            log.error("the transfer thread has been stuck for %.0f s:", _STUCK_AFTER_S, extra={"lines": stack})
+            log.error("the transfer thread has been stuck for %.0f s:", STUCK_AFTER_S, extra={"lines": stack})
         if ready != (not stack):
             ready = not stack
             await server.set_ready(ready=ready)

@@ -66,7 +66,7 @@ class Breakers:
 
     def open(self, now_s: float) -> frozenset[int]:
         """Incarnations of the nodes that should get no request now."""
-        return self._stuck | frozenset(
+        return frozenset(self._stuck).union(
             incarnation
             for incarnation, breaker in self._breakers.items()
             if breaker.open_until_s is not None and now_s < breaker.open_until_s

@@ -6,7 +6,6 @@ What the process serves follows its role (`node.role`), which may change (`node.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from models.config.reader import read_config
 from models.parallel import SINGLE, local_config
 from node.adapters import Adapters
 from node.assembly import STUCK_AFTER_S, Node, load
+from node.early_end import end_at_once, ending_at_sigterm
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
 from node.ranks.hosts import Hosts
@@ -92,8 +92,9 @@ def run_node(
                     services = (SERVICE_NAME, PREFILL, DECODE)
                     sys.exit(runner.run(run_host(settings, directory, hosts, tls, server, services)))
             with start_ranks(settings, program, _CERTIFIED[role]) as group:
-                parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
-                built = load(settings, parallel, supervisor=supervisor)
+                with ending_at_sigterm():
+                    parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
+                    built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
                 runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))
         leave()
@@ -130,7 +131,7 @@ async def _run(
     kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
     # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         show_name(node.name)
@@ -155,12 +156,6 @@ async def _run(
             if failure is not None:
                 await _fail_requests(switch.role, server)
                 group.abandon(failure)
-
-
-def _end_at_once() -> None:
-    """Nothing is served yet, and other ranks end with this process."""
-    logging.shutdown()
-    os._exit(0)
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:

@@ -24,6 +24,7 @@ from node.ranks.gate import Gate
 from node.ranks.group import Worker, wait_for_ranks
 from node.ranks.host import explain_end, why_silent
 from node.ranks.hosts import Hosts
+from node.ranks.join import serve_store
 from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost, Meeting, Setup, Up
 from node.ranks.worker import receive_setup
 
@@ -105,6 +106,13 @@ def test_a_leader_waits_for_a_rank_for_a_bounded_time() -> None:
         wait_for_ranks(workers, within_s=0.0)
     for worker in workers:
         worker.calls.close()
+
+
+def test_a_leader_does_not_wait_for_its_own_name() -> None:
+    """In Kubernetes it has an address some time after the process starts."""
+    store, meeting = serve_store("leader.invalid")
+    assert store is not None
+    assert (meeting.host, meeting.port > 0) == ("leader.invalid", True)
 
 
 def test_a_host_that_waits_says_for_what() -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 import grpc
 
 from baton.errors import BatonError
-from baton.pools import take_from_roomiest
+from baton.pools import left_after
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from decode_node.events import RoomFreed
@@ -58,10 +58,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         machine = self._driver.machine
         status.requests_waiting += machine.waiting
-        open_blocks = list(status.blocks_open)
-        for blocks in machine.waiting_blocks():
-            take_from_roomiest(open_blocks, blocks)
-        status.blocks_open[:] = [max(0, blocks) for blocks in open_blocks]
+        status.blocks_open[:] = left_after(status.blocks_open, machine.waiting_blocks())
         status.segments_refused += machine.messages_refused
         status.peers.extend(self._driver.peers.states())
 

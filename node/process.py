@@ -260,7 +260,7 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
         await asyncio.sleep(STUCK_AFTER_S / 4)
         stack = node.transfer.stuck(after_s=STUCK_AFTER_S)
         if stack and ready:
-            log.error("the transfer thread has been stuck for %.0f s:", STUCK_AFTER_S, extra={"lines": stack})
+            log.error("the KV transfer makes no progress:", extra={"lines": stack})
         if ready != (not stack):
             ready = not stack
             await server.set_ready(ready=ready)

@@ -3,6 +3,7 @@ served, each for as long as it may wait. Pure.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from baton.errors import Overloaded
 from engine.request import EngineRequest, QueuePlace
@@ -53,6 +54,9 @@ class BlockQueue:
     @property
     def first(self) -> str | None:
         return self._queue[0][1] if self._queue else None
+
+    def __iter__(self) -> Iterator[str]:
+        return (engine_id for _, engine_id in self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)

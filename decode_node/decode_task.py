@@ -149,7 +149,7 @@ class DecodeTask:
         cached = self._skipped_tokens(reservation)
         if 0 < self._split_tokens <= cached:
             return f"the first {cached} tokens, which a prefill node would compute, are cached"
-        return self._rules.why_local(self._num_tokens - cached, cached)
+        return self._rules.why_local(self.num_tokens - cached, cached)
 
     # ---- receiving KV under a lease
 
@@ -362,13 +362,13 @@ class DecodeTask:
     # ---- parts
 
     @property
-    def _num_tokens(self) -> int:
+    def num_tokens(self) -> int:
         return len(self._request.prompt) + len(self._request.output)
 
     @property
     def _lease_stop(self) -> int:
         """The tokens before this one come from a prefill node."""
-        return self._split_tokens or self._num_tokens
+        return self._split_tokens or self.num_tokens
 
     @property
     def _resume_at(self) -> int:

@@ -11,6 +11,7 @@ from baton.convert import adapter_from_proto, finish_reason_to_proto, sampling_f
 from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest, NoNode
 from baton.errors import Draining as DrainingError
+from baton.pools import blocks_for
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
 from decode_node.deadlines import Deadlines
@@ -83,6 +84,11 @@ class DecodeMachine:
     def waiting(self) -> int:
         """Requests that wait for blocks."""
         return len(self._queue)
+
+    def waiting_blocks(self) -> list[int]:
+        """How many blocks each request needs that waits for them."""
+        waiting = (self._by_engine_id[engine_id] for engine_id in self._queue)
+        return [blocks_for(task.num_tokens + 1, self.rules.block_size) for task in waiting]
 
     def task_of(self, engine_id: str) -> DecodeTask | None:
         """The request that the engine has under this id."""

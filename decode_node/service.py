@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 import grpc
 
 from baton.errors import BatonError
+from baton.pools import left_after
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from decode_node.events import RoomFreed
@@ -55,8 +56,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return {SERVICE_NAME: self}
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
-        status.requests_waiting += self._driver.machine.waiting
-        status.segments_refused += self._driver.machine.messages_refused
+        machine = self._driver.machine
+        status.requests_waiting += machine.waiting
+        status.blocks_open[:] = left_after(status.blocks_open, machine.waiting_blocks())
+        status.segments_refused += machine.messages_refused
         status.peers.extend(self._driver.peers.states())
 
     def knows(self, request_id: str) -> bool:

@@ -43,6 +43,7 @@ from engine.device.step_costs import (
 )
 from engine.expert_plan import check_same_plan, plan_experts
 from engine.request import ModelFacts
+from engine.same_model import check_same_config, check_same_files
 from engine.state_room import choose_state_slots
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
@@ -161,6 +162,7 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
+    check_same_config(parallel, settings.model, config, device)
     parallel = plan_experts(parallel, config, settings)
     check_same_plan(parallel, device)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
@@ -196,6 +198,8 @@ def build_runner(
     )
     backend = select_backend(needs, forced=settings.attention_backend)
     identity = model_identity(settings.model, config, load_format=settings.load_format)
+    tokenizer = tokenizer_json(settings.model)
+    check_same_files(parallel, settings.model, identity, tokenizer, device)
     with allocating("the weights"):
         model = load_model(
             settings.model,
@@ -225,7 +229,7 @@ def build_runner(
                 batch_invariant=settings.batch_invariant,
             )
         _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
-    grammars = GrammarCompiler(tokenizer_json(settings.model), facts.vocab_size, facts.eos_token_ids)
+    grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
         known = replace(facts, num_blocks=cache.shape.num_blocks, state_slots=cache.shape.state_slots)

@@ -1,7 +1,5 @@
 """The plan of a node's experts, from its settings: the same on every rank."""
 
-import zlib
-
 import torch
 
 from baton.config import NodeSettings
@@ -31,11 +29,7 @@ def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
     Args:
         device: of tensors that the ranks' group takes.
     """
-    if parallel.placement is None:
-        return
-    digest = zlib.crc32(repr(parallel.placement).encode())
-    least, most = parallel.smallest(digest, device), -parallel.smallest(-digest, device)
-    if least != most:
+    if parallel.placement is not None and not parallel.agree(repr(parallel.placement), device):
         raise ConfigError(
             "the ranks would place experts by different loads",
             field="expert_load",

@@ -231,6 +231,7 @@ class EngineLoad:
 
     Args:
         blocks_free: blocks that no request holds, including cached ones.
+        blocks_open: of each pool, those that one more request that decodes here may take.
         blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.
@@ -244,6 +245,7 @@ class EngineLoad:
 
     blocks_total: int
     blocks_free: int
+    blocks_open: tuple[int, ...]
     blocks_leased: int
     requests_running: int
     requests_waiting: int

@@ -34,6 +34,14 @@ class Breakers:
 
     def __init__(self) -> None:
         self._breakers: dict[int, _Breaker] = {}
+        self._stuck: set[int] = set()
+
+    def reported(self, incarnation: int, *, stuck: bool) -> None:
+        """The node says whether it makes progress. Requests that it has find out themselves, after a stall."""
+        if stuck:
+            self._stuck.add(incarnation)
+        else:
+            self._stuck.discard(incarnation)
 
     def failed(self, incarnation: int, now_s: float) -> None:
         """A request has failed inside the node."""
@@ -58,7 +66,7 @@ class Breakers:
 
     def open(self, now_s: float) -> frozenset[int]:
         """Incarnations of the nodes that should get no request now."""
-        return frozenset(
+        return frozenset(self._stuck).union(
             incarnation
             for incarnation, breaker in self._breakers.items()
             if breaker.open_until_s is not None and now_s < breaker.open_until_s
@@ -67,3 +75,4 @@ class Breakers:
     def forget(self, incarnation: int) -> None:
         """The node is gone."""
         self._breakers.pop(incarnation, None)
+        self._stuck.discard(incarnation)

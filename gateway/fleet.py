@@ -136,6 +136,7 @@ class Fleet:
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
         node.take_status(status, foreign)
+        self.breakers.reported(node.incarnation, stuck=status.stuck)
         self._unproved.pop(address, None)
         return commands
 

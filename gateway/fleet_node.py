@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from baton.convert import costs_from_proto, kept_bytes
 from baton.errors import shortened
+from baton.pools import blocks_for, take_from_roomiest
 from baton.revisions import revision_of
 from baton.types import AdapterRef
 from gateway.backlog import Backlog
@@ -57,6 +58,7 @@ class FleetNode:
         self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._decode_view: NodeView | None = None
         self._picks = self._requests_since = self._tokens_since = 0
+        self._open_blocks = [0]  # of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
     @property
@@ -79,6 +81,10 @@ class FleetNode:
     def serves(self) -> bool:
         """Whether it works on requests: a node that drains does."""
         return self.reachable and not self.detail
+
+    @property
+    def _block_size(self) -> int:
+        return max(1, self.status.info.cache_shape.block_size)
 
     @property
     def cache_kind(self) -> tuple[str, int]:
@@ -108,6 +114,7 @@ class FleetNode:
                 open=self.open,
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
+                room_tokens=max(self._open_blocks) * self._block_size,
                 picks=self._picks,
             )
             _ = view.queue_s  # computed once, not in each copy of the view
@@ -137,6 +144,8 @@ class FleetNode:
         self._picks += 1
         self._requests_since += 1
         self._tokens_since += num_tokens - cached_tokens
+        # As the node counts: with room for a first decoded token.
+        take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
         self._view = None
 
     def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
@@ -145,6 +154,7 @@ class FleetNode:
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
         self.reachable, self.detail = True, detail
         self._requests_since = self._tokens_since = 0
+        self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), self.last_message_at_s)
 
@@ -191,7 +201,7 @@ def _to_view(
         open=True,
         max_context_tokens=info.max_context_tokens,
         block_size=info.cache_shape.block_size,
-        blocks_free=status.blocks_free,
+        room_tokens=0,
         requests=status.requests_running + status.requests_waiting,
         tokens_waiting=status.tokens_waiting,
         ready_peers=frozenset(ready),

@@ -153,11 +153,10 @@ class Rooms:
 
     def _decode_room(self, view: NodeView, load: int) -> DecodeRoom:
         seats = view.max_batch_requests or _SEATS_UNKNOWN
-        slots = view.blocks_free * view.block_size - view.tokens_since
         shared, spared = self._rows_of(view, seats)
         waits = view.load - view.decode_rows < max(_FOR_BLOCKS_LEAST, seats * _FOR_BLOCKS_SHARE)
         most, most_shared = _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED)
-        return DecodeRoom(load, most, most_shared, slots, waits, seats, spared)
+        return DecodeRoom(load, most, most_shared, view.room_tokens, waits, seats, spared)
 
     def _rows_of(self, view: NodeView, seats: int) -> tuple[int, int]:
         """What `enough_rows` and `spared_rows` say of the node."""

@@ -40,12 +40,12 @@ class NodeView:
     open: bool
     max_context_tokens: int
     block_size: int
-    blocks_free: int
+    room_tokens: int  # of one more request, less those sent since the report: it finds blocks for so many
     requests: int  # running and waiting
     tokens_waiting: int
     ready_peers: frozenset[int]  # incarnations
     requests_since: int = 0  # sent by this gateway since the report
-    tokens_since: int = 0  # that it must compute or hold, of these requests
+    tokens_since: int = 0  # that it must compute, of these requests
     picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
     costs: StepCosts | None = None  # None: not measured yet
     backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
@@ -96,7 +96,7 @@ class NodeView:
         return self.queue_s + self.prompt_s(start, stop)
 
     def has_room(self, num_tokens: int) -> bool:
-        return self.blocks_free * self.block_size >= num_tokens + self.tokens_since
+        return self.room_tokens >= num_tokens
 
     def with_cached(self, cached_tokens: int) -> "NodeView":
         """The same node for a prompt of which it has so many tokens. One of these is made for each node and request, so

@@ -8,6 +8,7 @@ ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged.
 whole on each rank, for its own tokens only (`models.token_exchange`).
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,6 +89,15 @@ class TensorParallel:
         smallest = torch.tensor(value, dtype=torch.int64, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
         return int(smallest.item())
+
+    def agree(self, text: str, device: torch.device) -> bool:
+        """Whether all ranks have this text. All get the same answer. The host waits.
+
+        Args:
+            device: of tensors that the group takes.
+        """
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        return self.smallest(number, device) == -self.smallest(-number, device)
 
 
 SINGLE = TensorParallel()

@@ -56,6 +56,8 @@ _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 # Of a prefill node's seats and blocks, this part is for requests that decode there. Other prompts find the rest free.
 _STREAM_SHARE = 0.75
+# A turn of the transfer thread, and the silence of a rank, are far shorter.
+STUCK_AFTER_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Node:
             draining=draining,
             blocks_total=load.blocks_total,
             blocks_free=load.blocks_free,
+            blocks_open=load.blocks_open,
             blocks_leased=load.blocks_leased,
             requests_running=load.requests_running,
             requests_waiting=load.requests_waiting,
@@ -255,6 +258,7 @@ class Node:
             role_switches=self.switches,
             adapters=map(adapter_to_proto, self.engine.adapters.loaded),
             expert_balance=self.experts.summary(),
+            stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
         )
 
 

@@ -6,7 +6,6 @@ What the process serves follows its role (`node.role`), which may change (`node.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -40,7 +39,8 @@ from models.config.reader import read_config
 from models.local_config import local_config
 from models.parallel import SINGLE
 from node.adapters import Adapters
-from node.assembly import Node, load
+from node.assembly import STUCK_AFTER_S, Node, load
+from node.early_end import end_at_once, ending_at_sigterm
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
 from node.ranks.hosts import Hosts
@@ -54,7 +54,6 @@ from protos.baton.v1 import common_pb2, node_pb2_grpc
 
 log = logging.getLogger("baton")
 
-_STUCK_AFTER_S = 4.0
 _CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
 # Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
@@ -94,8 +93,9 @@ def run_node(
                     services = (SERVICE_NAME, PREFILL, DECODE)
                     sys.exit(runner.run(run_host(settings, directory, hosts, tls, server, services)))
             with start_ranks(settings, program, _CERTIFIED[role]) as group:
-                parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
-                built = load(settings, parallel, supervisor=supervisor)
+                with ending_at_sigterm():
+                    parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
+                    built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
                 runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))
         leave()
@@ -132,7 +132,7 @@ async def _run(
     kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
     # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         show_name(node.name)
@@ -157,12 +157,6 @@ async def _run(
             if failure is not None:
                 await _fail_requests(switch.role, server)
                 group.abandon(failure)
-
-
-def _end_at_once() -> None:
-    """Nothing is served yet, and other ranks end with this process."""
-    logging.shutdown()
-    os._exit(0)
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:
@@ -265,10 +259,10 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
     """Health reflects progress: a node whose transfer thread is stuck is not ready, and logs where it is stuck."""
     ready = True
     while True:
-        await asyncio.sleep(_STUCK_AFTER_S / 4)
-        stack = node.transfer.stuck(after_s=_STUCK_AFTER_S)
+        await asyncio.sleep(STUCK_AFTER_S / 4)
+        stack = node.transfer.stuck(after_s=STUCK_AFTER_S)
         if stack and ready:
-            log.error("the transfer thread has been stuck for %.0f s:", _STUCK_AFTER_S, extra={"lines": stack})
+            log.error("the KV transfer makes no progress:", extra={"lines": stack})
         if ready != (not stack):
             ready = not stack
             await server.set_ready(ready=ready)

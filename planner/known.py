@@ -41,6 +41,7 @@ class _Known:
             self.view,
             requests_since=self.requests_since,
             tokens_since=self.tokens_since,
+            room_tokens=self.view.room_tokens - self.tokens_since,
             picks=self.picks,
             queue_s=self.backlog.at(now_s),
         )

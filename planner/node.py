@@ -228,7 +228,7 @@ class Node:
             open=True,
             max_context_tokens=1 << 30,
             block_size=spec.block_size,
-            blocks_free=max(0, spec.kv_tokens - self.kv_used) // spec.block_size,
+            room_tokens=max(0, spec.kv_tokens - self.kv_used),
             requests=self.requests,
             tokens_waiting=sum(job.stop - job.at for _, _, job in self.queue),
             ready_peers=peers,

@@ -1,16 +1,20 @@
 """How full an engine is, from its scheduler's parts. Pure."""
 
-from engine.request import EngineLoad
+from engine.request import EngineLimits, EngineLoad
+from engine.scheduling.open_blocks import open_blocks
 from engine.scheduling.prompts import Prompts
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
 
 
-def engine_load(roster: Roster, blocks: RequestBlocks, prompts: Prompts, *, preemptions: int) -> EngineLoad:
+def engine_load(
+    roster: Roster, blocks: RequestBlocks, prompts: Prompts, limits: EngineLimits, *, preemptions: int
+) -> EngineLoad:
     decoding = roster.decoding()
     return EngineLoad(
         blocks_total=blocks.num_blocks,
         blocks_free=blocks.num_free,
+        blocks_open=open_blocks(roster, blocks, limits),
         blocks_leased=roster.num_leased,
         requests_running=len(roster.running),
         requests_waiting=len(roster.waiting) + len(roster.ready),

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.block_keys import KeyChain, adapted_identity
+from baton.pools import blocks_for, take_from_roomiest
 from engine.request import EngineRequest, ModelFacts, Reservation
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.prefixes import PooledPrefixes, PrefixCache
@@ -57,6 +58,10 @@ class RequestBlocks:
     def prefixes(self) -> PrefixCache:
         """For those who follow the prefix cache."""
         return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
+
+    @property
+    def num_pools(self) -> int:
+        return len(self._pools)
 
     @property
     def num_blocks(self) -> int:
@@ -158,7 +163,7 @@ class RequestBlocks:
         the pool with most room. May be below 0."""
         room = [pool.num_free - spare[number] for number, pool in enumerate(self._pools)]
         for state in before:
-            room[room.index(max(room))] -= self.needed(state)
+            take_from_roomiest(room, self.needed(state))
         return room
 
     def place(
@@ -272,4 +277,4 @@ class RequestBlocks:
         return min(state.reusable_tokens, state.prompt_tokens) if self._aligned else state.reusable_tokens
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return blocks_for(num_tokens, self._block_size)

@@ -25,6 +25,7 @@ from engine.request import (
 )
 from engine.scheduling.costs import Costs, NoCosts
 from engine.scheduling.load import engine_load
+from engine.scheduling.open_blocks import stream_blocks
 from engine.scheduling.prefixes import PrefixCache
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from engine.scheduling.request_blocks import Place, RequestBlocks
@@ -348,7 +349,7 @@ class Scheduler:
         return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
-        return engine_load(self._roster, self._blocks, self._prompts, preemptions=self._preemptions)
+        return engine_load(self._roster, self._blocks, self._prompts, self._limits, preemptions=self._preemptions)
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
         """Blocks and slots of states that no request holds, or a request that nobody knows; a block that two such
@@ -376,15 +377,8 @@ class Scheduler:
 
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""
-        share, roster = self._limits.stream_share, self._roster
-        if share == 1.0:
-            return True
-        num_streams = roster.num_streams
-        held = self._blocks.num_blocks - self._blocks.num_free - roster.num_prompt_blocks
-        fits = held + self._blocks.needed(state) <= share * self._blocks.num_blocks
-        if fits and num_streams + 1 <= share * roster.seats:
-            return True
-        return num_streams == 0 and not roster.waiting_before(state.place)
+        before = self._roster.waiting_before(state.place)
+        return self._blocks.needed(state) <= stream_blocks(self._roster, self._blocks, self._limits, before)
 
     def _decoding(self, unsteady: list[RequestState], now: float) -> list[RequestState] | None:
         """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where

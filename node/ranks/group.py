@@ -6,13 +6,12 @@ started there (`node.ranks.host`) and reach this process through its gate (`node
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from baton.config import NodeSettings
 from baton.environment import child_environment
-from baton.errors import Draining
+from baton.errors import ConfigError, Draining
 from baton.security.roles import Role
-from node.ranks.host import worker_command
-from node.ranks.hosts import Hosts
+from node.ranks.host import how_ended, worker_command
+from node.ranks.hosts import JOIN_S, Hosts
 from node.ranks.join import serve_store
 from node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Lost, Meeting, Setup
 
@@ -60,6 +59,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._failure: str | None = None
+        self._exit_code = 1
         self._on_failure: Callable[[str], None] | None = None
         self._ending = self._loaded = False
         self._gate: subprocess.Popen[bytes] | None = None
@@ -85,12 +85,12 @@ class RankGroup:
         if failure is not None:
             callback(failure)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, exit_code: int = 1) -> None:
         """Ends the node, which cannot go on, for this reason. Only the first call counts; any thread may call it."""
         with self._lock:
             if self._ending or self._failure is not None:
                 return
-            self._failure = reason
+            self._failure, self._exit_code = reason, exit_code
             self._failed.set()
             callback = self._on_failure
         if callback is not None:
@@ -114,7 +114,7 @@ class RankGroup:
         log.error("%s", reason)
         self._kill()
         logging.shutdown()
-        os._exit(1)
+        os._exit(self._exit_code)
 
     def meeting_place(self) -> Meeting:
         """Where the ranks find each other. Returns when all of them are about to: unlike torch's own wait, this one
@@ -122,12 +122,9 @@ class RankGroup:
 
         Raises:
             EOFError: a rank has ended.
+            ConfigError: one does not come.
         """
-        for worker in self.workers:
-            try:
-                worker.steps.recv()
-            except ConnectionError:
-                raise EOFError(f"rank {worker.rank} has ended") from None
+        wait_for_ranks(self.workers, within_s=JOIN_S)
         return self._meeting
 
     def loaded(self) -> None:
@@ -188,8 +185,7 @@ class RankGroup:
 
     def _watch(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
         code = popen.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.fail(f"rank {rank} (pid {popen.pid}) {how}: this node ends")
+        self.fail(f"rank {rank} (pid {popen.pid}) {how_ended(code)}: this node ends")
 
     def _watch_gate(self, reports: Connection) -> None:
         while True:
@@ -204,7 +200,7 @@ class RankGroup:
                 case Lost(rank, host, why):
                     self.fail(f"rank {rank} on host {host} is gone ({why}): this node ends")
                 case Failed(error):
-                    self.fail(str(error))
+                    self.fail(str(error), exit_code=2)
 
     def _children(self) -> list[subprocess.Popen[bytes]]:
         popens = [worker.popen for worker in self.workers] + [self._gate]
@@ -214,6 +210,28 @@ class RankGroup:
         self._ending = True
         for child in self._children():
             child.kill()
+
+
+def wait_for_ranks(workers: Iterable[Worker], *, within_s: float) -> None:
+    """Returns when every rank has answered its `Setup`.
+
+    Raises:
+        EOFError: a rank has ended.
+        ConfigError: one does not come in time.
+    """
+    deadline_s = time.monotonic() + within_s
+    for worker in workers:
+        if not worker.steps.poll(max(0.0, deadline_s - time.monotonic())):
+            where = "another host" if worker.popen is None else f"process {worker.popen.pid}"
+            raise ConfigError(
+                f"rank {worker.rank} of {where} has not come within {within_s:g} s",
+                field="num_hosts",
+                cure="start all hosts of the node; see their logs",
+            )
+        try:
+            worker.steps.recv()
+        except ConnectionError:
+            raise EOFError(f"rank {worker.rank} has ended") from None
 
 
 @contextmanager

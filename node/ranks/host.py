@@ -21,13 +21,11 @@ from baton.rpc.server import GrpcServer, write_ready_file
 from baton.security.peers import PeerTls
 from baton.supervisor import Supervisor
 from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line
-from node.ranks.hosts import Hosts
+from node.ranks.hosts import JOIN_S, Hosts
 from node.ranks.messages import CHANNELS
 
 log = logging.getLogger("baton")
 
-# Hosts of a node start in any order, and host 0 may have to find its model first.
-_JOIN_S = 20 * 60.0
 _RETRY_S = 0.5
 _LOG_EVERY_S = 30.0
 # After host 0 is gone, ranks end by themselves within that time, unless they wait for a GPU.
@@ -80,7 +78,7 @@ async def _join(settings: NodeSettings, hosts: Hosts, tls: PeerTls) -> dict[int,
     leader = hosts.leader
     assert leader is not None
     where = f"{leader.host}:{leader.port}"
-    deadline, next_log_s = time.monotonic() + _JOIN_S, time.monotonic()
+    deadline, next_log_s = time.monotonic() + JOIN_S, time.monotonic()
     joined: dict[int, dict[str, Stream]] = {rank: {} for rank in hosts.local}
     for rank in hosts.local:
         for channel in CHANNELS:
@@ -94,13 +92,18 @@ async def _join(settings: NodeSettings, hosts: Hosts, tls: PeerTls) -> dict[int,
                 except OSError as error:
                     now_s = time.monotonic()
                     if now_s > deadline:
-                        message = f"host 0 does not answer at {where}: {error}"
+                        message = f"host 0 does not answer at {where}: {why_silent(error)}"
                         raise ConfigError(message, field="leader_address", value=where, cure="start it") from None
                     if now_s >= next_log_s:
                         next_log_s = now_s + _LOG_EVERY_S
-                        log.info("waiting for host 0 at %s: %s", where, error)
+                        log.info("waiting for host 0 at %s: %s", where, why_silent(error))
                     await asyncio.sleep(_RETRY_S)
     return joined
+
+
+def why_silent(error: OSError) -> str:
+    """A timeout has no text of its own."""
+    return str(error) or "it accepts connections and says nothing"
 
 
 async def _dial(host: str, port: int, greeting: Greeting, tls: PeerTls, settings: NodeSettings) -> Stream:
@@ -157,7 +160,7 @@ async def _follow(
             await asyncio.wait(
                 [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
             )
-        return await _ended(waits, carried)
+        return await explain_end(waits, carried)
     finally:
         for worker in workers.values():
             if worker.returncode is None:
@@ -167,13 +170,14 @@ async def _follow(
             task.cancel()
 
 
-async def _ended(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
+async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
     """Waits a moment for all ranks to end, after the first of them or a connection has; returns the exit code."""
     # What has ended first explains the rest.
     lost = next((task.result() for task in carried if task.done() and task.result()), "")
-    failed = next((rank for task, rank in waits.items() if task.done() and task.result() != 0), None)
-    if failed is not None and not lost:
-        log.error("rank %d ended: this host's ranks end, and with them the node", failed)
+    if not lost and (failed := await _first_failed(waits)) is not None:
+        log.error(
+            "rank %d %s: this host's ranks end, and with them the node", waits[failed], how_ended(failed.result())
+        )
         return 1
     await asyncio.wait(waits, timeout=_END_S)
     if all(task.done() and task.result() == 0 for task in waits):
@@ -181,6 +185,23 @@ async def _ended(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.T
         return 0
     log.error("host 0 is gone (%s): this host's ranks end", lost or "no answer")
     return 1
+
+
+async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[int] | None":
+    """Waits a moment, because a rank's connections break before its end is known."""
+    waiting = set(waits)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, timeout=_END_S, return_when=asyncio.FIRST_COMPLETED)
+        if failed := next((task for task in done if task.result() != 0), None):
+            return failed
+        if not done:
+            break
+    return None
+
+
+def how_ended(code: int) -> str:
+    """What became of a process with this exit code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def worker_command(calls: int, steps: int, *, model: Path) -> list[str]:

@@ -6,6 +6,9 @@ from baton.config import NodeSettings, flag, variable
 from baton.errors import ConfigError
 from baton.rpc.server import Address
 
+# Hosts of a node start in any order, and each may have to find its model first. They wait so long for each other.
+JOIN_S = 20 * 60.0
+
 
 @dataclass(frozen=True)
 class Hosts:

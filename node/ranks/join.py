@@ -18,6 +18,7 @@ from node.ranks.messages import Meeting
 
 # Ranks read a checkpoint at their own pace and wait this long for each other. The end of one ends the wait at once.
 _TIMEOUT = timedelta(minutes=20)
+_LOOPBACK = "127.0.0.1"  # by which host 0 reaches its own store
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch has no types for it
 
 
@@ -32,7 +33,8 @@ def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParall
         use_device_for_gloo("lo" if meeting.file is not None else _device_to(meeting.host, meeting.port))
     how: dict[str, Any] = {"init_method": f"file://{meeting.file}"}
     if meeting.file is None:
-        how = {"store": _TCP_STORE(meeting.host, meeting.port, is_master=False, timeout=_TIMEOUT)}
+        host = _LOOPBACK if rank < settings.ranks_per_host else meeting.host
+        how = {"store": _TCP_STORE(host, meeting.port, is_master=False, timeout=_TIMEOUT)}
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         rank=rank,
@@ -60,15 +62,19 @@ def serve_store(host: str) -> tuple[object, Meeting]:
     NOTE: it checks nobody, as NCCL and gloo do: a network of their own, or a policy, must keep others away.
 
     Args:
-        host: under which all hosts reach this one.
+        host: under which other hosts reach this one. It may have no address yet, or none here.
     """
-    store = _TCP_STORE(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    # It listens on all addresses. With `host`, torch would wait for 20 minutes until it reaches itself there.
+    store = _TCP_STORE(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, Meeting(None, host, store.port)
 
 
 def _device_to(host: str, port: int) -> str:
     """Name of the network device over which this host sends to that one; the loopback device if it is not found."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigError(f"host 0's name {host!r} has no address here: {error}", field="leader_address") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of a datagram socket: nothing is sent
         own = probe.getsockname()[0]

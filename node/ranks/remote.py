@@ -140,8 +140,10 @@ class RemoteTransfer(RankTransfer):
         return self._heartbeat.counters
 
     def stuck(self, *, after_s: float) -> str:
+        if self._gone:
+            return f"rank {self._rank} is gone"
         silent_s = time.monotonic() - self._heartbeat_s
-        if self._gone or silent_s > after_s:
+        if silent_s > after_s:
             return f"rank {self._rank} has sent nothing for {silent_s:.0f} s"
         return f"rank {self._rank}: {self._heartbeat.stuck}" if self._heartbeat.stuck else ""
 

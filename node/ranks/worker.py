@@ -40,8 +40,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with(int(sys.argv[3]))
     try:
-        setup: Setup = steps.recv()
-    except (EOFError, OSError):
+        setup = receive_setup(steps)
+    except EOFError:
         exit_at_once(1)
     settings = setup.settings.model_copy(update={"model": Path(sys.argv[4])})
     level = settings.log_level
@@ -52,7 +52,6 @@ def main() -> None:
         name=f"{settings.name or ''} rank {setup.rank}".strip(),
         form=settings.log_format,
     )
-    steps.send(Up())
     try:
         parallel = join(setup.rank, settings, meeting=setup.meeting)
         built = load(settings, parallel=parallel)
@@ -75,6 +74,20 @@ def main() -> None:
     thread.join()
     leave()
     exit_at_once(0)
+
+
+def receive_setup(steps: Connection) -> Setup:
+    """Rank 0's first message, answered: this rank is about to meet the others.
+
+    Raises:
+        EOFError: rank 0 is gone.
+    """
+    try:
+        setup: Setup = steps.recv()
+        steps.send(Up())
+    except OSError:
+        raise EOFError("rank 0 is gone") from None
+    return setup
 
 
 def _follow(steps: Connection, built: Built) -> None:

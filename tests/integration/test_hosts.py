@@ -4,6 +4,7 @@ The hosts are two loopback addresses and, on machines that let us make them, two
 """
 
 import asyncio
+import socket
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.integration import two_hosts
 from tests.integration.cluster import DEADLINE_S, Machines, arguments
 from tests.integration.reference import Reference
 from tests.integration.two_hosts import LOOPBACK, flags_of_both, requests_go_on_after_a_lost_host, second_host
+from tests.warm import launch_warm
 
 IN_NAMESPACES = two_hosts.command()
 WAYS = {"killed": None} | ({"cut off": IN_NAMESPACES} if IN_NAMESPACES else {})
@@ -51,3 +53,15 @@ def test_a_host_with_other_settings_is_refused_in_one_line(start: Machines, tmp_
     assert "ranks=2" in refused
     assert "ranks=4" in refused
     assert start.end(first) == 0, "it still waits, and ends when it is asked to"
+
+
+def test_a_leader_whose_address_is_taken_says_so_in_one_line(tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+    both = flags_of_both(tmp_path, LOOPBACK)
+    host, _, port = str(both["leader_address"]).partition(":")
+    with socket.create_server((host, int(port))):
+        first = launch_warm("decode_node", arguments({**both, "device": "cpu"}), outputs=tmp_path)
+        assert first.wait(DEADLINE_S) == 2
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    (taken,) = [line for line in lines if "ERROR" in line]
+    assert "the port may be in use" in taken

@@ -95,6 +95,7 @@ class Node:
             draining=self.draining,
             blocks_total=load.blocks_total,
             blocks_free=load.blocks_free,
+            blocks_open=load.blocks_open,
             blocks_leased=load.blocks_leased,
             requests_running=load.requests_running,
             requests_waiting=self.requests_waiting,
@@ -109,6 +110,7 @@ class Node:
         return (
             self.draining,
             load.blocks_free,
+            load.blocks_open,
             load.requests_running,
             self.requests_waiting,
             load.requests_total,

@@ -74,7 +74,7 @@ class Nodes:
     def view(self, sent: int, reported: tuple[int, int, int, float]) -> NodeView:
         requests, rows, context, _ = reported
         return NodeView(
-            "d", 1, "", True, 4096, 16, 10_000, requests, 0, frozenset(), requests_since=sent, costs=self.reported,
+            "d", 1, "", True, 4096, 16, 160_000, requests, 0, frozenset(), requests_since=sent, costs=self.reported,
             decode_rows=rows, context_tokens=context, max_batch_requests=self.seats,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class World:
         view = self.nodes.view(self._sent[gateway], self._reported)
         wait_s = self._reported[3] + self._sent[gateway] * self.nodes.prompt_s
         prompts = 0 if self.nodes.mixed else round(self._reported[3] / self.nodes.prompt_s)
-        prefill = NodeView("p", 2, "", True, 4096, 16, 10_000, prompts, 0, frozenset(), costs=self.nodes.costs)
+        prefill = NodeView("p", 2, "", True, 4096, 16, 160_000, prompts, 0, frozenset(), costs=self.nodes.costs)
         if self.nodes.mixed:
             return self._rooms.of([view.with_queue(wait_s)], [])
         return self._rooms.of([view], [prefill.with_queue(wait_s)])

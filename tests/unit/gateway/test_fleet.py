@@ -1,6 +1,7 @@
 """The table of nodes: when a node is usable, unusable, and usable again."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -154,6 +155,24 @@ def test_sent_requests_count_until_the_next_status() -> None:
     assert first.view().tokens_since == 64
     fleet.connect("d1", 1.0)
     assert first.view().tokens_since == 0
+
+
+def test_a_request_goes_where_one_rank_has_all_its_blocks() -> None:
+    """Where ranks have requests of their own, free blocks of two ranks do not add up."""
+    fleet = SmallFleet(0, 2)
+    ranked = status(DECODE, 21)
+    ranked.blocks_open[:] = [6, 6]
+    busy = status(DECODE, 22)
+    busy.requests_running = 9
+    for address, said in (("d1", ranked), ("d2", busy)):
+        fleet.status_received(DECODE, address, said, 1.0)
+    node = fleet.decodes["d1"]
+    assert decoding_node(fleet, replace(WANTED, num_tokens=95)) is node
+    assert decoding_node(fleet, replace(WANTED, num_tokens=96)) is fleet.decodes["d2"]
+    for sent, expected in ((79, 6), (79, 1), (15, 1), (15, 0)):
+        node.note_sent(sent)
+        assert node.view().room_tokens == 16 * expected
+    assert decoding_node(fleet, WANTED) is fleet.decodes["d2"]
 
 
 def test_strict_serves_only_with_a_pair() -> None:

@@ -8,7 +8,7 @@ from baton.types import LocalPolicy
 from gateway.attempt import Attempt
 from gateway.fleet_node import FleetNode
 from gateway.node_choice import NodeChoice, prefill_failure
-from tests.unit.gateway.fleets import SmallFleet, rules
+from tests.unit.gateway.fleets import DECODE, SmallFleet, rules, status
 
 
 def decode_node(choice: NodeChoice, *, begun: bool) -> FleetNode | None:
@@ -53,6 +53,22 @@ def test_a_bug_in_a_node_opens_its_breaker_and_prompts_without_finite_logits_do_
     for _ in range(3):
         choice.failed(node, InternalError("a bug"), 0.0)
     assert fleet.breakers.open(0.0) == {node.incarnation}
+
+
+def test_a_node_that_says_it_is_stuck_gets_requests_only_where_there_is_no_other() -> None:
+    """One of its ranks may be frozen: whatever is sent there waits until it stalls."""
+    fleet = SmallFleet(0, 2)
+    stuck = status(DECODE, 21)
+    stuck.stuck = True
+    fleet.status_received(DECODE, "d1", stuck, 0.0)
+    for _ in range(5):
+        chosen = decode_node(NodeChoice(rules(), fleet), begun=False)
+        assert chosen is fleet.decodes["d2"]
+        chosen.note_sent(100)
+    fleet.lose("d2")
+    assert decode_node(NodeChoice(rules(), fleet), begun=False) is fleet.decodes["d1"]
+    fleet.connect("d1", 1.0)
+    assert not fleet.breakers.open(1.0)
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -16,7 +16,7 @@ DECODE = NodeView(
     open=True,
     max_context_tokens=1 << 17,
     block_size=32,
-    blocks_free=1 << 16,
+    room_tokens=1 << 20,
     requests=32,
     tokens_waiting=0,
     ready_peers=frozenset(),
@@ -153,7 +153,7 @@ def test_without_a_decode_node_a_prefill_node_serves_alone_unless_the_policy_is_
 
 def test_a_prefill_node_without_costs_or_room_gets_no_whole_requests() -> None:
     unknown = replace(ALONE, costs=None)
-    for other in (unknown, replace(ALONE, blocks_free=0)):
+    for other in (unknown, replace(ALONE, room_tokens=0)):
         assert placed(BUSY, Slo(1.0, 0.02), alone=other).decode.address == "d1"
     for slo in (Slo(), Slo(1.0, 0.02)):
         assert placed(replace(BUSY, costs=None), slo).way is Way.REMOTE

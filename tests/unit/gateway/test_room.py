@@ -8,10 +8,10 @@ from gateway.router import NodeView
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))
 DECODE = NodeView(
-    "d", 1, "", True, 4096, 16, 100, 8, 0, frozenset(), costs=COSTS, decode_rows=8, context_tokens=800,
+    "d", 1, "", True, 4096, 16, 1600, 8, 0, frozenset(), costs=COSTS, decode_rows=8, context_tokens=800,
     max_batch_requests=16,
 )  # fmt: skip
-PREFILL = NodeView("p", 2, "", True, 4096, 16, 100, 0, 0, frozenset(), costs=COSTS, backlog_s=0.2)
+PREFILL = NodeView("p", 2, "", True, 4096, 16, 1600, 0, 0, frozenset(), costs=COSTS, backlog_s=0.2)
 
 
 def test_a_decode_node_takes_as_many_as_it_has_seats_and_some_whose_prompts_are_computed() -> None:
@@ -21,7 +21,7 @@ def test_a_decode_node_takes_as_many_as_it_has_seats_and_some_whose_prompts_are_
 
 
 def test_what_was_sent_since_the_report_and_what_is_on_its_way_counts() -> None:
-    sent = replace(DECODE, requests_since=3, tokens_since=600)
+    sent = replace(DECODE, requests_since=3, room_tokens=1000)
     busy = replace(PREFILL, requests=5, decode_rows=1)
     (node,) = Rooms().of([sent], [busy]).decodes
     assert (node.load, node.slots) == (8 + 3 + 4, 1000)
@@ -71,6 +71,6 @@ def test_a_cluster_without_nodes_decides_nothing() -> None:
 
 
 def test_a_few_requests_wait_for_blocks_on_the_node() -> None:
-    full = replace(DECODE, blocks_free=0, max_batch_requests=64)
+    full = replace(DECODE, room_tokens=0, max_batch_requests=64)
     assert Rooms().of([full], [PREFILL]).has(100, 1, shared=False)
     assert not Rooms().of([replace(full, requests=16)], [PREFILL]).has(100, 1, shared=False)

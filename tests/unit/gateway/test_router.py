@@ -20,7 +20,7 @@ def node(number: int, **changes: object) -> NodeView:
         open=True,
         max_context_tokens=1000,
         block_size=16,
-        blocks_free=100,
+        room_tokens=1600,
         requests=0,
         tokens_waiting=0,
         ready_peers=frozenset(),
@@ -53,7 +53,7 @@ def test_idle_nodes_take_turns() -> None:
 
 
 def test_room_comes_before_load() -> None:
-    full, busy = node(1, blocks_free=6), node(2, requests=9)
+    full, busy = node(1, room_tokens=96), node(2, requests=9)
     assert address(pick_decode([full, busy], [], wanted())) == "node-2"
     assert address(pick_decode([full], [], wanted())) == "node-1"  # it may queue there
 
@@ -88,7 +88,7 @@ views = st.builds(
     st.integers(1, 6),
     open=st.booleans(),
     max_context_tokens=st.sampled_from([50, 1000]),
-    blocks_free=st.integers(0, 20),
+    room_tokens=st.integers(0, 320),
     requests=st.integers(0, 3),
     revision=st.sampled_from([REVISION, "other"]),
     ready_peers=st.frozensets(st.integers(1, 6)),

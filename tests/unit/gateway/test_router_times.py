@@ -24,7 +24,7 @@ def prefill(number: int, **changes: object) -> NodeView:
         costs=FAST,
         max_batch_tokens=2048,
         max_context_tokens=100_000,
-        blocks_free=100_000,
+        room_tokens=1_600_000,
     )
     return replace(view, **changes)  # type: ignore[arg-type]
 

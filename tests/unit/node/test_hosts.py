@@ -21,8 +21,12 @@ from baton.security.roles import Role
 from baton.settings_reader import hosts_of
 from node.ranks.carry import Greeting, read_line
 from node.ranks.gate import Gate
+from node.ranks.group import Worker, wait_for_ranks
+from node.ranks.host import explain_end, why_silent
 from node.ranks.hosts import Hosts
-from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost
+from node.ranks.join import serve_store
+from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost, Meeting, Setup, Up
+from node.ranks.worker import receive_setup
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,71 @@ def test_hosts_that_make_no_node_are_refused(fields: dict[str, Any], message: st
 def test_hosts_need_certificates() -> None:
     with pytest.raises(ConfigError, match="BATON_TLS_CERT"):
         PeerTls.read(settings(), Role.DECODE)
+
+
+def test_a_rank_whose_leader_is_gone_ends_without_a_word() -> None:
+    """While it starts, too: then its answer finds nobody."""
+    leader, rank = Pipe()
+    leader.send(Setup(settings(), "decode_node", 1, Meeting(None)))
+    leader.close()
+    with pytest.raises(EOFError):
+        receive_setup(rank)
+
+
+def test_a_leader_waits_for_a_rank_for_a_bounded_time() -> None:
+    workers = []
+    for rank in (1, 2):
+        steps, end = Pipe()
+        workers.append(Worker(rank, None, socket.socket(), steps))
+        if rank == 1:
+            end.send(Up())
+    with pytest.raises(ConfigError, match="rank 2 of another host has not come within 0 s"):
+        wait_for_ranks(workers, within_s=0.0)
+    for worker in workers:
+        worker.calls.close()
+
+
+def test_a_leader_does_not_wait_for_its_own_name() -> None:
+    """In Kubernetes it has an address some time after the process starts."""
+    store, meeting = serve_store("leader.invalid")
+    assert store is not None
+    assert (meeting.host, meeting.port > 0) == ("leader.invalid", True)
+
+
+def test_a_host_that_waits_says_for_what() -> None:
+    assert why_silent(TimeoutError()) == "it accepts connections and says nothing"
+    assert why_silent(ConnectionRefusedError("refused")) == "refused"
+
+
+async def ended(code: int, *, after_turns: int) -> int:
+    for _ in range(after_turns):
+        await asyncio.sleep(0)
+    return code
+
+
+async def closed(why: str) -> str:
+    return why
+
+
+@pytest.mark.parametrize(
+    ("codes", "why", "expected"),
+    [
+        ([-9, 0], "", "rank 2 was ended by SIGKILL"),
+        ([0, 1], "", "rank 3 ended with exit code 1"),
+        ([1, 1], "it closed the connection", "host 0 is gone (it closed the connection)"),
+        ([0, 0], "it closed the connection", "host 0 has ended"),
+    ],
+)
+async def test_a_host_says_what_ended_first(
+    codes: list[int], why: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank's connections break before its end is known."""
+    caplog.set_level("INFO", "baton")
+    waits = {asyncio.create_task(ended(code, after_turns=9)): rank for rank, code in enumerate(codes, start=2)}
+    carried = [asyncio.create_task(closed(why))]
+    await asyncio.wait(carried)
+    assert await explain_end(waits, carried) == (0 if codes == [0, 0] else 1)
+    assert expected in caplog.text
 
 
 # ---- the gate

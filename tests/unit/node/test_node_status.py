@@ -1,4 +1,6 @@
-"""What a node's status has of its steps."""
+"""What a node's status has of its steps, its blocks and its progress."""
+
+import pytest
 
 from baton.convert import costs_from_proto
 from node.assembly import Listener, Node, load
@@ -20,3 +22,18 @@ async def test_a_status_has_the_limits_of_a_step_and_its_costs_once_they_are_kno
         assert (status.backlog_s, status.decode_rows, status.context_tokens) == (0.0, 0, 0)
         assert status.HasField("step_costs") == (costs is not None)
         assert costs_from_proto(status.step_costs) == costs
+
+
+@pytest.mark.parametrize(("after_s", "stuck"), [(60.0, False), (-1.0, True)])
+async def test_a_status_says_whether_the_node_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, stuck: bool
+) -> None:
+    """Below 0, every turn of the transfer thread is too long."""
+    monkeypatch.setattr("node.assembly.STUCK_AFTER_S", after_s)
+    settings = prefill_settings()
+    node = Node(settings, load(settings), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+    node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
+    async with node:
+        status = node.status(draining=False)
+    assert status.stuck == stuck
+    assert list(status.blocks_open) == [status.blocks_total]

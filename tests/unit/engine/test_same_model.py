@@ -1,0 +1,60 @@
+"""Ranks whose hosts have different copies of the model are refused: a sum over parts of two models is no model's."""
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from baton.config import NodeSettings
+from baton.errors import ConfigError
+from engine.build import build_runner
+from models.parallel import TensorParallel
+from tests.ranks import run_ranks
+from tests.unit.models.tiny import save_tiny
+
+
+def load_parts(rank: TensorParallel, hosts: list[tuple[Path, Path]]) -> list[str]:
+    """What a rank says that loads its part from its host's directory, each of these times."""
+    said = []
+    for models in hosts:
+        settings = NodeSettings(model=models[rank.rank], device="cpu", num_blocks=4, tensor_parallel_size=2)
+        try:
+            build_runner(settings, parallel=rank)
+            said.append("")
+        except ConfigError as error:
+            said.append(error.message.partition(";")[0])
+    return said
+
+
+def retrained(model: Path) -> None:
+    file = model / "model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def with_another_norm(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+
+
+def with_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+
+def test_all_ranks_have_the_same_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny("llama-llama3-tied", model)
+    hosts = [(model, model)]
+    for change in (retrained, with_another_norm, with_a_tokenizer):
+        other = tmp_path / change.__name__
+        shutil.copytree(model, other)
+        change(other)
+        hosts.append((model, other))
+    (tmp_path / "ranks").mkdir()
+    expected = [
+        "",
+        "the ranks have models with different weights",
+        "the ranks have models with different configurations",
+        "the ranks have models with different tokenizers",
+    ]
+    assert run_ranks(load_parts, 2, tmp_path / "ranks", hosts) == [expected] * 2

@@ -1,0 +1,27 @@
+"""What a node's own process knows of the KV transfer of another rank."""
+
+import asyncio
+import socket
+
+from node.ranks.channel import Channel
+from node.ranks.messages import Answer, Start
+from node.ranks.remote import RemoteTransfer
+from node.waiting import until
+
+DEADLINE_S = 60.0
+
+
+async def test_a_rank_that_is_gone_is_no_rank_that_is_silent() -> None:
+    ours, theirs = socket.socketpair()
+    transfer = RemoteTransfer(1, ours, 7, on_filled=lambda _: None, on_refused=lambda _: None)
+    rank = await Channel.over(theirs)
+    starting = asyncio.create_task(transfer.start())
+    start = await rank.receive()
+    assert isinstance(start, Start)
+    rank.send(Answer(start.number))
+    await starting
+    assert transfer.stuck(after_s=DEADLINE_S) == ""
+    assert "rank 1 has sent nothing" in transfer.stuck(after_s=-1.0)
+    await rank.close()
+    assert await until(lambda: transfer.stuck(after_s=DEADLINE_S) == "rank 1 is gone", timeout_s=DEADLINE_S)
+    await transfer.close()

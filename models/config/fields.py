@@ -23,8 +23,9 @@ Size: TypeAlias = Annotated[int, Ge(1), Le(2**20 - 1)]  # of one axis of a weigh
 Heads: TypeAlias = Annotated[int, Ge(1), Le(2**14)]  # or experts: each is an axis of a weight with two others
 Layers: TypeAlias = Annotated[int, Ge(1), Le(2**12)]
 LayersOrZero: TypeAlias = Annotated[int, Ge(0), Le(2**12)]
-Positive: TypeAlias = Annotated[float, Gt(0)]
-AtLeastZero: TypeAlias = Annotated[float, Ge(0)]
+_FLOAT_MAX = 1e30  # and so much again in a product of two of them is no float32
+Positive: TypeAlias = Annotated[float, Gt(0), Le(_FLOAT_MAX)]
+AtLeastZero: TypeAlias = Annotated[float, Ge(0), Le(_FLOAT_MAX)]
 Fraction: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Table: TypeAlias = dict[str, object]
 
@@ -119,16 +120,14 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
         return tuple(text for each in arguments if each is not NoneType for text in _allowed(each, []))
     if origin is Literal:
         return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in arguments)
+    least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
+    most = next((item.le for item in metadata if isinstance(item, Le)), None)
     if annotation is int:
-        least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
-        most = next((item.le for item in metadata if isinstance(item, Le)), None)
         return ("an integer",) if least is None else (f"an integer from {least} to {most}",)
     if annotation is float:
         if any(isinstance(item, Gt) for item in metadata):
-            if any(isinstance(item, Le) for item in metadata):
-                return ("a number above 0 and up to 1",)
-            return ("a number above 0",)
-        return ("a number of at least 0",) if any(isinstance(item, Ge) for item in metadata) else ("a number",)
+            return (f"a number above 0 and up to {most:g}",)
+        return (f"a number from {least:g} to {most:g}",) if least is not None else ("a number",)
     words: Mapping[Any, tuple[str, ...]] = {
         NoneType: ("null",),
         bool: ("true", "false"),

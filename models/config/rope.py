@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
+from annotated_types import Ge, Le
 from pydantic import ConfigDict
 
 from baton.errors import ConfigError
 from models.config.fields import CONTEXT_MAX, AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
 from models.config.file import ConfigFile
 
+_Weight: TypeAlias = Annotated[float, Ge(0), Le(1000)]  # of YaRN's factor of scores, which grows with its square
 _TURNS_MAX = 1e6  # YaRN's betas; far beyond it the place of the pair that turns so often is no number
 
 
@@ -204,8 +206,8 @@ class _YarnFields(_RopeFields):
     beta_slow: AtLeastZero = 0.0  # 0: 1
     truncate: bool = True
     attention_factor: Positive | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
+    mscale: _Weight = 0.0
+    mscale_all_dim: _Weight = 0.0
 
     def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling:
         del dim

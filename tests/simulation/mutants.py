@@ -3,7 +3,7 @@
 A mutant names the storm under which it shows soonest, and how many seeds may pass until it is caught.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,8 +260,10 @@ def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
 def _overtaking_token_is_a_gap(patch: pytest.MonkeyPatch) -> None:
     offer = TokenOrder.offer
 
-    def mutated(self: TokenOrder, step_token: decode_pb2.StepToken, *, hold: bool) -> Sequence[decode_pb2.StepToken]:
-        return offer(self, step_token, hold=False)
+    def mutated(
+        self: TokenOrder, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool
+    ) -> Iterator[decode_pb2.StepToken]:
+        return offer(self, step_tokens, hold=False)
 
     patch.setattr(TokenOrder, "offer", mutated)
 

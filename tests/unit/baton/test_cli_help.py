@@ -7,8 +7,9 @@ import typer
 
 from baton.cli import program
 from baton.cli.program import new_app
-from baton.config import DecodeSettings, GatewaySettings
+from baton.config import DecodeSettings
 from baton.errors import ConfigError
+from baton.gateway_config import GatewaySettings
 from baton.settings_reader import fail, read_settings
 from load.command import bench
 from planner.command import plan

@@ -223,9 +223,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "factor", "missing"),
         (LLAMA | {"rope_scaling": {"rope_type": "default", "beta_fast": 2}}, "beta_fast", "known fields are"),
         (LLAMA | {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "1.0"),
-        (LLAMA | {"rope_scaling": YARN | {"beta_fast": 1e308}}, "beta_fast", "1e-06 to 1e+06"),
-        (LLAMA | {"rope_scaling": YARN | {"factor": 1e308}}, "factor", "2147483647 tokens"),
-        (LLAMA | {"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow", "1e-06 to 1e+06"),
+        (LLAMA | {"rope_scaling": YARN | {"beta_fast": 1e9}}, "beta_fast", "1e-06 to 1e+06"),
+        (LLAMA | {"rope_scaling": YARN | {"factor": 1e20}}, "factor", "2147483647 tokens"),
+        (LLAMA | {"rope_scaling": YARN | {"beta_slow": 1e-20}}, "beta_slow", "1e-06 to 1e+06"),
         (LLAMA | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "rope_scaling", "keep either"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 3}},

@@ -125,9 +125,10 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
     if annotation is int:
         return ("an integer",) if least is None else (f"an integer from {least} to {most}",)
     if annotation is float:
+        upper = "" if most is None else f" and up to {most:g}"
         if any(isinstance(item, Gt) for item in metadata):
-            return (f"a number above 0 and up to {most:g}",)
-        return (f"a number from {least:g} to {most:g}",) if least is not None else ("a number",)
+            return (f"a number above 0{upper}",)
+        return ("a number",) if least is None else (f"a number of at least {least:g}{upper}",)
     words: Mapping[Any, tuple[str, ...]] = {
         NoneType: ("null",),
         bool: ("true", "false"),

@@ -47,6 +47,7 @@ class Product:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> "Product":
+        assert weight.stored_NB.is_contiguous()  # the kernels know no strides of weights
         device, rows = weight.stored_NB.device, weight.stored_NB.shape[0]
         arrived = torch.zeros(triton.cdiv(rows, _ROWS), dtype=torch.int32, device=device)
         is_gpu = device.type == "cuda"

@@ -22,7 +22,7 @@ class PackedWeight:
     """A weight of one layer; with a leading axis [E, ...] in every tensor, of all experts.
 
     Attributes:
-        stored_NB: uint8, inputs padded with zeros to a multiple of 32.
+        stored_NB: uint8, contiguous, inputs padded with zeros to a multiple of 32.
         scales_GN: (number - zero) * scale is the weight.
         zeros_GN: uint8; None: the middle of the numbers.
         columns: K.
@@ -98,11 +98,11 @@ def _outputs_first(tensor: Tensor, layout: Stored) -> Tensor:
 
 
 def pack_halves(numbers_NK: Tensor, bits: int) -> Tensor:
-    """[N, B] of uint8 [N, K]."""
+    """[N, B], contiguous, of uint8 [N, K], which files that have inputs first leave transposed."""
     rows, columns = numbers_NK.shape
-    padded_NK = torch.nn.functional.pad(numbers_NK, (0, -columns % (2 * RUN)))
+    padded_NK = torch.nn.functional.pad(numbers_NK, (0, -columns % (2 * RUN))).contiguous()
     if bits == 8:
-        return padded_NK.contiguous()
+        return padded_NK
     low, high = padded_NK.reshape(rows, -1, 2, RUN).unbind(2)
     return (low | high << 4).flatten(1)
 

@@ -156,4 +156,6 @@ _FOUND = (
     "| grammar | `{10 0}` in a regular expression | INTERNAL |",
     "| chat_template | ranges of 100,000 items within macros that call themselves; `lipsum` | minutes of CPU |",
     "| http_bytes | a request on the connection of one with too large headers | waited for its body for ever |",
+    "| families | yarn with betas, a factor or scales of 1e308; `ssm_multipliers` of 1e308 | tracebacks at start |",
+    "| tokenizer_forms | a piece of tokenizer.model whose text is a number | memory as large as that number |",
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import linear
 
 from baton.errors import ConfigError
 from kvcache.cache import TORCH_DTYPES
@@ -17,6 +18,7 @@ from models.causal_lm import CausalLM
 from models.config.reader import read_config
 from models.families.gpt_oss import Mxfp4Experts
 from models.identity import config_digest, model_identity
+from models.kernels.packed_gemm import Product
 from models.linear import Linear
 from models.quantization.int8_linear import Int8Linear
 from models.quantization.mxfp4 import check_scales, dequantize
@@ -89,6 +91,17 @@ def test_logits_equal_those_of_the_weights_that_the_numbers_mean(pair: Pair) -> 
     assert float(expected.std()) > 0.1
     assert any(isinstance(module, QUANTIZED) for module in model.modules())
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gpus_products_are_those_of_the_dequantized_weights(pair: Pair) -> None:
+    """On a CPU layers multiply their dequantized weights, so that the kernels' view of a file is seen only here."""
+    model, _ = loaded(pair.quantized)
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    for weight in (weight for layer in layers for weight in layer.weights):
+        x_TK = torch.randn(3, weight.columns)
+        expected = linear(x_TK, weight.dequantized(torch.float32))
+        actual = Product.of(weight)(x_TK, None, batch_invariant=False)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_weights_stay_packed(gptq: Pair) -> None:

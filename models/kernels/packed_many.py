@@ -13,7 +13,9 @@ from torch import Tensor
 from models.quantization.packed import RUN, PackedWeight
 from tritonlib.launch import await_predecessors, overlap, start_dependents
 
-# On an H200 the kernel for few rows is faster with fewer tokens, and the library with more.
+# On an H200, us of the four products of a layer of Llama-3.1-8B with groups of 128, and the same of the kernel for few
+# rows or of the library: 8 tokens 66 and 66, 16 tokens 67 and 82, 32 tokens 92 and 117, 64 tokens 119 and 232, 128
+# tokens 170 and 375, 256 tokens 276 and 556, 1024 tokens 896 and 987, 2048 tokens 1824 and 1613.
 MANY_TOKENS, MOST_TOKENS = 9, 1024
 _RUN = tl.constexpr(RUN)
 _BLOCK = 1024  # inputs that a program puts in order

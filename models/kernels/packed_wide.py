@@ -123,7 +123,7 @@ def multiply_wide(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-    gl.thread_barrier()
+    await_threads()
     for stage in gl.static_range(STAGES):
         if first + stage < stop:
             _copy(stored, x, weights, inputs, full, first + stage, stage, row, token, 0)
@@ -147,7 +147,7 @@ def multiply_wide(
         next_numbers = _unpacked(weights, full, turn + 1, zeros_ptr, group, rows_W, num_rows, A, STAGES)
         product_C, numbers = warpgroup_mma_wait(0, deps=(product, numbers))
         _keep(numbers, out_ptr, num_tokens, STEP, A)
-        gl.thread_barrier()  # both warpgroups have read the step
+        await_threads()  # both warpgroups have read the step
         if step + STAGES < stop:
             _copy(stored, x, weights, inputs, full, step + STAGES, turn % STAGES, row, token, 2)
         sum_C += product_C * scales[:, None]

@@ -121,9 +121,8 @@ class App:
                 raise
             await self._error(scope, error)(scope, receive, start)
         finally:
-            del scope[
-                RAW_SEND
-            ]  # it refers to the server's request, which has the scope: garbage only the collector frees
+            # It refers to the server's request, which has the scope: a cycle that only the collector would free.
+            del scope[RAW_SEND]
 
     def _admit(self, scope: Scope) -> None:
         """Raises:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from models.kernels.packed_hopper_split import sum_of_tile
 from models.kernels.packed_hopper_sum import packed_sum
-from tritonlib.gluon_launch import await_predecessors, await_threads, start_dependents
+from tritonlib.gluon_launch import await_predecessors, start_dependents
 
 WARPS = 4
 
@@ -39,8 +40,7 @@ def multiply_packed(
     STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """ROWS outputs of TOKENS tokens, or a program's share of their steps. Programs that share a tile write partial
-    sums, which the last one to arrive adds up in the order of the programs."""
+    """ROWS outputs of TOKENS tokens, or a program's share of their steps."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     tile, split = gl.program_id(0) // splits, gl.program_id(0) % splits
@@ -69,23 +69,10 @@ def multiply_packed(
         STAGED_X,
         OVERLAP,
     )
-    rows_C = gl.arange(0, ROWS, gl.SliceLayout(1, C))
-    columns_C = gl.arange(0, TOKENS, gl.SliceLayout(0, C))
-    is_last = True
-    if partial_ptr is not None:
-        places_C = tile * splits * (ROWS * TOKENS) + rows_C[:, None] * TOKENS + columns_C[None, :]
-        gl.store(partial_ptr + places_C + split * (ROWS * TOKENS), sum_C)
-        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        await_threads()
-        is_last = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
-        if is_last:
-            sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
-            for other in range(splits):
-                sum_C += gl.load(partial_ptr + places_C + other * (ROWS * TOKENS), cache_modifier=".cg")
-            gl.store(arrived_ptr + tile, 0)
+    is_last, sum_C = sum_of_tile(sum_C, partial_ptr, arrived_ptr, tile, split, splits, ROWS, TOKENS, C)
     if is_last:
-        rows_C = tile * ROWS + rows_C
-        tokens_C = gl.program_id(1) * TOKENS + columns_C
+        rows_C = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, C))
+        tokens_C = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, C))
         if bias_ptr is not None:
             sum_C += gl.load(bias_ptr + gl.minimum(rows_C, num_rows - 1)).to(gl.float32)[:, None]
         out_C = out_ptr + tokens_C.to(gl.int64)[None, :] * num_rows + rows_C[:, None]

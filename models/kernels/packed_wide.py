@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from models.kernels.packed_hopper_split import sum_of_tile
 from models.kernels.packed_hopper_unpack import less_zeros
 from tritonlib.gluon_launch import await_predecessors, await_threads, start_dependents
 
@@ -156,20 +157,8 @@ def multiply_wide(
     product_C = warpgroup_mma(numbers, inputs_KT, nothing_C, use_acc=False)
     sum_C += product_C * scales[:, None]
 
-    is_last = True
-    if partial_ptr is not None:
-        tile_of_all = tile * token_tiles + token_tile
-        places_C = gl.arange(0, ROWS, gl.SliceLayout(1, C))[:, None] * TOKENS
-        places_C += tile_of_all * splits * (ROWS * TOKENS) + gl.arange(0, TOKENS, gl.SliceLayout(0, C))[None, :]
-        gl.store(partial_ptr + places_C + split * (ROWS * TOKENS), sum_C)
-        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
-        await_threads()
-        is_last = gl.atomic_add(arrived_ptr + tile_of_all, 1, sem="acq_rel", scope="gpu") == splits - 1
-        if is_last:
-            sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
-            for other in range(splits):
-                sum_C += gl.load(partial_ptr + places_C + other * (ROWS * TOKENS), cache_modifier=".cg")
-            gl.store(arrived_ptr + tile_of_all, 0)
+    tile_of_all = tile * token_tiles + token_tile
+    is_last, sum_C = sum_of_tile(sum_C, partial_ptr, arrived_ptr, tile_of_all, split, splits, ROWS, TOKENS, C)
     if is_last:
         if bias_ptr is not None:
             sum_C += gl.load(bias_ptr + rows_C).to(gl.float32)[:, None]

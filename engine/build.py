@@ -162,9 +162,7 @@ def build_runner(
             config.max_context_tokens,
             config.max_position_embeddings,
         )
-    check_same_config(parallel, settings.model, config, device)
     parallel = plan_experts(parallel, config, settings)
-    check_same_plan(parallel, device)
     dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
     kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):
@@ -179,6 +177,8 @@ def build_runner(
     rank_config = local_config(config, parallel)
     if settings.batch_invariant:
         refuse_batch_invariance(parallel)
+    check_same_config(parallel, settings.model, config, device)
+    check_same_plan(parallel, device)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)

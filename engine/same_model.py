@@ -15,7 +15,8 @@ from models.parallel import TensorParallel
 
 
 def check_same_config(parallel: TensorParallel, model: Path, config: ModelConfig, device: torch.device) -> None:
-    """Comes first: ranks with different configurations would wait for each other in different places.
+    """Comes before all else that ranks do together: with different configurations they would wait for each other in
+    different places.
 
     Raises:
         ConfigError: the ranks have different models.

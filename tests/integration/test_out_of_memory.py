@@ -67,7 +67,7 @@ def test_a_cache_that_never_fits_is_refused_before_the_weights_are_loaded(tmp_pa
     ended = run_warm("decode_node", *arguments(flags), prepare=explain_own_fault)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert f"decode_node: num_blocks is {TOO_MANY_BLOCKS}, a KV cache of " in line
+    assert f"decode_node: BATON_NUM_BLOCKS (--num-blocks) is {TOO_MANY_BLOCKS}, a KV cache of " in line
     assert "lower --num-blocks or --kv-cache-mib" in line
 
 

@@ -381,7 +381,7 @@ def _gone(node: generation_pb2.NodeReport) -> str:
 def _is_lost(
     node: generation_pb2.NodeReport, peer: common_pb2.PeerState, nodes: Sequence[generation_pb2.NodeReport]
 ) -> bool:
-    """Whether an end of the pair is lost: what the prefill node last said of the pair is no longer so."""
+    """Whether an end of the pair is lost. What the prefill node last said of the pair is then out of date."""
     ends = (node, *(each for each in nodes if peer.incarnation == each.status.info.incarnation != 0))
     return not all(end.reachable for end in ends)
 

@@ -288,7 +288,7 @@ class ModelRunner:
         logits_SV: Tensor,
         pending_S: Tensor | None,
         places_S: Tensor,
-    ) -> "tuple[list[Part], dict[int, BatonError]]":
+    ) -> tuple[list[Part], dict[int, BatonError]]:
         """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
         of rows by their place in the step. Overwrites the logits."""
         masks, errors = self.grammars.masks(rows)

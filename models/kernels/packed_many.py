@@ -1,4 +1,4 @@
-"""Products of many rows with weights of 4 bits on Hopper: what launches `models.kernels.packed_wide`.
+"""Products of many rows with weights of 4 bits on Hopper: what launches `models.kernels.packed_hopper_many`.
 
 Legend: T token, K input channel, N output channel.
 """
@@ -64,7 +64,7 @@ def multiply_many(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from models.kernels.packed_wide import ROWS, STAGES, WARPS, multiply_wide
+    from models.kernels.packed_hopper_many import ROWS, STAGES, WARPS, multiply_many_rows
 
     num_tokens, rows = x_TK.shape[0], weight.stored_NB.shape[0]
     out_TN = torch.empty(num_tokens, rows, dtype=x_TK.dtype, device=x_TK.device)
@@ -80,7 +80,7 @@ def multiply_many(
     if splits > 1:
         partial = torch.empty(tiles * splits, ROWS, tile.tokens, dtype=torch.float32, device=x_TK.device)
     boxes = [tile.tokens, step], [ROWS, step // 2]
-    multiply_wide[(tiles * splits,)](
+    multiply_many_rows[(tiles * splits,)](
         TensorDescriptor.from_tensor(
             in_order(x_TK, weight.order_K, step=step),
             boxes[0],
@@ -111,7 +111,7 @@ def multiply_many(
 
 
 def in_order(x_TK: Tensor, order_K: Tensor | None, *, step: int) -> Tensor:
-    """The activations in the order in which `packed_wide` multiplies the weight's numbers: of each step's inputs those
+    """The activations in the order in which `packed_hopper_many` multiplies the weight's numbers: of each step's inputs those
     of the low halves before those of the high ones, and of every 32 bytes' four from each thread's first four, four
     from each thread's last four.
 

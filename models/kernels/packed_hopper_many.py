@@ -80,7 +80,7 @@ def _keep(numbers, out_ptr, num_tokens, STEP: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "splits", "token_tiles"])
-def multiply_wide(
+def multiply_many_rows(
     x,
     stored,
     scales_ptr,

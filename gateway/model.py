@@ -6,7 +6,9 @@ from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.model_source import model_name
-from gateway.chat.model import ChatModel, read_chat_model
+from gateway.chat.checkpoint import read_checkpoint
+from gateway.chat.model import ChatModel
+from gateway.chat.renderer import ChatRenderer
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
 from grammar.checker import GrammarChecker
@@ -23,6 +25,8 @@ class ServedModel:
     Attributes:
         directory: of the checkpoint.
         default_sampling: the numbers that generation_config.json gives for absent ones.
+        chat: makes parsers of outputs.
+        renderer: prepares conversations.
         grammars: checks constraints.
     """
 
@@ -37,7 +41,13 @@ class ServedModel:
     bos_token_id: int | None
     default_sampling: common_pb2.SamplingParams
     chat: ChatModel
+    renderer: ChatRenderer
     grammars: GrammarChecker
+
+    def close(self) -> None:
+        """Ends the processes that render and check for it."""
+        self.renderer.close()
+        self.grammars.close()
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -82,6 +92,7 @@ def read_served_model(
     config = read_config(directory).for_context(max_context_tokens)
     tokenizer = TextTokenizer(directory)
     tokenizer.check_vocabulary(config.vocab_size)
+    checkpoint = read_checkpoint(directory, chat_template)
     return ServedModel(
         name=name or model_name(directory),
         architecture=config.architecture,
@@ -93,6 +104,7 @@ def read_served_model(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
-        chat=read_chat_model(directory, chat_template),
+        chat=ChatModel(checkpoint),
+        renderer=ChatRenderer(checkpoint),
         grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
     )

@@ -44,14 +44,14 @@ def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
     Raises:
         ConfigError: a file is unreadable, or is no template.
     """
-    return ChatModel(read_checkpoint(directory, template_file))
+    model = ChatModel(read_checkpoint(directory, template_file))
+    model.check()
+    return model
 
 
 class ChatModel:
-    """Safe to use from several threads.
-
-    Raises:
-        ConfigError: a template is no jinja template.
+    """Safe to use from several threads. A gateway prepares requests by `gateway.chat.renderer`, because a template may
+    run for ever.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -61,6 +61,15 @@ class ChatModel:
     @property
     def has_template(self) -> bool:
         return bool(self._dialects)
+
+    def check(self) -> None:
+        """Compiles each template and renders a short conversation.
+
+        Raises:
+            ConfigError: a template is no jinja template.
+        """
+        for dialect in self._dialects.values():
+            dialect.check()
 
     def prepare(self, request: ChatRequest) -> PreparedChat:
         """Renders the conversation.
@@ -149,6 +158,12 @@ class _Dialect:
             argument_objects=takes_argument_objects(self.template, self.checkpoint.variables),
             developer="developer" in text,
         )
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: the text is no jinja template.
+        """
+        _ = self.template.compiled, self._form
 
     def check_tools(self, request: ChatRequest) -> None:
         """Raises:

@@ -63,6 +63,9 @@ _DOMAIN = "baton"
 
 _TOO_LARGE = re.compile(r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. \d+\)")
 
+# Of an inner connection: clients see such texts.
+_ADDRESS = re.compile(r"\b(?:ipv4|ipv6|unix|dns|vsock):\S+ ?")
+
 _TLS_CAUSES = {
     "Hostname Verification Check failed": "its certificate is for another host or another role",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
@@ -195,7 +198,7 @@ def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
         if (side, did) == ("CLIENT", "Received"):
             return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client takes")
         return too_large(int(size_bytes), "this call")
-    return _BY_STATUS.get(error.code(), errors.InternalError)(details)
+    return _BY_STATUS.get(error.code(), errors.InternalError)(_ADDRESS.sub("", details))
 
 
 def too_large(size_bytes: int, method: str, *, bytes_max: int | None = None) -> errors.InvalidRequest:

@@ -80,17 +80,23 @@ class ServedModel:
 
 
 def read_served_model(
-    directory: Path, name: str | None, chat_template: Path | None = None, *, max_context_tokens: int | None = None
+    directory: Path,
+    name: str | None,
+    chat_template: Path | None = None,
+    *,
+    max_context_tokens: int | None = None,
+    special_in_texts: bool = True,
 ) -> ServedModel:
     """Args:
         chat_template: a file with a template to use in place of the checkpoint's.
         max_context_tokens: longest prompt plus output; None: the model's limit.
+        special_in_texts: whether clients' texts may have special tokens (`TextTokenizer`).
 
     Raises:
         ConfigError: the directory holds no known model, or no tokenizer of it.
     """
     config = read_config(directory).for_context(max_context_tokens)
-    tokenizer = TextTokenizer(directory)
+    tokenizer = TextTokenizer(directory, special_in_texts=special_in_texts)
     tokenizer.check_vocabulary(config.vocab_size)
     checkpoint = read_checkpoint(directory, chat_template)
     return ServedModel(
@@ -105,6 +111,6 @@ def read_served_model(
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
         chat=ChatModel(checkpoint),
-        renderer=ChatRenderer(checkpoint),
+        renderer=ChatRenderer(checkpoint, aliases=tokenizer.aliases),
         grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
     )

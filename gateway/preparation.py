@@ -180,8 +180,7 @@ async def _prompt_of_chat(
         stop_token_ids=sampling.stop_token_ids if sampling.ignore_eos else tuple(ends),
     )
     special = message.HasField("add_special_tokens") and message.add_special_tokens
-    text = prepared.prompt
-    token_ids = await _encode(text, message, model, texts, max_context_tokens, add_special_tokens=special)
+    token_ids = await _encode(prepared.to_encode, message, model, texts, max_context_tokens, add_special_tokens=special)
     return _Prompt(token_ids, sampling, partial(model.chat.parser, chat, prepared))
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from gateway.chat.parsing.harmony import harmony, opened_header
 from gateway.chat.parsing.parser import FormatParser, Read, with_reasoning
 from gateway.chat.templates import ChatTemplate, Misfit, refused
 from gateway.chat.types import ChatRequest, Json, NamedTool, OutputParser, PreparedChat
+from gateway.chat.user_text import UserText
 
 # Variables of templates that a request sets in other ways.
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
@@ -52,10 +54,14 @@ def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
 class ChatModel:
     """Safe to use from several threads. A gateway prepares requests by `gateway.chat.renderer`, because a template may
     run for ever.
+
+    Args:
+        aliases: secret names of special tokens, without which they are text (`TextTokenizer.aliases`); empty: none are.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None) -> None:
         self._checkpoint = checkpoint
+        self._user_text = UserText(aliases) if aliases else None
         self._dialects = {name: _Dialect(ChatTemplate(text), checkpoint) for name, text in checkpoint.templates.items()}
 
     @property
@@ -80,7 +86,11 @@ class ChatModel:
         _check(request)
         dialect = self._dialect(request)
         dialect.check_tools(request)
-        prompt = dialect.render(request)
+        named = None
+        if self._user_text is None:
+            prompt = dialect.render(request)
+        else:
+            prompt, named = self._user_text.separate(dialect.render(self._user_text.mark(request)))
         try:
             grammar = dialect.grammar(request, prompt)
         except RecursionError as error:
@@ -94,6 +104,7 @@ class ChatModel:
             grammar=grammar,
             skip_special_tokens=not any(mark in self._checkpoint.special for mark in dialect.marks(request)),
             stop_token_ids=tuple(tokens[text] for text in family.end_tokens if text in tokens),
+            named=named,
         )
 
     def parser(self, request: ChatRequest, prepared: PreparedChat, seed: str) -> OutputParser:

@@ -11,19 +11,21 @@ from gateway.chat.types import PreparedChat
 
 
 def packed(prepared: PreparedChat) -> bytes:
-    """Its prompt has no half of a surrogate pair."""
-    return b"%s\n%s" % (json.dumps(asdict(replace(prepared, prompt=""))).encode(), prepared.prompt.encode())
+    """Its texts have no half of a surrogate pair."""
+    prompt = prepared.prompt.encode()
+    named = b"" if prepared.named is None else prepared.named.encode()
+    fields = asdict(replace(prepared, prompt="", named=None))
+    head = {**fields, "prompt_bytes": len(prompt), "has_name": prepared.named is not None}
+    return b"".join((json.dumps(head).encode(), b"\n", prompt, named))
 
 
 def unpacked(content: bytes) -> PreparedChat:
-    head, _, prompt = content.partition(b"\n")
-    values = json.loads(head)
-    grammar = values["grammar"]
-    return PreparedChat(
-        **{
-            **values,
-            "prompt": prompt.decode(),
-            "grammar": None if grammar is None else Grammar(GrammarKind(grammar["kind"]), grammar["text"]),
-            "stop_token_ids": tuple(values["stop_token_ids"]),
-        }
-    )
+    start = content.index(b"\n") + 1
+    values = json.loads(content[:start])
+    stop = start + values.pop("prompt_bytes")
+    if values.pop("has_name"):
+        values["named"] = content[stop:].decode()
+    if values["grammar"] is not None:
+        values["grammar"] = Grammar(GrammarKind(values["grammar"]["kind"]), values["grammar"]["text"])
+    values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    return PreparedChat(**{**values, "prompt": content[start:stop].decode()})

@@ -8,6 +8,7 @@ ordinary ones.
 import asyncio
 import pickle
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,13 +51,19 @@ DEFAULT_BOUNDS = Bounds()
 
 
 class ChatRenderer:
-    """Used on one event loop. The process starts at the first use, and ends with `close` or with its parent."""
+    """Used on one event loop. The process starts at the first use, and ends with `close` or with its parent.
 
-    def __init__(self, checkpoint: Checkpoint, bounds: Bounds = DEFAULT_BOUNDS) -> None:
+    Args:
+        aliases: as of `ChatModel`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, bounds: Bounds = DEFAULT_BOUNDS, *, aliases: Mapping[str, str] | None = None
+    ) -> None:
         self._bounds = bounds
         self._has_template = bool(checkpoint.templates)
         self._turns = Turns(2)
-        facts = {**vars(checkpoint), "special": sorted(checkpoint.special)}
+        facts = {**vars(checkpoint), "special": sorted(checkpoint.special), "aliases": dict(aliases or {})}
         self._process = BoundedProcess("gateway.chat.rendering", "render chat templates", facts, lanes=2)
 
     @property

@@ -16,9 +16,11 @@ from gateway.chat.prepared import packed
 
 def renders(facts: Mapping[str, Any]) -> Work:
     """Args:
-    facts: the fields of a `Checkpoint`.
+    facts: the fields of a `Checkpoint`, and `aliases` as of `ChatModel`.
     """
-    model = ChatModel(Checkpoint(**{**facts, "special": frozenset(facts["special"])}))
+    fields = {**facts, "special": frozenset(facts["special"])}
+    aliases = fields.pop("aliases")
+    model = ChatModel(Checkpoint(**fields), aliases)
 
     def render(_: Mapping[str, Any], content: bytes) -> bytes:
         request = pickle.loads(content)  # the gateway's own

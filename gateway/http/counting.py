@@ -15,4 +15,4 @@ async def encode_chat(serving: Serving, chat: ChatRequest, *, is_request: bool =
         InvalidRequest: the template refuses the conversation.
     """
     prepared = await render(chat, serving.model, serving.texts, size_bytes=size_of_chat(chat))
-    return await serving.encode(prepared.prompt, add_special_tokens=False, is_request=is_request)
+    return await serving.encode(prepared.to_encode, add_special_tokens=False, is_request=is_request)

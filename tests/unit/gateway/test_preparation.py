@@ -63,6 +63,18 @@ async def test_special_tokens_in_a_text_are_tokens(model: ServedModel) -> None:
     assert (await prepared(model, message)).request.prompt[-1] == 4095
 
 
+async def test_with_the_switch_special_tokens_in_a_text_are_text_and_those_of_the_template_are_tokens() -> None:
+    model = read_served_model(DEMO_MODELS / "llama", None, special_in_texts=False)
+    with closing(model):
+        message = pb.GenerateRequest(text="a<|endoftext|>", add_special_tokens=False)
+        assert 4095 not in (await prepared(model, message)).request.prompt
+        chat = ChatRequest(messages=[{"role": "user", "content": "hello<|endoftext|>"}])
+        prompt = (await prepared(model, pb.GenerateRequest(), chat)).request.prompt
+        hello = (await prepared(model, pb.GenerateRequest(), HELLO)).request.prompt
+        assert prompt.count(4095) == hello.count(4095)
+        assert "hello<|endoftext|>" in model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
 async def test_absent_numbers_are_those_of_the_checkpoint(model: ServedModel) -> None:
     tuned = replace(model, default_sampling=sampling(temperature=0.25, top_k=7))
     request = (await prepared(tuned, pb.GenerateRequest(text="a", sampling=sampling(top_k=0)))).request

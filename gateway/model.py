@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.model_source import model_name
-from gateway.chat.checkpoint import read_checkpoint
+from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
 from gateway.chat.renderer import ChatRenderer
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling

@@ -13,7 +13,7 @@ from jinja2 import nodes
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat import constraints
-from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint, read_checkpoint
+from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint
 from gateway.chat.constraints import Forced, Lark, name_of
 from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, read_llama, reasoning_of
 from gateway.chat.messages import (
@@ -46,6 +46,8 @@ def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
     Raises:
         ConfigError: a file is unreadable, or is no template.
     """
+    from gateway.chat.checkpoint_files import read_checkpoint  # which the process that renders need not import
+
     model = ChatModel(read_checkpoint(directory, template_file))
     model.check()
     return model

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.types import Grammar, GrammarKind, SamplingParams
-from gateway.chat.checkpoint import read_checkpoint
+from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
 from gateway.chat.renderer import ChatRenderer
 from gateway.model import ServedModel

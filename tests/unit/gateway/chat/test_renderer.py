@@ -19,7 +19,8 @@ import pytest
 from baton.config import DEMO_MODELS
 from baton.errors import BatonError, ConfigError, InvalidRequest, Overloaded
 from baton.types import Grammar, GrammarKind
-from gateway.chat.checkpoint import Checkpoint, read_checkpoint
+from gateway.chat.checkpoint import Checkpoint
+from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
 from gateway.chat.renderer import Bounds, ChatRenderer
 from gateway.chat.types import ChatRequest, NamedTool

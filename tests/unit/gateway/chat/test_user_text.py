@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.chat.checkpoint import read_checkpoint
+from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
 from gateway.chat.renderer import ChatRenderer
 from gateway.chat.types import ChatRequest, PreparedChat

@@ -151,7 +151,7 @@ async def run(
                     await connections.until_serves()
             bound = bind_ports(settings, shared=True)
             await stack.enter_async_context(bound.server)
-        await checking
+        await _until_stopped(stop, checking)
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
         colleagues = colleagues or Alone()

@@ -88,10 +88,10 @@ class GrammarChecker:
         check_size(grammar)
         text = grammar.text.encode(errors="surrogatepass")
         key = hashlib.sha256(f"{grammar.kind.value}:".encode() + text).digest()
+        verdict: Answer = {}
         for lane in range(len(self._cpu_s)):
-            verdict = self._known(key, lane)
-            if verdict is None:
-                verdict = await self._turns.run(lane, client, partial(self._find, key, lane, grammar.kind.value, text))
+            find = partial(self._find, key, lane, grammar.kind.value, text)
+            verdict = self._known(key, lane) or await self._turns.run(lane, client, find)
             if verdict.get("signal") != signal.SIGPROF:
                 break
         if "bytes" not in verdict:

@@ -25,5 +25,6 @@ class Turns:
             await turn.acquire()
             running = asyncio.create_task(work())
             self._running.add(running)
-            running.add_done_callback(lambda done: (self._running.discard(done), turn.release()))
+            running.add_done_callback(self._running.discard)
+            running.add_done_callback(lambda _: turn.release())
             return await asyncio.shield(running)

@@ -38,13 +38,11 @@ class Bounds:
         moment_cpu_s: of CPU time, at first. Includes compiling the template, which a new fork does.
         cpu_s: of CPU time, in a second try.
         memory_bytes: more than the process has without it, besides what a large conversation needs.
-        time_s: in all, of one try.
     """
 
     moment_cpu_s: float = 0.5
     cpu_s: float = 3.0
     memory_bytes: int = 128 * _MIB
-    time_s: int = 30
 
 
 DEFAULT_BOUNDS = Bounds()
@@ -98,7 +96,10 @@ class ChatRenderer:
             Overloaded: it cannot be rendered now.
         """
         is_large = size_bytes > _LARGE_BYTES
-        answer, made = await self._ask_in_turn(request, client, _LONG if is_large else _MOMENT)
+        try:
+            answer, made = await self._ask_in_turn(request, client, _LONG if is_large else _MOMENT)
+        except RecursionError:
+            raise InvalidRequest("the conversation is nested too deeply", field="messages") from None
         if "bytes" not in answer:
             raise self._error(answer, "the conversation")
         return await asyncio.to_thread(unpacked, made) if is_large else unpacked(made)
@@ -122,7 +123,7 @@ class ChatRenderer:
         bounds = self._bounds
         memory_bytes = bounds.memory_bytes + _BYTES_PER_BYTE * len(pickled)
         cpu_s = bounds.moment_cpu_s if lane == _MOMENT else bounds.cpu_s
-        return await self._process.ask(lane, {}, pickled, Bound(cpu_s, memory_bytes, bounds.time_s))
+        return await self._process.ask(lane, {}, pickled, Bound(cpu_s, memory_bytes))
 
     def _error(self, answer: Answer, what: str) -> BatonError:
         if "refused" in answer:

@@ -112,6 +112,16 @@ async def test_a_template_that_takes_too_much_is_refused_at_the_start(template: 
     assert refused.value.field == "chat_template"
 
 
+async def test_a_conversation_that_is_nested_too_deeply_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(sys.getrecursionlimit()):
+        nested = [nested]
+    async with opened(SHOW) as renderer:
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
+            await renderer.prepare(ChatRequest(({"role": "user", "content": "hi", "x": nested},)))
+        assert (await renderer.prepare(ChatRequest(USER))).prompt == "hi"
+
+
 async def test_a_template_that_is_none_is_refused_at_the_start() -> None:
     async with opened("{% if %}") as renderer:
         with pytest.raises(ConfigError, match="chat_template is not a chat template"):

@@ -23,7 +23,7 @@ from gateway.chat.checkpoint import Checkpoint
 from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
 from gateway.chat.renderer import Bounds, ChatRenderer
-from gateway.chat.types import ChatRequest, NamedTool
+from gateway.chat.types import ChatRequest, NamedTool, PreparedChat
 from node.waiting import until
 from tests.unit.gateway.chat.checkpoints import write_checkpoint
 
@@ -88,9 +88,11 @@ async def test_a_request_is_prepared_as_by_the_model_itself(tmp_path: Path, name
         except BatonError as error:
             return type(error), vars(error)
 
+    async def prepare_here(request: ChatRequest) -> PreparedChat:
+        return ChatModel(read).prepare(request)
+
     async with opened(read) as renderer:
-        there = await outcome(renderer.prepare)
-    assert there == await outcome(partial(asyncio.to_thread, ChatModel(read).prepare))
+        assert await outcome(renderer.prepare) == await outcome(prepare_here)
 
 
 TOO_LONG = "more than 0.3 s of CPU time"

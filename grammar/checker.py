@@ -91,7 +91,8 @@ class GrammarChecker:
         verdict: Answer = {}
         for lane in range(len(self._cpu_s)):
             find = partial(self._find, key, lane, grammar.kind.value, text)
-            verdict = self._known(key, lane) or await self._turns.run(lane, client, find)
+            known = self._known(key, lane)
+            verdict = await self._turns.run(lane, client, find) if known is None else known
             if verdict.get("signal") != signal.SIGPROF:
                 break
         if "bytes" not in verdict:

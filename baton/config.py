@@ -61,7 +61,7 @@ class ProcessSettings(BaseSettings):
         description="host:port that other processes connect to; default: the listen address, with 127.0.0.1 for "
         "0.0.0.0",
     )
-    name: str | None = Field(None, description="name in receipts, logs and status; default: from role and address")
+    name: str | None = Field(None, description="name in receipts, logs and status; default: made from role and address")
     insecure: bool = Field(
         False, description="serve other machines without TLS: whoever reaches the ports reads and changes everything"
     )

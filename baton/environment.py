@@ -6,6 +6,9 @@ from pathlib import Path
 
 from baton.config import CLIENT_VARIABLES, SOURCE_ROOT, variable
 
+_BARE = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"})
+_BARE_PREFIXES = ("PYTHON", "LC_")
+
 
 def child_environment(**more: str) -> dict[str, str]:
     """The environment for a child process that runs one of our modules: this process's, changed, plus `more`.
@@ -17,6 +20,15 @@ def child_environment(**more: str) -> dict[str, str]:
     if (SOURCE_ROOT / "pyproject.toml").is_file():
         path.append(str(SOURCE_ROOT))  # a source tree is found in the working directory unless it is installed
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **more}
+
+
+def bare_environment(**more: str) -> dict[str, str]:
+    """As `child_environment`, for a child that works on what clients send: only what an interpreter needs, no keys."""
+    return {name: value for name, value in child_environment(**more).items() if name in more or _is_bare(name)}
+
+
+def _is_bare(name: str) -> bool:
+    return name.startswith(_BARE_PREFIXES) or name in _BARE
 
 
 def use_device_for_gloo(name: str) -> None:

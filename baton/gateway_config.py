@@ -3,6 +3,7 @@ the tree of all settings.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -72,6 +73,11 @@ class GatewaySettings(CommonSettings):
     )
     chat_template: Path | None = Field(
         None, description="file with a jinja chat template to use in place of the checkpoint's"
+    )
+    user_special_tokens: Literal["allow", "text"] = Field(
+        "allow",
+        description="special tokens, such as that which ends a text, in clients' texts; allow: they are tokens, as in "
+        "other servers; text: they are encoded as ordinary text, and only the chat template writes special tokens",
     )
     resolve_s: float = Field(
         5.0,

@@ -180,7 +180,7 @@ def build_runner(
     check_same_config(parallel, settings.model, config, device)
     check_same_plan(parallel, device)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
-    layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
+    layout = LayoutChoice(mla=spec.kind is KVKind.MLA, setting=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
     check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.

@@ -232,7 +232,7 @@ class Connections:
         )
         member.role = change.new
         self._watches.pop(client).cancel()
-        ended = Draining(f"{change.address} has changed its role", cure="another node is tried")
+        ended = Draining("the node has changed its role", cure="another node is tried")
         self._tasks.create_task(client.retire(ended), name="retire", context=self._context.copy())
         self._open_client(change.new, change.address)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from baton.convert import costs_from_proto, kept_bytes
+from baton.convert import costs_from_proto, kept_bytes, role_name
 from baton.errors import shortened
 from baton.pools import blocks_for, take_from_roomiest
 from baton.revisions import revision_of
@@ -166,7 +166,8 @@ class FleetNode:
     def explain(self) -> str:
         """Why it is not chosen for a request."""
         if self.detail:
-            return f"{self.name} cannot be used ({self.detail})"
+            name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
+            return f"{name} cannot be used ({self.detail})"
         if self.status.draining:
             return f"{self.name} is draining"
         refused = [

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.model_source import model_name
-from gateway.chat.model import ChatModel, read_chat_model
+from gateway.chat.checkpoint_files import read_checkpoint
+from gateway.chat.model import ChatModel
+from gateway.chat.renderer import ChatRenderer
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
 from grammar.checker import GrammarChecker
@@ -23,6 +25,8 @@ class ServedModel:
     Attributes:
         directory: of the checkpoint.
         default_sampling: the numbers that generation_config.json gives for absent ones.
+        chat: makes parsers of outputs.
+        renderer: prepares conversations.
         grammars: checks constraints.
     """
 
@@ -37,7 +41,13 @@ class ServedModel:
     bos_token_id: int | None
     default_sampling: common_pb2.SamplingParams
     chat: ChatModel
+    renderer: ChatRenderer
     grammars: GrammarChecker
+
+    def close(self) -> None:
+        """Ends the processes that render and check for it."""
+        self.renderer.close()
+        self.grammars.close()
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -70,18 +80,25 @@ class ServedModel:
 
 
 def read_served_model(
-    directory: Path, name: str | None, chat_template: Path | None = None, *, max_context_tokens: int | None = None
+    directory: Path,
+    name: str | None,
+    chat_template: Path | None = None,
+    *,
+    max_context_tokens: int | None = None,
+    special_in_texts: bool = True,
 ) -> ServedModel:
     """Args:
         chat_template: a file with a template to use in place of the checkpoint's.
         max_context_tokens: longest prompt plus output; None: the model's limit.
+        special_in_texts: whether clients' texts may have special tokens (`TextTokenizer`).
 
     Raises:
         ConfigError: the directory holds no known model, or no tokenizer of it.
     """
     config = read_config(directory).for_context(max_context_tokens)
-    tokenizer = TextTokenizer(directory)
+    tokenizer = TextTokenizer(directory, special_in_texts=special_in_texts)
     tokenizer.check_vocabulary(config.vocab_size)
+    checkpoint = read_checkpoint(directory, chat_template)
     return ServedModel(
         name=name or model_name(directory),
         architecture=config.architecture,
@@ -93,6 +110,7 @@ def read_served_model(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
-        chat=read_chat_model(directory, chat_template),
+        chat=ChatModel(checkpoint),
+        renderer=ChatRenderer(checkpoint, aliases=tokenizer.aliases),
         grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
     )

@@ -1,6 +1,6 @@
 """From a client's message to a checked request: prompt tokens, sampling parameters, and the parser of a chat's answer.
 
-What takes long runs in a thread: templates, tokenizing; the check of a constraint, in another process.
+What takes long runs elsewhere: tokenizing in a thread; templates and the check of a constraint in other processes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest
 from baton.security import identity
 from baton.types import AdapterRef, SamplingParams
 from gateway.chat.json_request import chat_of_message
-from gateway.chat.types import ChatRequest, OutputParser
+from gateway.chat.types import ChatRequest, OutputParser, PreparedChat
 from gateway.generation_defaults import with_defaults
 from gateway.model import ServedModel
 from gateway.prefix_index import PromptBlocks
@@ -107,9 +107,12 @@ async def prepare(
         kept = len(ids) if keep is None else min(keep, len(ids))
         check_prompt_length(kept, model, max_context_tokens=max_context_tokens)
         prompt = _Prompt(list(ids if keep is None else ids[-keep:]), sampling)
+    elif is_chat:
+        prompt = await _in_time(_prompt_of_chat(message, chat, sampling, model, texts, max_context_tokens), call)
     else:
-        work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
-        prompt = await _in_time(texts.run(_size(message, chat), work), call)
+        special = not message.HasField("add_special_tokens") or message.add_special_tokens
+        encoding = _encode(message.text, message, model, texts, max_context_tokens, add_special_tokens=special)
+        prompt = _Prompt(await _in_time(encoding, call), sampling)
     if prompt.sampling.grammar is not None:
         checking = model.grammars.check(prompt.sampling.grammar, client=identity.current().name)
         await _in_time(checking, call)
@@ -155,45 +158,70 @@ async def _in_time(work: Awaitable[T], call: Call) -> T:
         raise deadline_exceeded(call.timeout_s) from None
 
 
-# ---- in a thread
-
-
-def _read_prompt(
+async def _prompt_of_chat(
     message: pb.GenerateRequest,
     chat: ChatRequest | None,
     sampling: SamplingParams,
     model: ServedModel,
+    texts: TextWork,
     max_context_tokens: int,
 ) -> _Prompt:
-    if chat is not None or message.WhichOneof("prompt") == "chat":
-        if chat is None:
-            chat = chat_of_message(message.chat, sampling.grammar)
-        elif sampling.grammar is not None:
-            chat = replace(chat, grammar=sampling.grammar)
-        prepared = model.chat.prepare(chat)
-        sampling = replace(
-            sampling,
-            grammar=prepared.grammar,
-            skip_special_tokens=sampling.skip_special_tokens and prepared.skip_special_tokens,
-            stop_token_ids=sampling.stop_token_ids
-            if sampling.ignore_eos
-            else tuple(dict.fromkeys((*sampling.stop_token_ids, *prepared.stop_token_ids))),
-        )
-        parser = partial(model.chat.parser, chat, prepared)
-        text, special = prepared.prompt, message.HasField("add_special_tokens") and message.add_special_tokens
-    else:
-        parser = None
-        text, special = message.text, not message.HasField("add_special_tokens") or message.add_special_tokens
-    token_ids = encode(
+    size_bytes = _size(message, chat)
+    if chat is None:
+        chat = await texts.run(size_bytes, partial(chat_of_message, message.chat, sampling.grammar))
+    elif sampling.grammar is not None:
+        chat = replace(chat, grammar=sampling.grammar)
+    prepared = await render(chat, model, texts, size_bytes=size_bytes)
+    ends = dict.fromkeys((*sampling.stop_token_ids, *prepared.stop_token_ids))
+    sampling = replace(
+        sampling,
+        grammar=prepared.grammar,
+        skip_special_tokens=sampling.skip_special_tokens and prepared.skip_special_tokens,
+        stop_token_ids=sampling.stop_token_ids if sampling.ignore_eos else tuple(ends),
+    )
+    special = message.HasField("add_special_tokens") and message.add_special_tokens
+    token_ids = await _encode(prepared.to_encode, message, model, texts, max_context_tokens, add_special_tokens=special)
+    return _Prompt(token_ids, sampling, partial(model.chat.parser, chat, prepared))
+
+
+async def render(chat: ChatRequest, model: ServedModel, texts: TextWork, *, size_bytes: int) -> PreparedChat:
+    """The conversation's prompt, rendered in another process.
+
+    Args:
+        size_bytes: of the conversation, roughly.
+
+    Raises:
+        InvalidRequest: the template refuses the conversation, or takes too much for it.
+        Overloaded: too many large texts wait already, or it cannot be rendered now.
+    """
+    with texts.holding() as hold:
+        hold(size_bytes)
+        return await model.renderer.prepare(chat, size_bytes=size_bytes, client=identity.current().name)
+
+
+async def _encode(
+    text: str,
+    message: pb.GenerateRequest,
+    model: ServedModel,
+    texts: TextWork,
+    max_context_tokens: int,
+    *,
+    add_special_tokens: bool,
+) -> list[int]:
+    work = partial(
+        encode,
         text,
         model,
         max_context_tokens=max_context_tokens,
         field="prompt",
-        add_special_tokens=special,
+        add_special_tokens=add_special_tokens,
         salt=message.cache_salt,
         truncated=message.HasField("truncate_prompt_tokens"),
     )
-    return _Prompt(token_ids, sampling, parser)
+    return await texts.run(len(text), work)
+
+
+# ---- in a thread
 
 
 def encode(
@@ -238,8 +266,11 @@ def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, 
 
 def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
     """Bytes of the prompt's text, roughly."""
-    if chat is None:
-        return message.ByteSize()
+    return message.ByteSize() if chat is None else size_of_chat(chat)
+
+
+def size_of_chat(chat: ChatRequest) -> int:
+    """As `_size`, of a conversation that came as JSON."""
     contents = [each.get("content") for each in chat.messages[:_MESSAGES_COUNTED]]
     if len(chat.messages) <= _MESSAGES_COUNTED and all(isinstance(content, str) for content in contents):
         size_bytes = sum(map(len, contents))  # type: ignore[arg-type]

@@ -135,11 +135,13 @@ async def run(
         colleagues: the other workers.
 
     Raises:
-        ConfigError: an address of a node is malformed.
+        ConfigError: an address of a node is malformed, or a chat template is no such or takes too much.
     """
     stop = stop_on_signals()
     async with AsyncExitStack() as stack:
-        stack.callback(model.grammars.close)
+        stack.callback(model.close)
+        checking = asyncio.create_task(model.renderer.check(), name="chat template")
+        stack.callback(checking.cancel)
         if bound is not None:
             await stack.enter_async_context(bound.server)
         connections = await stack.enter_async_context(Connections(settings, model))
@@ -149,6 +151,7 @@ async def run(
                     await connections.until_serves()
             bound = bind_ports(settings, shared=True)
             await stack.enter_async_context(bound.server)
+        await _until_stopped(stop, checking)
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
         colleagues = colleagues or Alone()

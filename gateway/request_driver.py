@@ -170,10 +170,10 @@ class RequestDriver:
                 session.ask(key, message)
             case LeaveDecode(_, cancel):
                 self._leave(cancel=cancel)
-            case CallPrefill(call, address, request, timeout_s):
+            case CallPrefill(call, address, request, timeout_s, node):
                 client = self._connections.client(common_pb2.ROLE_PREFILL, address)
                 if client is None:
-                    self._put(PrefillEnded(call, Draining(f"{address}: {_GONE}", cure="another node is tried")))
+                    self._put(PrefillEnded(call, Draining(f"{node}: {_GONE}", cure="another node is tried")))
                     return
                 self._call = client.prefill(
                     request,

@@ -55,6 +55,7 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
         settings.model_name,
         settings.chat_template,
         max_context_tokens=settings.max_context_tokens,
+        special_in_texts=settings.user_special_tokens == "allow",
     )
     runner.run(process.run(settings, model, bound, ready))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, shortened
+from gateway.control_tokens import with_aliases
 from gateway.detokenizer import Detokenizer, token_texts
 from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
@@ -20,11 +21,15 @@ _IDS_MAX = 1 << 20  # as a model's vocabulary; tables are as long as the largest
 class TextTokenizer:
     """One model's tokenizer.
 
+    Args:
+        special_in_texts: whether the names of special tokens in a text are these tokens. Otherwise they are text, and
+            `aliases` are names by which the gateway's own texts have them.
+
     Raises:
         ConfigError: the file is missing, is no tokenizer, or has no tokens.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, special_in_texts: bool = True) -> None:
         path = tokenizer_json(directory)
         if not path.is_file():
             cure = f"give the directory of a checkpoint with its tokenizer.json, {', '.join(OTHER_FORMS)}"
@@ -45,14 +50,17 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         try:
-            self._encoder = PieceEncoder(self._tokenizer)  # which tries it
+            encoding, self.aliases = (self._tokenizer, {}) if special_in_texts else with_aliases(self._tokenizer)
+            self._encoder = PieceEncoder(encoding)  # which tries it
+        except ConfigError:
+            raise
         except BaseException as error:  # as above
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise ConfigError(f"{path} cannot encode: {error}", field="model", value=directory) from error
         self._pieces = TokenPieces(self._tokenizer)
         self._texts = {skip: token_texts(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
-        self.longest_token_bytes = self._pieces.longest_bytes
+        self.longest_token_bytes = max(self._pieces.longest_bytes, *map(len, self.aliases.values()), 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that texts become tokens of the model. Publishers add special tokens beyond its vocabulary, for parts

@@ -64,6 +64,7 @@ async def _run(settings: GatewaySettings, end: socket.socket, board: Board) -> N
         settings.model_name,
         settings.chat_template,
         max_context_tokens=settings.max_context_tokens,
+        special_in_texts=settings.user_special_tokens == "allow",
     )
     colleagues = _Colleagues(end, board)
     following = asyncio.create_task(colleagues.follow(), name="colleagues")

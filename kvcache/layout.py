@@ -64,13 +64,12 @@ def parse_layout(name: str, *, mla: bool) -> KVCacheLayout:
 class LayoutChoice:
     """One node's layout and where it came from.
 
-    Precedence: programmatic override, then the environment's, then the transport's or backend's preference, then NHD.
-    The caller reads the environment (`baton.settings_reader`).
+    Precedence: programmatic override, then the setting's, then the transport's or backend's preference, then NHD.
     """
 
-    def __init__(self, *, mla: bool, environment: str | None = None, preferred: KVCacheLayout | None = None) -> None:
+    def __init__(self, *, mla: bool, setting: str | None = None, preferred: KVCacheLayout | None = None) -> None:
         self._mla = mla
-        self._environment = environment
+        self._setting = setting
         self._preferred = preferred
         self._override: KVCacheLayout | None = None
 
@@ -84,14 +83,14 @@ class LayoutChoice:
 
     @property
     def source(self) -> str:
-        """Who decided, for logs: "override", "environment", "preferred" or "default"."""
+        """Who decided, for logs: "override", "setting", "preferred" or "default"."""
         return self._resolve()[1]
 
     def _resolve(self) -> tuple[KVCacheLayout, str]:
         if self._override is not None:
             return self._override, "override"
-        if self._environment:
-            return parse_layout(self._environment, mla=self._mla), "environment"
+        if self._setting:
+            return parse_layout(self._setting, mla=self._mla), "setting"
         if self._preferred is not None:
             return parse_layout(self._preferred.name, mla=self._mla), "preferred"
         return parse_layout("NHD", mla=self._mla), "default"

@@ -1,5 +1,6 @@
 """Assembles a node from its settings: model, engine, KV transfer, identity."""
 
+import hashlib
 import itertools
 import logging
 import secrets
@@ -151,7 +152,7 @@ class Node:
         self.settings = settings
         self.role = role
         self.incarnation = secrets.randbits(63) + 1
-        self.name = settings.name or f"{role_name(role)}@{self.address}"
+        self.name = settings.name or nameless(role, self.address)
         self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
         self.counts = NodeMeter(self.meter_role)
         self.description = _describe(built.identity, built, settings)
@@ -358,3 +359,8 @@ def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> 
         converted_kv_dtypes=settings.converted_kv_dtypes,
         attention_data_parallel=built.parallel.num_owners > 1,
     )
+
+
+def nameless(role: common_pb2.Role.ValueType, address: str) -> str:
+    """The same after a restart, and without the address: clients see names in receipts and errors."""
+    return f"{role_name(role)}-{hashlib.blake2s(address.encode(), digest_size=3).hexdigest()}"

@@ -75,7 +75,7 @@ class PrefillMachine:
                 return self._fail(errors.Cancelled("the gateway cancelled the call"), lambda task: task.call == call)
             case LeaseEnded(peer=peer, lease=lease):
                 error = errors.Cancelled("the decode node took the lease back")
-                # Every decode node numbers its leases from 1.
+                # Every decode node draws its leases' numbers at random, so two nodes may draw the same one.
                 return self._fail(error, lambda task: (task.peer.number, task.lease) == (peer, lease))
             case PeerLost(peer=peer, error=lost):
                 return self._fail(lost, lambda task: task.peer.number == peer)

@@ -427,6 +427,12 @@ def test_the_process_that_checks_grammars_is_small() -> None:
     run_python(block + IMPORT_ALL, '["grammar.trial"]')
 
 
+def test_the_process_that_renders_chat_templates_is_small() -> None:
+    """As that of grammars. It has no need for what reads files of models and settings."""
+    block = BLOCK.format(names=["torch", "transformers", "grpc", "google.protobuf", "pydantic", "tokenizers"])
+    run_python(block + IMPORT_ALL, '["gateway.chat.rendering"]')
+
+
 def test_a_gateway_compiles_no_grammar_itself() -> None:
     """Nothing interrupts that, and it may end the process."""
     block = BLOCK.format(names=["grammar.compiler", "grammar.matcher", "grammar.trial"])

@@ -1,8 +1,8 @@
 """Every call of a server ends with a status of ours: this is the one place for what handlers let through.
 
-A message that cannot be parsed gets INVALID_ARGUMENT: gRPC parses it before it calls the handler, and would answer
-UNKNOWN. Here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the call. An error of
-ours that a handler raises becomes its status; any other exception is logged and becomes INTERNAL.
+A message that cannot be parsed or is too large gets INVALID_ARGUMENT: gRPC parses it before it calls the handler, and
+would answer UNKNOWN. Here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the call.
+An error of ours that a handler raises becomes its status; any other exception is logged and becomes INTERNAL.
 
 gRPC keeps the error of a call in a cycle of objects until the collector comes, and with it all frames that the error
 has passed. So that they keep no large request, finished frames are cleared, and frames here drop the request.
@@ -21,7 +21,7 @@ import grpc
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
 from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
-from baton.rpc.status import abort
+from baton.rpc.status import abort, too_large
 
 log = logging.getLogger("baton")
 
@@ -30,13 +30,26 @@ _WRITE_ENDS_S = 0.05
 
 @dataclass(frozen=True)
 class _Malformed:
-    """Takes the place of a message that cannot be parsed."""
+    """Takes the place of a message that cannot be parsed or is too large.
+
+    Args:
+        bytes_max: the limit that it exceeds; None: it cannot be parsed.
+    """
 
     size_bytes: int
+    bytes_max: int | None = None
 
 
 class RefuseMalformed(WrapHandlers):
-    """Gives each call a status of ours."""
+    """Gives each call a status of ours.
+
+    Args:
+        bytes_max: of one message.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__()
+        self._bytes_max = bytes_max
 
     def wrap(self, handler: Any, method: str) -> Handler:
         parse = handler.request_deserializer
@@ -44,6 +57,8 @@ class RefuseMalformed(WrapHandlers):
             return handler  # type: ignore[no-any-return]  # takes any bytes
 
         def parse_or_mark(data: bytes) -> Any:
+            if len(data) > self._bytes_max:
+                return _Malformed(len(data), self._bytes_max)
             try:
                 return parse(data)
             except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
@@ -176,8 +191,10 @@ def _error_of(causes: list[BaseException], error: Exception, method: str) -> Bat
 
 
 def _check(request: Any, method: str) -> None:
-    """Raises: InvalidRequest: the message could not be parsed."""
+    """Raises: InvalidRequest: the message could not be parsed, or is too large."""
     if isinstance(request, _Malformed):
+        if request.bytes_max is not None:
+            raise too_large(request.size_bytes, method, bytes_max=request.bytes_max)
         message = f"the message of {request.size_bytes} bytes for {method} cannot be parsed"
         cure = "send the protobuf message that the method takes; reflection describes it"
         raise InvalidRequest(message, field="message", cure=cure)

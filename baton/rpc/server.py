@@ -27,6 +27,9 @@ from baton.security.servers import Protection
 from baton.security.tls import Dial
 
 MESSAGE_BYTES_MAX = 256 << 20
+_GRPC_BYTES_MAX = (1 << 31) - 1
+# What gRPC refuses itself has no details. So it takes somewhat more than the limit, and `RefuseMalformed` refuses.
+_TAKEN_TO_REFUSE = 2
 _QUESTION_BYTES_MAX = 4096  # of health checks
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
@@ -43,11 +46,11 @@ def channel_options(
 
     Args:
         shared: other servers may listen on the same port.
-        receive_bytes_max: of one message.
+        receive_bytes_max: of one message; gRPC refuses a larger one, without details.
     """
     return [
         ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_receive_message_length", receive_bytes_max),
+        ("grpc.max_receive_message_length", min(receive_bytes_max, _GRPC_BYTES_MAX)),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
@@ -158,7 +161,8 @@ class GrpcServer:
         shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
         protection: None: without TLS, and whoever connects may call everything.
         health_listen: host:port of a second server without TLS, with the health service only; "off": none.
-        receive_bytes_max: of one message; a larger one is refused with RESOURCE_EXHAUSTED.
+        receive_bytes_max: of one message; a larger one is refused as a wrong message, and one of more than twice that
+            with gRPC's own RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -172,8 +176,9 @@ class GrpcServer:
         health_listen: str = "off",
         receive_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=receive_bytes_max)
-        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+        taken = _TAKEN_TO_REFUSE * receive_bytes_max
+        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=taken)
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))
         self.grpc = grpc.aio.server(interceptors=interceptors, options=options)
@@ -188,7 +193,8 @@ class GrpcServer:
         if health_listen != "off":
             # Whoever reaches it is nobody: it buffers no message that is larger than a question needs.
             little = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=_QUESTION_BYTES_MAX)
-            self._health_only = grpc.aio.server(interceptors=[RefuseMalformed()], options=little)
+            refuse = RefuseMalformed(_QUESTION_BYTES_MAX)
+            self._health_only = grpc.aio.server(interceptors=[refuse], options=little)
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_only)
             _add_port(self._health_only, health_listen, "health_listen", None, shared=shared)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host

@@ -6,6 +6,7 @@ ErrorInfo of google.rpc.
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
@@ -59,6 +60,11 @@ _ALLOWED_MAX = 16
 _PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte != 0x25)  # `grpc-message` has them as they are
 
 _DOMAIN = "baton"
+
+_TOO_LARGE = re.compile(r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. \d+\)")
+
+# Of an inner connection: clients see such texts.
+_ADDRESS = re.compile(r"\b(?:ipv4|ipv6|unix|dns|vsock):\S+ ?")
 
 _TLS_CAUSES = {
     "Hostname Verification Check failed": "its certificate is for another host or another role",
@@ -186,4 +192,21 @@ def _from_status(status: status_pb2.Status, error: grpc.aio.AioRpcError) -> erro
 
 
 def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    return _BY_STATUS.get(error.code(), errors.InternalError)(error.details() or error.code().name)
+    details = error.details() or error.code().name
+    if found := _TOO_LARGE.search(details):
+        side, did, size_bytes = found.groups()
+        if (side, did) == ("CLIENT", "Received"):
+            return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client takes")
+        return too_large(int(size_bytes), "this call")
+    return _BY_STATUS.get(error.code(), errors.InternalError)(_ADDRESS.sub("", details))
+
+
+def too_large(size_bytes: int, method: str, *, bytes_max: int | None = None) -> errors.InvalidRequest:
+    """The error for a message to a server that takes no such large one."""
+    return errors.InvalidRequest(
+        f"the message of {size_bytes} bytes for {method} is too large",
+        field="message",
+        value=size_bytes,
+        allowed=() if bytes_max is None else (f"up to {bytes_max} bytes",),
+        cure="send less at once; a gateway's limit is its setting --http-body-mib",
+    )

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from jinja2 import nodes
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat import constraints
-from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint, read_checkpoint
+from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint
 from gateway.chat.constraints import Forced, Lark, name_of
 from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, read_llama, reasoning_of
 from gateway.chat.messages import (
@@ -29,6 +30,7 @@ from gateway.chat.parsing.harmony import harmony, opened_header
 from gateway.chat.parsing.parser import FormatParser, Read, with_reasoning
 from gateway.chat.templates import ChatTemplate, Misfit, refused
 from gateway.chat.types import ChatRequest, Json, NamedTool, OutputParser, PreparedChat
+from gateway.chat.user_text import UserText
 
 # Variables of templates that a request sets in other ways.
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
@@ -44,23 +46,38 @@ def read_chat_model(directory: Path, template_file: Path | None) -> "ChatModel":
     Raises:
         ConfigError: a file is unreadable, or is no template.
     """
-    return ChatModel(read_checkpoint(directory, template_file))
+    from gateway.chat.checkpoint_files import read_checkpoint  # which the process that renders need not import
+
+    model = ChatModel(read_checkpoint(directory, template_file))
+    model.check()
+    return model
 
 
 class ChatModel:
-    """Safe to use from several threads.
+    """Safe to use from several threads. A gateway prepares requests by `gateway.chat.renderer`, because a template may
+    run for ever.
 
-    Raises:
-        ConfigError: a template is no jinja template.
+    Args:
+        aliases: secret names of special tokens, without which they are text (`TextTokenizer.aliases`); empty: none are.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None) -> None:
         self._checkpoint = checkpoint
+        self._user_text = UserText(aliases) if aliases else None
         self._dialects = {name: _Dialect(ChatTemplate(text), checkpoint) for name, text in checkpoint.templates.items()}
 
     @property
     def has_template(self) -> bool:
         return bool(self._dialects)
+
+    def check(self) -> None:
+        """Compiles each template and renders a short conversation.
+
+        Raises:
+            ConfigError: a template is no jinja template.
+        """
+        for dialect in self._dialects.values():
+            dialect.check()
 
     def prepare(self, request: ChatRequest) -> PreparedChat:
         """Renders the conversation.
@@ -71,7 +88,11 @@ class ChatModel:
         _check(request)
         dialect = self._dialect(request)
         dialect.check_tools(request)
-        prompt = dialect.render(request)
+        named = None
+        if self._user_text is None:
+            prompt = dialect.render(request)
+        else:
+            prompt, named = self._user_text.separate(dialect.render(self._user_text.mark(request)))
         try:
             grammar = dialect.grammar(request, prompt)
         except RecursionError as error:
@@ -85,6 +106,7 @@ class ChatModel:
             grammar=grammar,
             skip_special_tokens=not any(mark in self._checkpoint.special for mark in dialect.marks(request)),
             stop_token_ids=tuple(tokens[text] for text in family.end_tokens if text in tokens),
+            named=named,
         )
 
     def parser(self, request: ChatRequest, prepared: PreparedChat, seed: str) -> OutputParser:
@@ -149,6 +171,12 @@ class _Dialect:
             argument_objects=takes_argument_objects(self.template, self.checkpoint.variables),
             developer="developer" in text,
         )
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: the text is no jinja template.
+        """
+        _ = self.template.compiled, self._form
 
     def check_tools(self, request: ChatRequest) -> None:
         """Raises:

@@ -1,12 +1,15 @@
 """One chat template: its text compiled in a sandbox, rendered with the variables that transformers gives it.
 
-A template is a program of the checkpoint. It reaches nothing but its variables, and its output is bounded. It gets the
-date if it asks for it, as templates of Llama 3.1 do.
+A template is a program of the checkpoint. It reaches nothing but its variables, and its output is bounded; its time is
+not, so a gateway compiles and renders templates in a bounded process (`gateway.chat.renderer`). It gets the date if it
+asks for it, as templates of Llama 3.1 do.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -38,25 +41,43 @@ class Misfit(Exception):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template, compiled at its first use.
 
     Args:
         name: the field or file that it came from, for errors.
         now: the clock that `strftime_now` reads.
-
-    Raises:
-        ConfigError: the text is no jinja template.
     """
 
     def __init__(self, text: str, name: str = "chat_template", now: Callable[[], datetime] = datetime.now) -> None:
         self.text = text
-        environment = _environment(now)
+        self._name = name
+        self._environment = _environment(now)
+
+    @cached_property
+    def tree(self) -> nodes.Template:
+        """Raises:
+        ConfigError: the text is no jinja template.
+        """
+        with self._compiling():
+            return self._environment.parse(self.text)
+
+    @cached_property
+    def compiled(self) -> jinja2.Template:
+        """Raises:
+        ConfigError: the text is no jinja template.
+        """
+        with self._compiling():
+            return self._environment.from_string(self.text)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
         try:
-            self.tree = environment.parse(text)
-            self._template = environment.from_string(text)
+            yield
         except COMPILE_ERRORS as error:
             cure = "give a jinja template"
-            raise ConfigError(f"{name} is not a chat template: {error}", field="chat_template", cure=cure) from error
+            raise ConfigError(
+                f"{self._name} is not a chat template: {error}", field="chat_template", cure=cure
+            ) from error
 
     def render(
         self,
@@ -76,7 +97,7 @@ class ChatTemplate:
         pieces: list[str] = []
         chars = 0
         try:
-            for piece in self._template.generate(
+            for piece in self.compiled.generate(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **given
             ):
                 chars += len(piece)

@@ -90,9 +90,16 @@ class PreparedChat:
         grammar: what the output must be, or None.
         skip_special_tokens: False where markers that the parser needs are special tokens.
         stop_token_ids: further ids that end the answer, such as <|eom_id|>.
+        named: the prompt as the tokenizer takes it, where only secret names are special tokens; None: as it is.
     """
 
     prompt: str
     grammar: Grammar | None
     skip_special_tokens: bool
     stop_token_ids: tuple[int, ...] = ()
+    named: str | None = None
+
+    @property
+    def to_encode(self) -> str:
+        """What the gateway's tokenizer takes."""
+        return self.prompt if self.named is None else self.named

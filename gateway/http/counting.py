@@ -1,13 +1,12 @@
 """A conversation's tokens."""
 
-import asyncio
-
 from gateway.chat.types import ChatRequest
+from gateway.preparation import render, size_of_chat
 from gateway.serving import Serving
 
 
 async def encode_chat(serving: Serving, chat: ChatRequest, *, is_request: bool = False) -> list[int]:
-    """Renders and tokenizes in a thread, so that a long conversation delays no other request's tokens.
+    """Renders in another process and tokenizes in a thread, so that a long conversation delays no other's tokens.
 
     Args:
         is_request: as in `Serving.encode`.
@@ -15,5 +14,5 @@ async def encode_chat(serving: Serving, chat: ChatRequest, *, is_request: bool =
     Raises:
         InvalidRequest: the template refuses the conversation.
     """
-    prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
-    return await serving.encode(prepared.prompt, add_special_tokens=False, is_request=is_request)
+    prepared = await render(chat, serving.model, serving.texts, size_bytes=size_of_chat(chat))
+    return await serving.encode(prepared.to_encode, add_special_tokens=False, is_request=is_request)

@@ -8,7 +8,7 @@ from node.doctor.verdict import Verdict, fail, ok, warn
 
 # Distribution, module, and whether a node runs without it.
 _NEEDED = (("torch", "torch"), ("triton", "triton"), ("grpcio", "grpc"), ("ucxx-cu13", "ucxx"))
-_REINSTALL = "install the package again in an environment of its own: pip install baton"
+_REINSTALL = "install the package again in an environment of its own: pip install baton-serving"
 
 
 def check_packages() -> Iterator[Verdict]:

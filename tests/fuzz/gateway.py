@@ -120,7 +120,7 @@ async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
                     answering.cancel()
                     with suppress(asyncio.CancelledError):
                         await answering
-                    model.grammars.close()
+                    model.close()
 
 
 def _request(random: Random, method: Method) -> bytes:

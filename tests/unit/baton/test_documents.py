@@ -50,5 +50,5 @@ async def test_every_example_of_a_structured_output_is_accepted() -> None:
         assert grammar is not None
         await model.grammars.check(grammar)
         kinds.add(grammar.kind)
-    model.grammars.close()
+    model.close()
     assert kinds == set(GrammarKind)

@@ -16,9 +16,11 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, InvalidRequest, NoNode
+from baton.config import MIB
+from baton.errors import ConfigError, InternalError, InvalidRequest, NoNode
+from baton.gateway_config import GatewaySettings
 from baton.rpc.reflection import V1, V1_ALPHA
-from baton.rpc.server import Address, GrpcServer, connect
+from baton.rpc.server import MESSAGE_BYTES_MAX, Address, GrpcServer, connect
 from baton.rpc.status import from_rpc_error
 from node import waiting
 from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -79,14 +81,57 @@ async def test_every_call_of_a_large_burst_is_answered() -> None:
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
-async def test_a_message_over_the_server_s_limit_is_refused() -> None:
-    limited = GrpcServer("127.0.0.1:0", advertise=None, receive_bytes_max=1000)
-    async with limited as server, connect(server.address) as channel:
+LIMIT_BYTES = 1000
+
+
+@pytest.fixture
+async def limited() -> AsyncIterator[grpc.aio.Channel]:
+    server = GrpcServer("127.0.0.1:0", advertise=None, receive_bytes_max=LIMIT_BYTES)
+    decode_pb2_grpc.add_DecodeServicer_to_server(Echo(), server.grpc)
+    async with server, connect(server.address) as channel:
         await server.start([])
-        call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        yield channel
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/baton.v1.Decode/Session"])
+async def test_a_message_over_the_server_s_limit_is_refused_with_details(
+    limited: grpc.aio.Channel, method: str
+) -> None:
+    calls: Any = {"Check": limited.unary_unary, "Session": limited.stream_unary}[method.rpartition("/")[2]]
+    message = bytes(LIMIT_BYTES + 1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await calls(method)(iter([message]) if "Session" in method else message)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    typed = from_rpc_error(refused.value)
+    assert isinstance(typed, InvalidRequest)
+    assert (typed.field, typed.value, typed.allowed) == ("message", "1001", ("up to 1000 bytes",))
+
+
+async def test_a_message_that_grpc_itself_refuses_is_no_overload_to_our_clients(limited: grpc.aio.Channel) -> None:
+    for size_bytes in (2 * LIMIT_BYTES + 1, MESSAGE_BYTES_MAX + 1):  # for the server, and for the client's own gRPC
+        call: Any = limited.unary_unary("/grpc.health.v1.Health/Check")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call(bytes(1001))
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await call(bytes(size_bytes))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        typed = from_rpc_error(refused.value)
+        assert (type(typed), typed.field, typed.value) == (InvalidRequest, "message", str(size_bytes))
+
+
+async def test_an_answer_that_is_too_large_for_the_client_is_not_its_fault() -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server:
+        await server.start([])
+        options = [("grpc.max_receive_message_length", 1)]
+        async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+            call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(b"")
+    assert isinstance(from_rpc_error(refused.value), InternalError)
+
+
+async def test_the_largest_limit_that_the_settings_allow_is_one_of_grpc() -> None:
+    most = int(GatewaySettings(http_body_mib=4096).http_body_mib * MIB)
+    async with GrpcServer("127.0.0.1:0", advertise=None, receive_bytes_max=most) as server, connect(server.address):
+        await server.start([])
 
 
 MALFORMED = b"\x0a\xff\xff"

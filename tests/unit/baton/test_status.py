@@ -111,3 +111,20 @@ def test_damaged_details_of_a_status_leave_its_code(details: bytes) -> None:
     error = from_rpc_error(status)
     assert isinstance(error, NoNode)
     assert error.message == "connection lost"
+
+
+@pytest.mark.parametrize(
+    ("details", "shown"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:7101: Failed to connect: refused",
+            "failed to connect to all addresses; last error: UNKNOWN: Failed to connect: refused",
+        ),
+        ("ipv6:%5Bfd00::7%5D:7101: recvmsg: reset", "recvmsg: reset"),
+        ("a text of ours", "a text of ours"),
+    ],
+)
+def test_the_texts_of_grpc_lose_the_addresses_of_inner_connections(details: str, shown: str) -> None:
+    """They reach clients in receipts and errors."""
+    failed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert from_rpc_error(failed).message == shown

@@ -23,7 +23,7 @@ async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, l
     built = build_runner(
         NodeSettings(model=llama[0], kv_cache_layout=layout, block_size=block_size, num_blocks=60, device="cpu")
     )
-    assert (built.layout.get_kv_cache_layout().name, built.layout.source) == (layout.upper(), "environment")
+    assert (built.layout.get_kv_cache_layout().name, built.layout.source) == (layout.upper(), "setting")
     async with running(built, max_batch_tokens=7) as (engine, events):
         engine.submit(request("a", prompt_of(17), greedy(6)))
         await events.finished("a")

@@ -216,6 +216,13 @@ def test_a_fleet_without_addresses_explains_itself() -> None:
     assert Fleet(MODEL, 1000, LocalPolicy.PREFER).explain() == "no node address is known"
 
 
+def test_what_clients_read_about_an_unreachable_node_has_no_address() -> None:
+    fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
+    fleet.add(PREFILL, "10.0.0.7:7101")
+    fleet.lost(PREFILL, "10.0.0.7:7101", "Connection refused")
+    assert fleet.explain() == "a prefill node cannot be used (Connection refused)"
+
+
 @pytest.mark.parametrize("reported", [math.nan, math.inf, -1.0])
 def test_a_node_with_an_impossible_backlog_does_not_hide_the_others(reported: float) -> None:
     fleet = SmallFleet(2, 1, LocalPolicy.STRICT)

@@ -35,7 +35,7 @@ BOUND_S = 60
 def model() -> Iterator[ServedModel]:
     read = read_served_model(DEMO_MODELS / "llama", None)
     yield read
-    read.grammars.close()
+    read.close()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -15,6 +15,7 @@ from baton.security import identity
 from baton.types import Grammar, GrammarKind
 from gateway.chat.checkpoint import Checkpoint
 from gateway.chat.model import ChatModel
+from gateway.chat.renderer import ChatRenderer
 from gateway.chat.types import ChatRequest
 from gateway.model import ServedModel, read_served_model
 from gateway.preparation import Call, Prepared, prepare
@@ -31,7 +32,7 @@ HELLO_JSON = '[{"role": "user", "content": "hello"}]'
 def model() -> Iterator[ServedModel]:
     read = read_served_model(DEMO_MODELS / "llama", None)
     yield read
-    read.grammars.close()
+    read.close()
 
 
 async def prepared(
@@ -62,6 +63,18 @@ async def test_special_tokens_in_a_text_are_tokens(model: ServedModel) -> None:
     assert (await prepared(model, message)).request.prompt[-1] == 4095
 
 
+async def test_with_the_switch_special_tokens_in_a_text_are_text_and_those_of_the_template_are_tokens() -> None:
+    model = read_served_model(DEMO_MODELS / "llama", None, special_in_texts=False)
+    with closing(model):
+        message = pb.GenerateRequest(text="a<|endoftext|>", add_special_tokens=False)
+        assert 4095 not in (await prepared(model, message)).request.prompt
+        chat = ChatRequest(messages=[{"role": "user", "content": "hello<|endoftext|>"}])
+        prompt = (await prepared(model, pb.GenerateRequest(), chat)).request.prompt
+        hello = (await prepared(model, pb.GenerateRequest(), HELLO)).request.prompt
+        assert prompt.count(4095) == hello.count(4095)
+        assert "hello<|endoftext|>" in model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
 async def test_absent_numbers_are_those_of_the_checkpoint(model: ServedModel) -> None:
     tuned = replace(model, default_sampling=sampling(temperature=0.25, top_k=7))
     request = (await prepared(tuned, pb.GenerateRequest(text="a", sampling=sampling(top_k=0)))).request
@@ -88,11 +101,13 @@ async def test_the_ends_of_a_chat_are_ignored_like_the_end_of_text(model: Served
     template = "{{ messages[0].content }}{# <|python_tag|> #}"
     ends = {"<|eom_id|>": 7, "<|eot_id|>": 9}
     checkpoint = Checkpoint({"default": template}, variables={}, tokens=ends, special=frozenset(ends), model_type="")
-    chatting = replace(model, chat=ChatModel(checkpoint))
-    request = (await prepared(chatting, pb.GenerateRequest(sampling=sampling(stop_token_ids=[9, 8])), HELLO)).request
-    assert request.sampling.stop_token_ids == (9, 8, 7)
-    request = (await prepared(chatting, pb.GenerateRequest(sampling=sampling(ignore_eos=True)), HELLO)).request
-    assert request.sampling.stop_token_ids == ()
+    chatting = replace(model, chat=ChatModel(checkpoint), renderer=ChatRenderer(checkpoint))
+    with closing(chatting.renderer):
+        message = pb.GenerateRequest(sampling=sampling(stop_token_ids=[9, 8]))
+        request = (await prepared(chatting, message, HELLO)).request
+        assert request.sampling.stop_token_ids == (9, 8, 7)
+        request = (await prepared(chatting, pb.GenerateRequest(sampling=sampling(ignore_eos=True)), HELLO)).request
+        assert request.sampling.stop_token_ids == ()
 
 
 async def test_the_message_s_constraint_holds_for_a_chat(model: ServedModel) -> None:

@@ -37,7 +37,7 @@ ENDING = 20  # requests: more than get their turns in one pass of the loop
 def model() -> Iterator[ServedModel]:
     read = read_served_model(DEMO_MODELS / "llama", None)
     yield read
-    read.grammars.close()
+    read.close()
 
 
 def settings_of(*flags: str) -> GatewaySettings:
@@ -537,6 +537,6 @@ def test_the_context_asked_for_limits_prompts_up_to_the_model_s_own(
     model: ServedModel, asked: int, limit: int | None
 ) -> None:
     read = read_served_model(DEMO_MODELS / "llama", None, max_context_tokens=asked)
-    read.grammars.close()
+    read.close()
     assert read.max_context_tokens == (limit or model.max_context_tokens)
     assert read.identity == model.identity

@@ -8,7 +8,9 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.types import Grammar, GrammarKind, SamplingParams
-from gateway.chat.model import read_chat_model
+from gateway.chat.checkpoint_files import read_checkpoint
+from gateway.chat.model import ChatModel
+from gateway.chat.renderer import ChatRenderer
 from gateway.model import ServedModel
 from gateway.reply import OutputEnd
 from gateway.request import Outputs
@@ -34,6 +36,7 @@ from tests.unit.gateway.tokenizers import byte_level
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     directory: Path = tmp_path_factory.mktemp("model")
     byte_level().save(str(directory / "tokenizer.json"))
+    checkpoint = read_checkpoint(directory, None)
     return ServedModel(
         name="small",
         architecture="LlamaForCausalLM",
@@ -45,7 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         eos_token_ids=(1,),
         bos_token_id=0,
         default_sampling=common_pb2.SamplingParams(),
-        chat=read_chat_model(directory, None),
+        chat=ChatModel(checkpoint),
+        renderer=ChatRenderer(checkpoint),
         grammars=GrammarChecker(directory / "tokenizer.json", 320, [1]),
     )
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.bounded import process as bounded_process
 from baton.errors import InternalError, InvalidRequest, Overloaded
 from baton.types import Grammar, GrammarKind
-from grammar import trial_process
 from grammar.checker import Bounds, GrammarChecker
 from grammar.compiler import GrammarCompiler
 from node.waiting import until
@@ -200,7 +200,7 @@ async def test_a_process_that_does_not_start_is_logged_and_replaced(
                 assert refused.value.retry_after_s
         assert "ended before its first answer" in caplog.text
         assert len(caplog.records) < 3  # there is a pause between two starts
-        monkeypatch.setattr(trial_process, "_RESTART_S", 0.0)
+        monkeypatch.setattr(bounded_process, "_RESTART_S", 0.0)
         checker._process._next_start_s = 0.0
         await checker.check(YES)
 

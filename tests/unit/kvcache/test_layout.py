@@ -16,23 +16,23 @@ def test_a_preference_of_transport_or_backend_beats_the_default() -> None:
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.HND, "preferred")
 
 
-def test_the_environment_beats_preferences() -> None:
-    choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
-    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLNHC, "environment")
+def test_a_setting_beats_preferences() -> None:
+    choice = LayoutChoice(mla=False, setting="BLNHC", preferred=KVCacheLayout.HND)
+    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLNHC, "setting")
 
 
-def test_an_empty_environment_variable_is_ignored() -> None:
-    choice = LayoutChoice(mla=False, environment="", preferred=KVCacheLayout.HND)
+def test_an_empty_setting_is_ignored() -> None:
+    choice = LayoutChoice(mla=False, setting="", preferred=KVCacheLayout.HND)
     assert choice.source == "preferred"
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", KVCacheLayout.BLHNC])
 def test_the_programs_override_beats_all_and_can_be_removed(layout: str | KVCacheLayout) -> None:
-    choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
+    choice = LayoutChoice(mla=False, setting="BLNHC", preferred=KVCacheLayout.HND)
     choice.set_kv_cache_layout(layout)
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLHNC, "override")
     choice.set_kv_cache_layout(None)
-    assert choice.source == "environment"
+    assert choice.source == "setting"
 
 
 @pytest.mark.parametrize("name", ["NHDX", "", "L K B N H C"])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from baton.config import DEMO_MODELS
 from baton.errors import ConfigError
-from gateway.chat.checkpoint import read_checkpoint
+from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.tokenizer import TextTokenizer
 from models.tokenizer_files import byte_pairs, find
 from models.tokenizer_files.find import tokenizer_json

@@ -1,5 +1,6 @@
 """The engine's limits that follow from a node's settings."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from baton.config import DecodeSettings
 from baton.errors import ConfigError
 from engine.build import StepLimits
-from node.assembly import engine_limits
+from node.assembly import engine_limits, nameless
+from protos.baton.v1 import common_pb2
 
 
 def settings(**values: object) -> DecodeSettings:
@@ -43,3 +45,11 @@ def test_sizes_that_the_operator_gave_are_not_changed() -> None:
     with pytest.raises(ConfigError, match="no room for a chunk of 512"):
         engine_limits(settings(batch_invariant=True, max_batch_tokens=511), built(511), max_context_tokens=4096)
     assert engine_limits(settings(), built(512), max_context_tokens=4096).max_batch_tokens == 512
+
+
+def test_a_node_without_a_name_gets_one_that_stays_and_shows_no_address() -> None:
+    """Clients see it in receipts."""
+    names = {nameless(common_pb2.ROLE_DECODE, address) for address in ("10.0.0.7:7102", "10.0.0.7:7103")}
+    assert len(names) == 2
+    assert all(re.fullmatch(r"decode-[0-9a-f]{6}", name) for name in names)
+    assert nameless(common_pb2.ROLE_DECODE, "10.0.0.7:7102") in names

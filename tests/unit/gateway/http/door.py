@@ -175,4 +175,4 @@ async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
                     yield door
                 finally:
                     await door.close()
-                    model.grammars.close()
+                    model.close()

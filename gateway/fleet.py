@@ -6,6 +6,8 @@ for the shell.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
 
 from baton.convert import role_name
 from baton.types import AdapterRef, LocalPolicy
@@ -14,6 +16,7 @@ from gateway.affinity import Affinity
 from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
 from gateway.fleet_node import FleetNode, Role, settled
+from gateway.node_costs import current_costs
 from gateway.placement import Placement, place
 from gateway.prefix_index import PrefixIndex
 from gateway.request import Request
@@ -21,6 +24,7 @@ from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 _PROVE_AGAIN_S = 10.0
+_COSTS_EACH_S = 0.1  # nodes report about as often
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Fleet:
         self._affinity = Affinity()
         self.breakers = Breakers()
         self._unproved: dict[str, _Unproved] = {}  # by address
+        self._turns = count(1)  # of the choices of nodes
+        self._costs_at_s = -inf
 
     # ---- recording
 
@@ -94,7 +100,7 @@ class Fleet:
         return self._add(role, address, listed=role)
 
     def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
-        node = self._of(role)[address] = FleetNode(role, address, listed)
+        node = self._of(role)[address] = FleetNode(role, address, listed, self._turns)
         return node
 
     def remove(self, role: Role, address: str) -> None:
@@ -135,7 +141,10 @@ class Fleet:
             commands.append(DropSession(role, address, "it was restarted"))
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
+        measured = node.costs.reported
         node.take_status(status, foreign)
+        if node.costs.reported is not measured:
+            self._costs_at_s = -inf
         self.breakers.reported(node.incarnation, stuck=status.stuck)
         self._unproved.pop(address, None)
         return commands
@@ -180,6 +189,7 @@ class Fleet:
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
         """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
         wanted = self._of_session(wanted)
+        self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
         decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in self.decoding_nodes()]
         prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
@@ -204,8 +214,18 @@ class Fleet:
 
     def prefill_views(self, wanted: Wanted, now_s: float) -> list[NodeView]:
         """All prefill nodes as they are now, with how much of the request's prompt their caches have."""
+        self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
         return [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
+
+    def _update_costs(self, now_s: float) -> None:
+        """The step costs of nodes that get no work age (`gateway.node_costs`)."""
+        if now_s - self._costs_at_s < _COSTS_EACH_S:
+            return
+        self._costs_at_s = now_s
+        nodes = [node for node in self.nodes() if node.reachable]
+        for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
+            node.use_costs(costs)
 
     def decoding_nodes(self) -> Iterator[FleetNode]:
         """All nodes that can decode: the decode nodes, then the prefill nodes that do it too."""

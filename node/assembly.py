@@ -250,6 +250,7 @@ class Node:
             segments_late=counters.late,
             segments_converted=counters.converted,
             step_costs=to_step_costs(self.meter.costs),
+            step_profile=to_step_costs(self.built.costs),
             backlog_s=load.backlog_s,
             context_tokens=load.context_tokens,
             decode_rows=load.decode_rows,

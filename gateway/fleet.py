@@ -115,6 +115,8 @@ class Fleet:
         node = self._of(role)[address]
         node.last_message_at_s = now_s
         info = status.info
+        if status.HasField("loading"):
+            return self._loads(node, status)
         if info.role != role:
             if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
                 return self._wrong_role(node, info.role)
@@ -156,11 +158,11 @@ class Fleet:
         if node.role != node.listed:
             return self._lost_elsewhere(node, reason)
         commands: list[FleetCommand] = []
-        if node.reachable:
+        if node.reachable or node.loading:
             commands.append(_lost_line(node, reason))
         elif node.never_connected:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
-        node.reachable, node.detail = False, reason
+        node.take_loss(reason)
         self._forget_cache(node)
         return [*commands, DropSession(role, address, reason)]
 
@@ -286,6 +288,10 @@ class Fleet:
             prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
         )
 
+    def nodes_load(self) -> bool:
+        """Whether a node has started and does not serve yet."""
+        return any(node.loading for node in self.nodes())
+
     def serves(self) -> bool:
         """Whether a request could be served now."""
         if self._policy is not LocalPolicy.STRICT:
@@ -317,8 +323,10 @@ class Fleet:
         )
 
     def explain(self) -> str:
-        """Why no node can be chosen for a request, node by node."""
-        return "; ".join(node.explain() for node in self.nodes()) or "no node address is known"
+        """Why no node can be chosen for a request, node by node; while some load, only these."""
+        nodes = list(self.nodes())
+        nodes = [node for node in nodes if node.loading] or nodes
+        return "; ".join(node.explain() for node in nodes) or "no node address is known"
 
     def loads(self) -> list[generation_pb2.NodeLoad]:
         """How full each reachable node is."""
@@ -360,6 +368,16 @@ class Fleet:
     def _forget_cache(self, node: FleetNode) -> None:
         node.cache = CachePosition()
         self._index.forget(node.address)
+
+    def _loads(self, node: FleetNode, status: node_pb2.NodeStatus) -> list[FleetCommand]:
+        commands: list[FleetCommand] = []
+        if not node.loading:
+            commands.append(LogLine(f"{status.info.name}: connected, {node.address}, not ready yet"))
+            commands.append(DropSession(node.role, node.address, "it was restarted"))
+            self.breakers.forget(node.incarnation)
+            self._forget_cache(node)
+        node.take_loading(status)
+        return commands
 
     def _lost_elsewhere(self, node: FleetNode, reason: str) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
@@ -404,6 +422,8 @@ class Fleet:
 def _lost_line(node: FleetNode, reason: str) -> LogLine:
     if node.status.next_role:
         return LogLine(f"{node.name}: switching its role, {reason}")
+    if node.loading:
+        reason = f"while it was {node.detail}: {reason}"
     return LogLine(f"{node.name}: lost, {reason}", warning=True)
 
 

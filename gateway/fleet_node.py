@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from baton.convert import costs_from_proto, kept_bytes
+from baton.convert import costs_from_proto, describe_loading, kept_bytes
 from baton.costs import StepCosts
 from baton.errors import shortened
 from baton.pools import blocks_for, take_from_roomiest
@@ -41,6 +41,7 @@ class FleetNode:
         turns: counts the choices of nodes, over all nodes.
 
     Attributes:
+        loading: whether it is connected and does not serve yet; `detail` says what it does.
         claimed: incarnation that has said it has this role, where the list says another; 0: none.
         costs: its step costs as it reports them, and their age.
     """
@@ -50,7 +51,7 @@ class FleetNode:
         self.listed = listed
         self.claimed = 0
         self.address = address
-        self.reachable = False
+        self.reachable = self.loading = False
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
         self.status = node_pb2.NodeStatus()
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
@@ -177,11 +178,22 @@ class FleetNode:
         self.revision = revision_of(status.info.model)
         self.status = status
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
-        self.reachable, self.detail = True, detail
+        self.reachable, self.loading, self.detail = True, False, detail
         self._requests_since = self._tokens_since = 0
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), now_s)
+
+    def take_loading(self, status: node_pb2.NodeStatus) -> None:
+        """It has started and serves nothing yet."""
+        self.status = status
+        self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
+        self._view = None
+
+    def take_loss(self, reason: str) -> None:
+        """It cannot be reached."""
+        self.status.ClearField("loading")
+        self.reachable, self.loading, self.detail = False, False, reason
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
@@ -190,6 +202,8 @@ class FleetNode:
 
     def explain(self) -> str:
         """Why it is not chosen for a request."""
+        if self.loading:
+            return f"{self.name} is {self.detail}"
         if self.detail:
             return f"{self.name} cannot be used ({self.detail})"
         if self.status.draining:

@@ -223,7 +223,7 @@ class NodeClient:
 
     async def _watch_once(self) -> str:
         """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
-        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S))
+        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
         following: asyncio.Task[None] | None = None
         try:
             status = await asyncio.wait_for(call.read(), _FIRST_STATUS_TIMEOUT_S)

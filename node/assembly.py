@@ -315,7 +315,9 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, superviso
 
 
 def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
-    return ReportedProgress(supervisor) if supervisor is not None and supervisor.present else LoadingProgress()
+    if supervisor is None:
+        return LoadingProgress()
+    return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
 
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:

@@ -24,6 +24,7 @@ from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 _PROVE_AGAIN_S = 10.0
+_SILENT = "starting, it sends no status yet"
 _COSTS_EACH_S = 0.1  # nodes report about as often
 
 
@@ -166,6 +167,12 @@ class Fleet:
         self._forget_cache(node)
         return [*commands, DropSession(role, address, reason)]
 
+    def silent(self, role: Role, address: str) -> None:
+        """The node answers pings and sends no status: its start, or something else, keeps its interpreter busy."""
+        node = self._of(role)[address]
+        if not node.reachable and not node.loading:
+            node.take_loading(node_pb2.NodeStatus(info=node.status.info, loading=node_pb2.Loading(stage=_SILENT)))
+
     def message_received(self, role: Role, address: str, now_s: float) -> None:
         """Records a sign of life: a message on any connection of the node."""
         self._of(role)[address].last_message_at_s = now_s
@@ -289,8 +296,8 @@ class Fleet:
         )
 
     def nodes_load(self) -> bool:
-        """Whether a node has started and does not serve yet."""
-        return any(node.loading for node in self.nodes())
+        """Whether a node has started and does not serve yet, or is being reached for the first time."""
+        return any(node.loading or node.never_connected for node in self.nodes())
 
     def serves(self) -> bool:
         """Whether a request could be served now."""

@@ -40,7 +40,7 @@ class HeldStart:
                 self._hold()
                 return await enter(node)
 
-            Node.__aenter__ = held_enter  # type: ignore[method-assign]
+            Node.__aenter__ = held_enter  # type: ignore[assignment, method-assign]
             return
         name = "find_model" if self.stage == "looking for the model" else "load"
         original = getattr(process, name)

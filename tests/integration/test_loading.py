@@ -2,7 +2,9 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,7 +22,7 @@ from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-PINGS: Flags = {"keepalive_s": 0.6}  # a peer that answers none is lost after twice that
+KEEPALIVE_S = 0.6  # a peer that answers no ping is lost after twice that
 WAITS_S = 3.0
 WHAT = {
     "looking for the model": "looking for the model",
@@ -38,8 +40,17 @@ async def until_reported(client: Client, detail: str) -> generation_pb2.NodeRepo
             await asyncio.sleep(0.01)
 
 
-def gateway_before_its_node(start: Machines, node: Process, **flags: object) -> Process:
-    return start.gateway([], [node], wait=False, model=LLAMA, local_policy="prefer", **{**PINGS, **flags})
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)
+    status: int = answer.status
+    return status
+
+
+def gateway_before_its_node(start: Machines, node: Process, *, waits_s: float) -> Process:
+    return start.gateway(
+        [], [node], wait=False, model=LLAMA, local_policy="prefer", keepalive_s=KEEPALIVE_S, failover_wait_s=waits_s
+    )
 
 
 @pytest.mark.slow
@@ -49,8 +60,8 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
 ) -> None:
     held = HeldStart(tmp_path, stage)
     (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
-    patient = gateway_before_its_node(start, node, failover_wait_s=DEADLINE_S)
-    hasty = gateway_before_its_node(start, node, failover_wait_s=WAITS_S)
+    patient = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
+    hasty = gateway_before_its_node(start, node, waits_s=WAITS_S)
     (prompt,) = reference.prompts([40])
     async with Client(patient.address) as client:
         report = await until_reported(client, WHAT[stage])
@@ -79,7 +90,7 @@ async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its
     held = HeldStart(tmp_path, "loading weights")
     (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
     held.hold_interpreter()
-    gateway = gateway_before_its_node(start, node, failover_wait_s=DEADLINE_S)
+    gateway = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     (prompt,) = reference.prompts([40])
     early = asyncio.create_task(generate(gateway, prompt, GREEDY))
     async with Client(gateway.address) as client:
@@ -95,12 +106,12 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
     (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
     start.processes.wait_bound([node])
     async with connect(node.address) as channel:
-        health, stub = health_pb2_grpc.HealthStub(channel), node_pb2_grpc.NodeStub(channel)
+        stub = node_pb2_grpc.NodeStub(channel)
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         async with asyncio.timeout(DEADLINE_S):
-            live = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            ready = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Decode"))
-            assert (live.status, ready.status) == (serving, not_serving)
+            live = await health_of(channel, "")
+            ready = await health_of(channel, "baton.v1.Decode")
+            assert (live, ready) == (serving, not_serving)
             status = await stub.Describe(node_pb2.DescribeRequest())
             assert (status.info.name, status.info.address) == ("decode-0", node.address)
             assert status.HasField("loading")
@@ -127,10 +138,10 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
             assert isinstance(served, node_pb2.NodeStatus)
             assert not served.HasField("loading")
             assert served.info.incarnation
-            ready = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Decode"))
-            while ready.status != serving:
+            ready = await health_of(channel, "baton.v1.Decode")
+            while ready != serving:
                 await asyncio.sleep(0.01)
-                ready = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Decode"))
+                ready = await health_of(channel, "baton.v1.Decode")
             older.cancel()
 
 

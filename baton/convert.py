@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from baton.costs import StepCosts
-from baton.errors import InvalidRequest, PeerRefused
+from baton.errors import InvalidRequest, PeerRefused, shortened
 from baton.expert_load import ExpertLoad, LayerLoad
 from baton.types import (
     AdapterRef,
@@ -26,6 +26,8 @@ from baton.types import (
 )
 from protos.baton.v1 import common_pb2 as pb
 from protos.baton.v1 import node_pb2
+
+_TEXT_MAX = 200
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
@@ -208,6 +210,12 @@ def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
     if not all(math.isfinite(number) and number >= 0 for number in (points[-1][1], *others)):
         return None
     return StepCosts(points, *others)
+
+
+def describe_loading(loading: node_pb2.Loading) -> str:
+    """What a node does before it serves, such as "loading weights, 40 %"."""
+    stage = shortened(loading.stage, _TEXT_MAX) or "starting"
+    return f"{stage}, {min(100, 100 * loading.done // loading.total)} %" if loading.total else stage
 
 
 def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:

@@ -95,6 +95,18 @@ class StepCosts:
         return dense_s + self.pair_s * chunk_pairs(start, stop)
 
 
+def mixed(first: StepCosts, second: StepCosts, share: float) -> StepCosts:
+    """Costs between two models: `share` of the first's seconds of every step, and the rest of the second's."""
+    rest = 1.0 - share
+    tokens = sorted({tokens for costs in (first, second) for tokens, _ in costs.points})
+    return StepCosts(
+        tuple((each, share * first.dense_s(each) + rest * second.dense_s(each)) for each in tokens),
+        key_s=share * first.key_s + rest * second.key_s,
+        pair_s=share * first.pair_s + rest * second.pair_s,
+        decode_row_s=share * first.decode_row_s + rest * second.decode_row_s,
+    )
+
+
 def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCosts:
     """The model that comes closest to measured steps, each with its seconds, and ignores outliers.
 

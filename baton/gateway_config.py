@@ -69,7 +69,8 @@ class GatewaySettings(CommonSettings):
         30.0,
         gt=0,
         le=SECONDS_MAX,
-        description="how long a request that has begun waits for another decode node when its own was lost",
+        description="how long a request waits for a decode node: one that has begun when its own was lost, a new one "
+        "while nodes load",
     )
     chat_template: Path | None = Field(
         None, description="file with a jinja chat template to use in place of the checkpoint's"

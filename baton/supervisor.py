@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
@@ -20,17 +21,34 @@ log = logging.getLogger("baton")
 _END_S = 2.0
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a process does.
+
+    Args:
+        done, total: measure of it; both 0 without one.
+    """
+
+    name: str
+    done: int = 0
+    total: int = 0
+
+
 class Supervisor:
-    """Reports what this process does. Without a supervisor, every call does nothing.
+    """Reports what this process does. Without a supervisor, reports are only kept.
 
     Args:
         name: of the supervisor's socket, or None.
+
+    Attributes:
+        stage: the last report.
 
     Raises:
         ConfigError: no supervisor listens there; it has ended, most likely.
     """
 
     def __init__(self, name: str | None) -> None:
+        self.stage = Stage("starting")
         self._socket: socket.socket | None = None
         if name is None:
             return
@@ -51,12 +69,16 @@ class Supervisor:
     def present(self) -> bool:
         return self._socket is not None
 
-    def report(self, stage: str, **more: object) -> None:
+    def report(self, stage: str, *, done: int = 0, total: int = 0, **more: object) -> None:
         """Sends what this process does now. A report for which there is no room is dropped; any thread may call this.
 
         Args:
-            more: `done` and `total` of a stage with a measure; `address` as soon as the server's port is bound.
+            done, total: measure of the stage.
+            more: `address` as soon as the server's port is bound.
         """
+        self.stage = Stage(stage, done, total)
+        if total:
+            more |= {"done": done, "total": total}
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.send(json.dumps({"stage": stage, **more}).encode(), socket.MSG_DONTWAIT)

@@ -41,9 +41,9 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         "Wait for as long as `retry-after` says. If it lasts, add nodes: [Sizing](planning.md).",
     ),
     errors.NoNode: (
-        "No node can take the request: none is reachable, none is paired, too many failed it, or none has the weights "
-        "that began its answer.",
-        "`baton status` shows which nodes are unreachable and which pairs were refused, and why. An answer "
+        "No node can take the request: none is reachable or has loaded, none is paired, too many failed it, or none "
+        "has the weights that began its answer.",
+        "`baton status` shows which nodes load or are unreachable and which pairs were refused, and why. An answer "
         "whose weights are gone has to be asked for again from its beginning: [Upgrades](upgrades.md#other-weights).",
     ),
     errors.Draining: (

@@ -5,6 +5,7 @@ the model to them again now and then.
 """
 
 import struct
+from statistics import median
 
 import numpy as np
 
@@ -20,6 +21,10 @@ _LEAST_WEIGHT = 0.05
 # The only step of its kind may have compiled kernels.
 _SINGLE_WEIGHT = 0.25
 _START_WEIGHT = 0.02
+# So many more steps that differ from their prediction by this factor, all to one side, than steps that do not: the
+# machine has become busier or quieter. What was measured before is scaled by it, and counts less.
+_OFF_FACTOR, _OFF_STEPS = 1.5, 8
+_SCALED_WEIGHT = 0.1
 # Longer than any step: the device or its clock was disturbed.
 _LONGEST_S = 600.0
 _COLUMNS = 6
@@ -45,6 +50,9 @@ class StepMeter:
         self._counts = [0] * _KINDS
         self._steps = 0
         self._next_fit = _FIRST_FIT
+        # Of steps off their prediction, less others since: how many times as long as predicted each was.
+        self._off: list[float] = []
+        self._scaled = 0  # steps up to this number are scaled
 
     @property
     def costs(self) -> StepCosts | None:
@@ -71,8 +79,28 @@ class StepMeter:
         offset = (place * _RECENT + count % _RECENT) * _ROW.size
         self._steps = steps = self._steps + 1
         _ROW.pack_into(self._memory, offset, rows, keys, prompt_tokens, pairs, seconds, steps)
+        self._compare(work, seconds)
         if steps >= self._next_fit:
             self._fit()
+
+    def _compare(self, work: StepWork, seconds: float) -> None:
+        """With its prediction."""
+        if self._costs is None:
+            return
+        ratio = seconds / self._costs.seconds(work)
+        off = self._off
+        if 1 / _OFF_FACTOR <= ratio <= _OFF_FACTOR:
+            del off[-1:]
+            return
+        if off and (off[0] > 1.0) != (ratio > 1.0):
+            off.clear()
+        off.append(ratio)
+        if len(off) >= _OFF_STEPS:
+            # The steps that are off were measured as the machine is now.
+            self._scaled = self._steps - len(off)
+            self._table[self._table[:, 5] <= self._scaled, 4] *= median(off)
+            off.clear()
+            self._next_fit = self._steps
 
     def _new_place(self) -> int:
         place = len(self._places)
@@ -91,6 +119,7 @@ class StepMeter:
         weights = np.maximum(0.5 ** ((self._steps - served[:, 5]) / _HALF_LIFE), _LEAST_WEIGHT)
         single = np.repeat(np.array(self._counts) == 1, _RECENT)[used]
         weights[single] *= _SINGLE_WEIGHT
+        weights[served[:, 5] <= self._scaled] *= _SCALED_WEIGHT
         weights = np.concatenate([weights, np.full(len(self._start), _START_WEIGHT)])
         self._costs = fit_table(np.concatenate([served, self._start])[:, :5], weights)
 

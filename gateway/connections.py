@@ -209,6 +209,11 @@ class Connections:
             if current():
                 self._lost(role, address, reason)
 
+        def silent() -> None:
+            if current():
+                self.fleet.silent(role, address)
+                self._notify()
+
         def cache(batch: node_pb2.WatchCacheResponse) -> bool:
             return not current() or self.fleet.cache_changed(role, address, batch)
 
@@ -216,7 +221,7 @@ class Connections:
             if current():
                 self.fleet.message_received(role, address, self._now_s())
 
-        callbacks = WatchCallbacks(status, lost, cache)
+        callbacks = WatchCallbacks(status, lost, cache, silent)
         client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(

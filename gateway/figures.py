@@ -12,7 +12,7 @@ from gateway.fleet_node import FleetNode
 from gateway.revisions import serving_revisions, serving_versions
 from gateway.waiting_room import REFUSALS
 
-_STATES = ("ready", "draining", "unusable", "unreachable")
+_STATES = ("ready", "loading", "draining", "unusable", "unreachable")
 
 
 class GatewayMetrics:
@@ -59,6 +59,8 @@ def state_of(node: FleetNode) -> str:
     """Whether a node can be used, in a word."""
     if node.open:
         return "ready"
+    if node.loading:
+        return "loading"
     if not node.reachable:
         return "unreachable"
     return "draining" if node.status.draining else "unusable"

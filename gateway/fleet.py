@@ -6,6 +6,8 @@ for the shell.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
 
 from baton.convert import role_name
 from baton.types import AdapterRef, LocalPolicy
@@ -14,6 +16,7 @@ from gateway.affinity import Affinity
 from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
 from gateway.fleet_node import FleetNode, Role, settled
+from gateway.node_costs import current_costs
 from gateway.placement import Placement, place
 from gateway.prefix_index import PrefixIndex
 from gateway.request import Request
@@ -21,6 +24,8 @@ from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 _PROVE_AGAIN_S = 10.0
+_SILENT = "starting, it sends no status yet"
+_COSTS_EACH_S = 0.1  # nodes report about as often
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Fleet:
         self._affinity = Affinity()
         self.breakers = Breakers()
         self._unproved: dict[str, _Unproved] = {}  # by address
+        self._turns = count(1)  # of the choices of nodes
+        self._costs_at_s = -inf
 
     # ---- recording
 
@@ -94,7 +101,7 @@ class Fleet:
         return self._add(role, address, listed=role)
 
     def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
-        node = self._of(role)[address] = FleetNode(role, address, listed)
+        node = self._of(role)[address] = FleetNode(role, address, listed, self._turns)
         return node
 
     def remove(self, role: Role, address: str) -> None:
@@ -109,6 +116,8 @@ class Fleet:
         node = self._of(role)[address]
         node.last_message_at_s = now_s
         info = status.info
+        if status.HasField("loading"):
+            return self._loads(node, status)
         if info.role != role:
             if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
                 return self._wrong_role(node, info.role)
@@ -135,7 +144,10 @@ class Fleet:
             commands.append(DropSession(role, address, "it was restarted"))
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
+        measured = node.costs.reported
         node.take_status(status, foreign)
+        if node.costs.reported is not measured:
+            self._costs_at_s = -inf
         self.breakers.reported(node.incarnation, stuck=status.stuck)
         self._unproved.pop(address, None)
         return commands
@@ -147,13 +159,19 @@ class Fleet:
         if node.role != node.listed:
             return self._lost_elsewhere(node, reason)
         commands: list[FleetCommand] = []
-        if node.reachable:
+        if node.reachable or node.loading:
             commands.append(_lost_line(node, reason))
         elif node.never_connected:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
-        node.reachable, node.detail = False, reason
+        node.take_loss(reason)
         self._forget_cache(node)
         return [*commands, DropSession(role, address, reason)]
+
+    def silent(self, role: Role, address: str) -> None:
+        """The node answers pings and sends no status: its start, or something else, keeps its interpreter busy."""
+        node = self._of(role)[address]
+        if not node.reachable and not node.loading:
+            node.take_loading(node_pb2.NodeStatus(info=node.status.info, loading=node_pb2.Loading(stage=_SILENT)))
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:
         """Records a sign of life: a message on any connection of the node."""
@@ -180,6 +198,7 @@ class Fleet:
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
         """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
         wanted = self._of_session(wanted)
+        self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
         decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in self.decoding_nodes()]
         prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
@@ -204,8 +223,18 @@ class Fleet:
 
     def prefill_views(self, wanted: Wanted, now_s: float) -> list[NodeView]:
         """All prefill nodes as they are now, with how much of the request's prompt their caches have."""
+        self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
         return [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
+
+    def _update_costs(self, now_s: float) -> None:
+        """The step costs of nodes that get no work age (`gateway.node_costs`)."""
+        if now_s - self._costs_at_s < _COSTS_EACH_S:
+            return
+        self._costs_at_s = now_s
+        nodes = [node for node in self.nodes() if node.reachable]
+        for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
+            node.use_costs(costs)
 
     def decoding_nodes(self) -> Iterator[FleetNode]:
         """All nodes that can decode: the decode nodes, then the prefill nodes that do it too."""
@@ -266,6 +295,10 @@ class Fleet:
             prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
         )
 
+    def nodes_load(self) -> bool:
+        """Whether a node has started and does not serve yet, or is being reached for the first time."""
+        return any(node.loading or node.never_connected for node in self.nodes())
+
     def serves(self) -> bool:
         """Whether a request could be served now."""
         if self._policy is not LocalPolicy.STRICT:
@@ -297,8 +330,10 @@ class Fleet:
         )
 
     def explain(self) -> str:
-        """Why no node can be chosen for a request, node by node."""
-        return "; ".join(node.explain() for node in self.nodes()) or "no node address is known"
+        """Why no node can be chosen for a request, node by node; while some load, only these."""
+        nodes = list(self.nodes())
+        nodes = [node for node in nodes if node.loading] or nodes
+        return "; ".join(node.explain() for node in nodes) or "no node address is known"
 
     def loads(self) -> list[generation_pb2.NodeLoad]:
         """How full each reachable node is."""
@@ -340,6 +375,16 @@ class Fleet:
     def _forget_cache(self, node: FleetNode) -> None:
         node.cache = CachePosition()
         self._index.forget(node.address)
+
+    def _loads(self, node: FleetNode, status: node_pb2.NodeStatus) -> list[FleetCommand]:
+        commands: list[FleetCommand] = []
+        if not node.loading:
+            commands.append(LogLine(f"{status.info.name}: connected, {node.address}, not ready yet"))
+            commands.append(DropSession(node.role, node.address, "it was restarted"))
+            self.breakers.forget(node.incarnation)
+            self._forget_cache(node)
+        node.take_loading(status)
+        return commands
 
     def _lost_elsewhere(self, node: FleetNode, reason: str) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
@@ -384,6 +429,8 @@ class Fleet:
 def _lost_line(node: FleetNode, reason: str) -> LogLine:
     if node.status.next_role:
         return LogLine(f"{node.name}: switching its role, {reason}")
+    if node.loading:
+        reason = f"while it was {node.detail}: {reason}"
     return LogLine(f"{node.name}: lost, {reason}", warning=True)
 
 

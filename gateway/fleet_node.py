@@ -6,17 +6,19 @@ nodes, `decode_view` for requests that it serves alone.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from baton.convert import costs_from_proto, kept_bytes, role_name
+from baton.convert import costs_from_proto, describe_loading, kept_bytes, role_name
+from baton.costs import StepCosts
 from baton.errors import shortened
 from baton.pools import blocks_for, take_from_roomiest
 from baton.revisions import revision_of
 from baton.types import AdapterRef
 from gateway.backlog import Backlog
 from gateway.cache_position import CachePosition
+from gateway.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
 from gateway.prediction import prompt_s
 from gateway.router import NodeView
 from protos.baton.v1 import common_pb2, node_pb2
@@ -36,17 +38,20 @@ class FleetNode:
     Args:
         role: in which it is used.
         listed: that of the list that has its address.
+        turns: counts the choices of nodes, over all nodes.
 
     Attributes:
+        loading: whether it is connected and does not serve yet; `detail` says what it does.
         claimed: incarnation that has said it has this role, where the list says another; 0: none.
+        costs: its step costs as it reports them, and their age.
     """
 
-    def __init__(self, role: Role, address: str, listed: Role) -> None:
+    def __init__(self, role: Role, address: str, listed: Role, turns: Iterator[int]) -> None:
         self.role = role
         self.listed = listed
         self.claimed = 0
         self.address = address
-        self.reachable = False
+        self.reachable = self.loading = False
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
         self.status = node_pb2.NodeStatus()
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
@@ -57,7 +62,10 @@ class FleetNode:
         self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
         self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._decode_view: NodeView | None = None
-        self._picks = self._requests_since = self._tokens_since = 0
+        self.costs = NodeCosts(PROMPT_STEP if role == common_pb2.ROLE_PREFILL else DECODE_STEP)
+        self._costs: StepCosts | None = None  # by which it is chosen
+        self._turns = turns
+        self._turn = self._requests_since = self._tokens_since = 0
         self._open_blocks = [0]  # of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
@@ -110,12 +118,13 @@ class FleetNode:
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
-                _to_view(self.address, self.revision, self.status, self.peers),
+                _to_view(self.address, self.revision, self.status, self.peers, self._costs),
                 open=self.open,
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
                 room_tokens=max(self._open_blocks) * self._block_size,
-                picks=self._picks,
+                turn=self._turn,
+                name=self.name,
             )
             _ = view.queue_s  # computed once, not in each copy of the view
             self._decode_view = None
@@ -141,22 +150,50 @@ class FleetNode:
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
         """A request has been sent to it, of which it has `cached_tokens` already."""
-        self._picks += 1
+        self._turn = next(self._turns)
         self._requests_since += 1
         self._tokens_since += num_tokens - cached_tokens
         # As the node counts: with room for a first decoded token.
         take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
         self._view = None
 
+    def use_costs(self, costs: StepCosts | None) -> None:
+        """It is chosen by these step costs from now on."""
+        if costs is not self._costs:
+            self._costs, self._view = costs, None
+
     def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
+        before, now_s = self.status, self.last_message_at_s
+        started = before.info.incarnation != status.info.incarnation
+        works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
+        if started:
+            self.costs = NodeCosts(self.costs.typical)
+        self.costs.report(
+            costs_from_proto(status.step_costs),
+            costs_from_proto(status.step_profile),
+            kind=(self.role, status.info.also_decodes, status.info.tensor_parallel_size, status.max_batch_tokens),
+            works=works or (not started and status.requests_total > before.requests_total),
+            now_s=now_s,
+        )
         self.revision = revision_of(status.info.model)
         self.status = status
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
-        self.reachable, self.detail = True, detail
+        self.reachable, self.loading, self.detail = True, False, detail
         self._requests_since = self._tokens_since = 0
         self._open_blocks = list(status.blocks_open) or [status.blocks_free]
         self._view = None
-        self._backlog.reported(_seconds(status.backlog_s), self.last_message_at_s)
+        self._backlog.reported(_seconds(status.backlog_s), now_s)
+
+    def take_loading(self, status: node_pb2.NodeStatus) -> None:
+        """It has started and serves nothing yet."""
+        self.status = status
+        self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
+        self._view = None
+
+    def take_loss(self, reason: str) -> None:
+        """It cannot be reached."""
+        self.status.ClearField("loading")
+        self.reachable, self.loading, self.detail = False, False, reason
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
@@ -165,17 +202,19 @@ class FleetNode:
 
     def explain(self) -> str:
         """Why it is not chosen for a request."""
+        name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
+        if self.loading:
+            return f"{name} is {self.detail}"
         if self.detail:
-            name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
             return f"{name} cannot be used ({self.detail})"
         if self.status.draining:
-            return f"{self.name} is draining"
+            return f"{name} is draining"
         refused = [
             f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
             for peer in self.peers.values()
             if peer.mismatches
         ]
-        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is available"
+        return f"{name}: {', '.join(refused)}" if refused else f"{name} is available"
 
 
 def settled(prefill: FleetNode, decode: FleetNode) -> bool:
@@ -190,7 +229,11 @@ def _seconds(reported: float) -> float:
 
 
 def _to_view(
-    address: str, revision: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]
+    address: str,
+    revision: str,
+    status: node_pb2.NodeStatus,
+    peers: Mapping[int, common_pb2.PeerState],
+    costs: StepCosts | None,
 ) -> NodeView:
     info = status.info
     per_token, per_request = kept_bytes(info.cache_spec)
@@ -206,7 +249,7 @@ def _to_view(
         requests=status.requests_running + status.requests_waiting,
         tokens_waiting=status.tokens_waiting,
         ready_peers=frozenset(ready),
-        costs=costs_from_proto(status.step_costs),
+        costs=costs,
         backlog_s=_seconds(status.backlog_s),
         decode_rows=status.decode_rows,
         context_tokens=status.context_tokens,

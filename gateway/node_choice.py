@@ -17,6 +17,10 @@ from gateway.request import Rules
 from gateway.router import Wanted
 from protos.baton.v1 import common_pb2
 
+_CURE = "see `baton status`, and try again"
+_RETRY_S = 1.0
+_RETRY_LOADING_S = 5.0  # a start takes seconds to minutes
+
 
 class _Refusal(NamedTuple):
     """A node's refusal to decode the request.
@@ -69,7 +73,7 @@ class NodeChoice:
         self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
     ) -> tuple[FleetNode, Placement] | None:
         """The next node to decode it, and where the prompt is prefilled; None if it must wait for one: because it has
-        begun, or because the nodes are there, and only a pair of them is missing.
+        begun, or because nodes load, or are there and only a pair of them is missing.
 
         Args:
             num_tokens: prompt and output so far.
@@ -96,12 +100,12 @@ class NodeChoice:
                 value=begun_with,
                 cure="send the request again from its beginning",
             )
-        if not begun and not (self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()):
-            cure = "see `baton status`, and try again"
+        pairing = self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()
+        if not begun and not pairing and not self._fleet.nodes_load():
             why = self._fleet.explain()
             if self._adapter is not None:
                 why = f"{nodes_with(self._adapter, self._fleet.nodes())}; {why}"
-            raise NoNode(f"no node can take the request: {why}", cure=cure, retry_after_s=1.0)
+            raise NoNode(f"no node can take the request: {why}", cure=_CURE, retry_after_s=_RETRY_S)
         return None
 
     def _place(self, wanted: Wanted, now_s: float) -> Placement | None:
@@ -149,9 +153,11 @@ class NodeChoice:
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
         """The error of a request that has waited for a node; `failures` says how it lost others."""
+        if not failures and self._fleet.nodes_load():
+            return no_node(self._fleet)
         beginning = f"{failures}, and no other node" if failures else "no pair of nodes"
         what = f"{beginning} came within {waited_s:.3g} s: {self._fleet.explain()}"
-        return NoNode(what, cure="see `baton status`, and try again", retry_after_s=1.0)
+        return NoNode(what, cure=_CURE, retry_after_s=_RETRY_S)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
         """Records that the node refused to decode the request: it is not asked again."""
@@ -198,6 +204,12 @@ class NodeChoice:
             prompt=self._prompt,
             session_id=self._session_id,
         )
+
+
+def no_node(fleet: Fleet) -> NoNode:
+    """The error of a request for which no node is ready."""
+    retry_after_s = _RETRY_LOADING_S if fleet.nodes_load() else _RETRY_S
+    return NoNode(f"no node is ready: {fleet.explain()}", cure=_CURE, retry_after_s=retry_after_s)
 
 
 def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:

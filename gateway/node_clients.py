@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import grpc
 
@@ -22,12 +23,15 @@ from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 log = logging.getLogger("baton")
 
 _WATCH_INTERVAL_S = 0.1
-_FIRST_STATUS_TIMEOUT_S = 5.0
+_SILENT_S = 1.0  # without a first status
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
 _LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
 
 _CLOSED = "the gateway has closed the connection"
+
+
+_Watch: TypeAlias = grpc.aio.UnaryStreamCall[node_pb2.WatchRequest, node_pb2.NodeStatus]
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class WatchCallbacks:
 
     Args:
         cache: returns False if changes before this one are lost, so that a snapshot is needed.
+        silent: called when the node is connected and sends no status: its interpreter may be busy for seconds.
     """
 
     status: Callable[[node_pb2.NodeStatus], None]
     lost: Callable[[str], None]
     cache: Callable[[node_pb2.WatchCacheResponse], bool]
+    silent: Callable[[], None]
 
 
 class PrefillStream:
@@ -223,10 +229,10 @@ class NodeClient:
 
     async def _watch_once(self) -> str:
         """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
-        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S))
+        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
         following: asyncio.Task[None] | None = None
         try:
-            status = await asyncio.wait_for(call.read(), _FIRST_STATUS_TIMEOUT_S)
+            status = await self._first_status(call)
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
                 self._status_received = True
@@ -234,8 +240,6 @@ class NodeClient:
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
             return last_cause(error)
-        except TimeoutError:
-            return f"connected, but no status for {_FIRST_STATUS_TIMEOUT_S:g} s"
         finally:
             call.cancel()
             if following is not None:
@@ -244,6 +248,18 @@ class NodeClient:
         if self._session is not None:
             await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
+
+    async def _first_status(self, call: _Watch) -> object:
+        """Waits without a limit: a node that is gone answers no pings, and the call fails."""
+        reading = asyncio.ensure_future(call.read())
+        try:
+            while not reading.done():
+                await asyncio.wait([reading], timeout=_SILENT_S)
+                if not reading.done() and self._channel.get_state() is grpc.ChannelConnectivity.READY:
+                    self._callbacks.silent()
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _follow_cache(self) -> None:
         """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""

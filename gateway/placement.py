@@ -80,7 +80,8 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
         return _local_by_policy(decode, "the policy is local", wanted)
     prefill = pick_prefill(prefills, decode, wanted)
     if prefill is None:
-        return _local_by_policy(decode, "no prefill node is available", wanted)
+        missing = f"is paired with {decode.label}" if any(node.open for node in prefills) else "is available"
+        return _local_by_policy(decode, f"no prefill node {missing}", wanted)
     if prefill.costs is None:
         return Placement(Way.REMOTE, decode, prefill, 0, "", None)
     ttft_s, tpot_s = wanted.slo.ttft_s, wanted.slo.tpot_s
@@ -101,15 +102,15 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
     if ttft_s is None:
         return _ends_first(remote, gap_s, whole, wanted)
     if whole is not None and whole.first_token_s <= ttft_s:
-        why = f"{prefill.address} would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
+        why = _too_slow(prefill, remote_s, ttft_s)
         if is_soon:
-            why = f"a hand-over to {decode.address} would pause the output for {_s(gap_s)}"
+            why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
         return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
     split = _split(whole, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
     if not remote.meets and whole is not None and whole.first_token_s < remote_s:
-        why = f"no node meets {_s(ttft_s)} to the first token, and {prefill.address} would take {_s(remote_s)}"
+        why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
         return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s, meets=False)
     return remote
 
@@ -139,8 +140,10 @@ class _Whole:
 
 
 def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: Wanted, *, grows: bool) -> _Whole | None:
-    """The node that would end the request first; `decode` wins ties. Of many nodes the least busy ones are tried."""
+    """The node that would end the request first; on a tie `decode`, then the node that was chosen longest ago. Of many
+    nodes the least busy ones are tried."""
     roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
+    roomy.sort(key=lambda node: node.turn)
     if len(roomy) > _NODES_TRIED:
         roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
     found: _Whole | None = None
@@ -165,7 +168,10 @@ def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: W
     weighted_s = remote_s + more * remote.predicted_ttft_s
     if whole is None or whole.end_s + more * whole.first_token_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
         return remote
-    why = f"{whole.node.address} alone would end a typical output after {_s(whole.end_s)} instead of {_s(remote_s)}"
+    why = (
+        f"{whole.node.label} alone would send the first token after {_s(whole.first_token_s)} and end a typical output "
+        f"after {_s(whole.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
+    )
     return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
 
 
@@ -188,7 +194,7 @@ def _split(whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: flo
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
         first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
         if first_s <= ttft_s:
-            why = f"{prefill.address} alone would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
+            why = _too_slow(prefill, remote_s, ttft_s)
             return Placement(Way.SPLIT, node, prefill, split, why, first_s)
     return None
 
@@ -200,6 +206,13 @@ def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
         first_s = steps.first_token_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
+
+
+def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:
+    """Why a prefill node does not get the prompt."""
+    if seconds == math.inf:
+        return f"the streams on {prefill.label} leave it no time for prompts"
+    return f"{prefill.label} would take {_s(seconds)} of the {_s(ttft_s)} to the first token"
 
 
 def _s(seconds: float) -> str:

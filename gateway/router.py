@@ -46,7 +46,7 @@ class NodeView:
     ready_peers: frozenset[int]  # incarnations
     requests_since: int = 0  # sent by this gateway since the report
     tokens_since: int = 0  # that it must compute, of these requests
-    picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
+    turn: int = 0  # of this gateway's choices, when it last chose the node: equal nodes take turns
     costs: StepCosts | None = None  # None: not measured yet
     backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
     decode_rows: int = 0
@@ -60,6 +60,12 @@ class NodeView:
     state_bytes: int = 0  # of a request's recurrent state
     # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.
     peer_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """For clients, which see names and no inner addresses."""
+        return self.name or self.address
 
     @property
     def load(self) -> int:
@@ -168,10 +174,10 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
     usable = [node for node in usable if not 0 < node.max_batch_requests <= node.load] or usable
     if all(node.costs is not None for node in usable):
         scores = [_decode_whole_s(node, wanted) for node in usable]
-        return _least(usable, scores, wanted, lambda node: (node.load, node.picks, node.address))
+        return _least(usable, scores, wanted, lambda node: (node.load, node.turn, node.address))
 
     def cost(node: NodeView) -> tuple[object, ...]:
-        return node.load, node.address not in wanted.session_nodes, -node.cached_tokens, node.picks, node.address
+        return node.load, node.address not in wanted.session_nodes, -node.cached_tokens, node.turn, node.address
 
     return min(usable, key=cost, default=None)
 
@@ -193,7 +199,7 @@ def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted)
 
     def cost(node: NodeView) -> tuple[object, ...]:
         tokens = node.tokens_waiting + node.tokens_since - node.cached_tokens
-        return tokens, node.address not in wanted.session_nodes, node.load, node.picks, node.address
+        return tokens, node.address not in wanted.session_nodes, node.load, node.turn, node.address
 
     return min(usable, key=cost, default=None)
 
@@ -235,7 +241,7 @@ def _least_work(nodes: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
         if in_time:
             nodes, times_s = [nodes[place] for place in in_time], [times_s[place] for place in in_time]
     scores = [s + (weight - 1.0) * (s - node.queue_s) for node, s in zip(nodes, times_s, strict=True)]
-    return _least(nodes, scores, wanted, lambda node: (node.queue_s, node.picks, node.address))
+    return _least(nodes, scores, wanted, lambda node: (node.queue_s, node.load, node.turn, node.address))
 
 
 def _least(

@@ -1,6 +1,5 @@
 """Assembles a node from its settings: model, engine, KV transfer, identity."""
 
-import hashlib
 import itertools
 import logging
 import secrets
@@ -15,7 +14,7 @@ import torch
 
 from baton import __version__
 from baton.config import NodeSettings, PrefillSettings
-from baton.convert import adapter_to_proto, role_name
+from baton.convert import adapter_to_proto
 from baton.metrics.declared import Role as MeterRole
 from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
@@ -47,6 +46,7 @@ from node.ranks.join import rank_device
 from node.ranks.remote import RemoteTransfer
 from node.ranks.runner import RankedRunner
 from node.ranks.steps import StepWriter
+from node.starting import nameless
 from protos.baton.v1 import common_pb2, node_pb2
 
 _log = logging.getLogger(__name__)
@@ -251,6 +251,7 @@ class Node:
             segments_late=counters.late,
             segments_converted=counters.converted,
             step_costs=to_step_costs(self.meter.costs),
+            step_profile=to_step_costs(self.built.costs),
             backlog_s=load.backlog_s,
             context_tokens=load.context_tokens,
             decode_rows=load.decode_rows,
@@ -315,7 +316,9 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, superviso
 
 
 def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
-    return ReportedProgress(supervisor) if supervisor is not None and supervisor.present else LoadingProgress()
+    if supervisor is None:
+        return LoadingProgress()
+    return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
 
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
@@ -359,8 +362,3 @@ def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> 
         converted_kv_dtypes=settings.converted_kv_dtypes,
         attention_data_parallel=built.parallel.num_owners > 1,
     )
-
-
-def nameless(role: common_pb2.Role.ValueType, address: str) -> str:
-    """The same after a restart, and without the address: clients see names in receipts and errors."""
-    return f"{role_name(role)}-{hashlib.blake2s(address.encode(), digest_size=3).hexdigest()}"

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from baton.config import NodeSettings
@@ -48,9 +49,10 @@ from node.ranks.join import as_rank, join, leave
 from node.role import Role, RoleKind
 from node.role_services import DECODE, PREFILL
 from node.role_switch import RoleSwitch
-from node.service import SERVICE_NAME, NodeService
+from node.service import SERVICE_NAME, NodeParts, NodeService
+from node.starting import Starting
 from node.waiting import until
-from protos.baton.v1 import common_pb2, node_pb2_grpc
+from protos.baton.v1 import common_pb2
 
 log = logging.getLogger("baton")
 
@@ -77,10 +79,13 @@ def run_node(
         check_advertised(settings.advertise)
         hosts = Hosts.of(settings)
         supervisor = Supervisor(settings.supervisor)
-        with asyncio.Runner() as runner:
+        with asyncio.Runner() as runner, ExitStack() as loading:
             # Bound first, so that a port that is taken is an error before the model is loaded.
             server = runner.run(_bind(settings, role))
             metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
+            starting = Starting(settings, role, server, supervisor)
+            if hosts.rank == 0:
+                loading.enter_context(starting.serving(runner))
             supervisor.report("looking for the model", address=server.address)
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
@@ -97,7 +102,8 @@ def run_node(
                     parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
                     built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
-                runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))
+                loading.close()  # from here on the loop runs on this thread
+                runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
         leave()
     except ConfigError as error:
         fail(program, error)
@@ -130,6 +136,7 @@ async def _run(
     supervisor: Supervisor,
     role: common_pb2.Role.ValueType,
     kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+    starting: Starting,
 ) -> None:
     # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
@@ -141,6 +148,7 @@ async def _run(
             node,
             kinds[role].make(node, settings),
             kinds,
+            services=starting.roles,
             stop=stop,
             on_failure=group.fail,
             on_switched=lambda: show_name(node.name),
@@ -151,7 +159,7 @@ async def _run(
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(
-                serve(settings, node, server, metrics, switch, stop, supervisor), name="serve"
+                serve(settings, node, server, metrics, switch, stop, supervisor, starting.service), name="serve"
             )
             failure = await _first_of(serving, group, node)
             if failure is not None:
@@ -198,6 +206,7 @@ async def serve(
     switch: RoleSwitch,
     stop: asyncio.Event,
     supervisor: Supervisor,
+    service: NodeService,
 ) -> None:
     """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns.
 
@@ -215,7 +224,7 @@ async def serve(
     built = node.built
     adapters = Adapters(settings, node.engine, built.runner.adapters, model_name=built.identity.name)
     await adapters.start()
-    service = NodeService(
+    parts = NodeParts(
         status=switch.status,
         drain=drain,
         switch=switch.switch,
@@ -224,10 +233,8 @@ async def serve(
         unload_adapter=adapters.unload,
         expert_load=node.experts.message,
     )
-    node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
-    switch.services.add_to(server.grpc)
     async with MetricsPort(metrics, switch.metrics_page) as port:
-        await server.start((SERVICE_NAME, PREFILL, DECODE))
+        service.serve(parts)
         await server.set_ready(ready=True)
         if not settings.advertise and listens_everywhere(settings.listen):
             log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)

@@ -1,4 +1,4 @@
-"""Shows the progress of a long load: a bar on a terminal, log lines elsewhere, or reports to `baton up`."""
+"""Shows the progress of a long load: reports to `baton up`, else a bar on a terminal, or log lines."""
 
 import logging
 import time
@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 # Shorter loads are not worth a line.
 _SILENT_S = 1.0
+_LOADING = "loading weights"
 
 
 class LoadingProgress:
@@ -70,28 +71,36 @@ class LoadingProgress:
 
 
 class ReportedProgress:
-    """As `LoadingProgress`, but each percent is a report to the supervisor, which shows all processes together."""
+    """As `LoadingProgress`, and each percent is a report: a supervisor shows all processes together.
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    Args:
+        shown: also gets the progress; None: the supervisor shows it.
+    """
+
+    def __init__(self, supervisor: Supervisor, shown: LoadingProgress | None = None) -> None:
         self._supervisor = supervisor
+        self._shown = shown
         self._percent = -1
 
     def __enter__(self) -> "ReportedProgress":
-        self._supervisor.report("loading")
+        self._supervisor.report(_LOADING)
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        pass
+        if self._shown is not None:
+            self._shown.__exit__(error_type, error, traceback)
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if self._shown is not None:
+            self._shown(done_bytes, total_bytes)
         percent = 100 * done_bytes // max(1, total_bytes)
         if percent == self._percent:
             return
         self._percent = percent
         if done_bytes < total_bytes:
-            self._supervisor.report("loading", done=done_bytes, total=total_bytes)
+            self._supervisor.report(_LOADING, done=done_bytes, total=total_bytes)
         else:
             # What follows a load are profiles and, on a GPU, kernels that compile in them.
             self._supervisor.report("compiling")

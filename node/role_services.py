@@ -1,6 +1,7 @@
 """The Prefill and Decode services of a node's server, which pass every call on to the role that the node has now.
 
-A gRPC server takes no services after its start, so it has both from the start. A call of a role ends with the role.
+A gRPC server takes no services after its start, so it has both from the start, which is before the model is loaded. A
+call of a role ends with the role.
 """
 
 import asyncio

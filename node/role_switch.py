@@ -43,6 +43,7 @@ class RoleSwitch:
 
     Args:
         kinds: the roles that the node can have.
+        services: of the node's server.
         stop: set when the process is to end: then no switch begins, and one that drains is given up.
         on_failure: called with the reason when a switch has failed halfway, so that the process must end.
 
@@ -56,13 +57,14 @@ class RoleSwitch:
         role: Role,
         kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
         *,
+        services: RoleServices,
         stop: asyncio.Event,
         on_failure: Callable[[str], None],
         on_switched: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.role = role
-        self.services = RoleServices(node.name)
+        self.services = services
         self.cache = CacheEvents(node.engine.prefix_cache, incarnation=node.incarnation)
         self._node = node
         self._kinds = kinds

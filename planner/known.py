@@ -7,6 +7,7 @@ It keeps the books as `gateway.fleet` does, with the same `Backlog` and `PrefixI
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 
 from baton.block_keys import BlockNumbers
@@ -29,7 +30,7 @@ class _Known:
     at_s: float = -inf
     requests_since: int = 0
     tokens_since: int = 0
-    picks: int = 0
+    turn: int = 0
     backlog: Backlog = field(default_factory=Backlog)
 
     def view_at(self, now_s: float, report_s: float) -> NodeView:
@@ -42,7 +43,7 @@ class _Known:
             requests_since=self.requests_since,
             tokens_since=self.tokens_since,
             room_tokens=self.view.room_tokens - self.tokens_since,
-            picks=self.picks,
+            turn=self.turn,
             queue_s=self.backlog.at(now_s),
         )
 
@@ -77,6 +78,7 @@ class Known:
         self._also_decodes = also_decodes
         self._report_s, self._events_s = report_s, events_s
         self._index = PrefixIndex()
+        self._turns = count(1)
         self._changes: deque[tuple[float, str, Changes]] = deque()  # not known yet
 
     def views(self, job: Job, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
@@ -93,7 +95,7 @@ class Known:
         known = self._by_number[number]
         known.requests_since += 1
         known.tokens_since += tokens
-        known.picks += 1
+        known.turn = next(self._turns)
         if computing_s:
             known.backlog.add(computing_s, now_s)
 

@@ -24,15 +24,15 @@ def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], want
     """The nodes with the fewest requests."""
 
     def load(node: NodeView) -> tuple[int, int]:
-        return node.load, node.picks
+        return node.load, node.turn
 
     return _placed(min(decodes, key=load), min(prefills, key=load, default=None), wanted)
 
 
 def shortest_queue(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
     """The decode node with the fewest requests, and the prefill node whose prompts take the least time."""
-    decode = min(decodes, key=lambda node: (node.load, node.picks))
-    return _placed(decode, min(prefills, key=lambda node: (node.queue_s, node.picks), default=None), wanted)
+    decode = min(decodes, key=lambda node: (node.load, node.turn))
+    return _placed(decode, min(prefills, key=lambda node: (node.queue_s, node.turn), default=None), wanted)
 
 
 def without_caches(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:

@@ -375,6 +375,8 @@ def _pairs_table(
 
 def _gone(node: generation_pb2.NodeReport) -> str:
     """The state of a node that cannot be reached."""
+    if node.status.HasField("loading"):
+        return "loading"
     return "lost" if node.status.info.name else "unreachable"
 
 

@@ -117,7 +117,7 @@ _LAYERS = Label("layers", "what of all layers", ("mean", "max"))
 _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
-_NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
+_NODE_STATE = Label("state", "as this gateway sees it", ("ready", "loading", "draining", "unusable", "unreachable"))
 _PICK = Label("outcome", "of the pick", ("picked", "no_gateway", "shed"))
 _AFFINITY = Label("affinity", "kept: its own gateway, spilled: another one, none: it has none",
                   ("kept", "spilled", "none"))  # fmt: skip

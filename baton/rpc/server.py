@@ -206,6 +206,9 @@ class GrpcServer:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
         await self.grpc.stop(grace=0.5)
         if self._health_only is not None:
             await self._health_only.stop(grace=0.5)

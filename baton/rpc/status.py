@@ -66,7 +66,8 @@ _TOO_LARGE = re.compile(r"(CLIENT|SERVER): (Sent|Received) message larger than m
 # Of an inner connection: clients see such texts.
 _ADDRESS = re.compile(r"\b(?:ipv4|ipv6|unix|dns|vsock):\S+ ?")
 
-_TLS_CAUSES = {
+_CAUSES = {
+    "ping timeout": "it answers no pings",
     "Hostname Verification Check failed": "its certificate is for another host or another role",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
     "Tls handshake failed": "no TLS connection comes about; is it a server with TLS?",
@@ -177,7 +178,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 def last_cause(error: grpc.aio.AioRpcError) -> str:
     """The last cause in the chain that gRPC reports for a failed connection."""
     message = from_rpc_error(error).message
-    for mark, cause in _TLS_CAUSES.items():
+    for mark, cause in _CAUSES.items():
         if mark in message:
             return cause
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")

@@ -6,7 +6,7 @@ import orjson
 from starlette.responses import Response
 
 from baton import __version__
-from baton.errors import Draining, NoNode
+from baton.errors import Draining
 from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.page import names_of
 from baton.types import AdapterRef
@@ -14,6 +14,7 @@ from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
 from gateway.http.counting import encode_chat
+from gateway.node_choice import no_node
 from gateway.revisions import serving_revisions
 
 
@@ -69,7 +70,7 @@ async def ready(call: Call) -> Response:
     if call.context.draining:
         raise Draining("the gateway is draining")
     if not call.context.fleet.serves():
-        raise NoNode("no nodes that can serve a request are connected")
+        raise no_node(call.context.fleet)
     return _json({"status": "ready"})
 
 

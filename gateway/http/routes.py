@@ -44,7 +44,7 @@ ROUTES = (
     Route("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
     Route("/", about.root, "What answers here"),
     Route("/health", about.health, "200 as long as the process lives"),
-    Route("/ready", about.ready, "200 if a request can be served, else 503"),
+    Route("/ready", about.ready, "200 if a new request can be served, else 503 with the reason"),
     Route("/version", about.version, "Baton's version"),
     Route("/metrics", about.metrics, "Metrics in Prometheus' text format"),
     Route("/ui", files.page, "The cluster in a browser", listed=False),

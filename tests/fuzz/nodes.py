@@ -12,7 +12,7 @@ from decode_node.service import DecodeService
 from node.adapters import Adapters
 from node.cache_events import CacheEvents
 from node.role_services import RoleServices
-from node.service import NodeService
+from node.service import NodeParts, NodeService
 from node.waiting import until
 from prefill_node.service import PrefillService
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
@@ -63,7 +63,8 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
         adapters = Adapters(
             settings, decode.engine, decode.built.runner.adapters, model_name=decode.built.identity.name
         )
-        about = NodeService(
+        about = NodeService(lambda: status)
+        parts = NodeParts(
             status=lambda: status,
             drain=lambda grace_s: None,
             switch=_switch,
@@ -72,6 +73,7 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
             unload_adapter=adapters.unload,
             expert_load=decode.experts.message,
         )
+        about.serve(parts)
         node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)
         services = RoleServices("node")
         services.serve("node", {**prefills.servicers, **decodes.servicers})

@@ -69,6 +69,7 @@ class Machines:
         held: Sequence[str] = (),
         prepare: Callable[[], None] | None = None,
         outputs: Path | None = None,
+        wait: bool = True,
     ) -> list[Process]:
         """Starts nodes at the same time, each as (role, flags), and waits until they serve; on the CPU if no flag says
         otherwise.
@@ -77,6 +78,7 @@ class Machines:
             held: roles of which every node is held.
             prepare: called in the process of each node, before it starts.
             outputs: an existing directory for the files `stdout` and `stderr` of nodes that are not held.
+            wait: False: only until their ports are bound.
         """
         started = []
         for role, flags in wanted:
@@ -89,7 +91,7 @@ class Machines:
             if steps is not None:
                 self._steps[process.pid] = steps
             started.append(process)
-        self.processes.wait_ready(started)
+        (self.processes.wait_ready if wait else self.processes.wait_bound)(started)
         return started
 
     def allow_steps(self, count: int, *nodes: Process) -> None:
@@ -113,6 +115,7 @@ class Machines:
         *,
         prepare: Callable[[], None] | None = None,
         outputs: Path | None = None,
+        wait: bool = True,
         **flags: object,
     ) -> Process:
         """Starts a gateway in front of these nodes and waits until it is ready and every pair has settled.
@@ -120,6 +123,7 @@ class Machines:
         Args:
             prepare: called in its process before it starts.
             outputs: an existing directory for its files `stdout` and `stderr`.
+            wait: False: only until its port is bound.
         """
         joined = {
             "prefill": ",".join(node.address for node in prefill),
@@ -127,7 +131,7 @@ class Machines:
         }
         self.processes.launch = partial(launch_warm, prepare=partial(_prepare_gateway, prepare), outputs=outputs)
         gateway = self.processes.start("gateway", arguments({**joined, **_STEADY["gateway"], **flags}))
-        self.processes.wait_ready([gateway])
+        (self.processes.wait_ready if wait else self.processes.wait_bound)([gateway])
         return gateway
 
     def kill(self, process: Process) -> None:

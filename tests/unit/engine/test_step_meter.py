@@ -106,3 +106,26 @@ def test_a_time_that_no_step_can_take_is_ignored(seconds: float) -> None:
     for _ in range(20):
         meter.observe(decode(1), seconds)
     assert meter.costs is None
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_some_tens_of_steps_unlearn_what_was_measured_on_a_machine_that_was_busy_or_idle_then(factor: float) -> None:
+    meter, rng = StepMeter(), random.Random(7)
+    for work in steps(rng, 3000):
+        meter.observe(work, factor * COSTS.seconds(work))
+    assert worst(meter, COSTS, steps(rng, 50), factor=factor) < 0.2
+    for work in steps(rng, 60):
+        meter.observe(work, COSTS.seconds(work))
+    served = steps(random.Random(8), 20)
+    assert meter.costs is not None
+    errors = sorted(abs(meter.costs.seconds(work) / COSTS.seconds(work) - 1) for work in served)
+    assert errors[len(errors) // 2] < 0.2
+
+
+def test_single_steps_off_their_prediction_unlearn_nothing() -> None:
+    meter, rng = StepMeter(), random.Random(9)
+    for work in steps(rng, 600):
+        meter.observe(work, COSTS.seconds(work))
+    for index, work in enumerate(steps(rng, 400)):
+        meter.observe(work, (20.0 if index % 3 == 0 else 1.0) * COSTS.seconds(work))
+    assert worst(meter, COSTS, steps(rng, 50)) < 0.2

@@ -8,7 +8,7 @@ import pytest
 from baton.types import LocalPolicy
 from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.router import Wanted
-from protos.baton.v1 import common_pb2
+from protos.baton.v1 import common_pb2, node_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
 
 WANTED = Wanted(num_tokens=64, policy=LocalPolicy.PREFER)
@@ -233,3 +233,57 @@ def test_a_node_with_an_impossible_backlog_does_not_hide_the_others(reported: fl
         fleet.status_received(PREFILL, address, sent, 1.0)
     assert fleet.prefills["p1"].queue_s(1.0) == 0.0
     assert fleet.pick_prefill(fleet.decodes["d1"], WANTED, 0.0) is not None
+
+
+def loading(name: str, stage: str, done: int = 0, total: int = 0) -> node_pb2.NodeStatus:
+    info = common_pb2.NodeInfo(name=name, role=DECODE)
+    return node_pb2.NodeStatus(info=info, loading=node_pb2.Loading(stage=stage, done=done, total=total))
+
+
+def test_a_node_that_loads_is_named_with_its_progress_and_gets_no_requests() -> None:
+    fleet = SmallFleet(0, 1)
+    fleet.lose("d1")
+    for done in (0, 2):
+        commands = fleet.status_received(DECODE, "d1", loading("decode-0", "loading weights", done, 5), 1.0)
+        assert bool(commands) == (done == 0)  # one line in the log
+    assert fleet.nodes_load()
+    assert not fleet.serves()
+    assert decoding_node(fleet, WANTED) is None
+    assert fleet.explain() == "decode-0 is loading weights, 40 %"
+    fleet.connect("d1", 2.0, restarts=1)
+    assert not fleet.nodes_load()
+    assert fleet.serves()
+
+
+def test_while_nodes_load_they_alone_explain_why_none_is_ready() -> None:
+    fleet = SmallFleet(0, 2)
+    fleet.lose("d1", "connection refused")
+    fleet.status_received(DECODE, "d2", loading("decode-1", "capturing graphs"), 1.0)
+    assert fleet.explain() == "decode-1 is capturing graphs"
+
+
+def test_a_node_that_is_lost_while_it_loads_is_no_longer_loading() -> None:
+    fleet = SmallFleet(0, 1)
+    fleet.status_received(DECODE, "d1", loading("decode-0", "loading weights", 2, 5), 1.0)
+    assert lines(fleet.lose("d1", "connection refused")) == [
+        "decode-0: lost, while it was loading weights, 40 %: connection refused"
+    ]
+    assert not fleet.nodes_load()
+    assert fleet.explain() == "decode-0 cannot be used (connection refused)"
+
+
+def test_a_restarted_node_that_loads_drops_the_session_with_what_it_was() -> None:
+    fleet = SmallFleet(0, 1)
+    commands = fleet.status_received(DECODE, "d1", loading("decode-0", "starting"), 1.0)
+    assert DropSession(DECODE, "d1", "it was restarted") in commands
+    assert not fleet.decodes["d1"].reachable
+
+
+def test_a_connected_node_without_a_status_is_waited_for_and_a_lost_one_is_not() -> None:
+    fleet = SmallFleet(0, 1)
+    fleet.silent(DECODE, "d1")  # it has sent one
+    assert not fleet.nodes_load()
+    fleet.lose("d1")
+    fleet.silent(DECODE, "d1")
+    assert fleet.nodes_load()
+    assert fleet.explain() == "node-21 is starting, it sends no status yet"

@@ -8,6 +8,7 @@ from baton.types import LocalPolicy
 from gateway.attempt import Attempt
 from gateway.fleet_node import FleetNode
 from gateway.node_choice import NodeChoice, prefill_failure
+from protos.baton.v1 import common_pb2, node_pb2
 from tests.unit.gateway.fleets import DECODE, SmallFleet, rules, status
 
 
@@ -86,6 +87,34 @@ def test_a_request_that_has_begun_waits_for_a_node() -> None:
     fleet.lose("d1")
     assert decode_node(choice, begun=True) is None
     with pytest.raises(NoNode, match=r"no node can take the request: node-21 cannot be used \(gone\)"):
+        decode_node(choice, begun=False)
+
+
+def test_a_new_request_waits_for_nodes_that_load_and_is_told_what_they_do_when_its_time_is_up() -> None:
+    fleet = SmallFleet(0, 2)
+    choice = NodeChoice(rules(), fleet)
+    for address in ("d1", "d2"):
+        fleet.lose(address)
+    info = common_pb2.NodeInfo(name="decode-0", role=DECODE)
+    fleet.status_received(
+        DECODE, "d1", node_pb2.NodeStatus(info=info, loading=node_pb2.Loading(stage="capturing graphs")), 0.0
+    )
+    assert decode_node(choice, begun=False) is None
+    error = choice.no_decode_node("", 20.0)
+    assert error.message == "no node is ready: decode-0 is capturing graphs"
+    assert error.retry_after_s is not None
+    fleet.lose("d1")
+    with pytest.raises(NoNode, match="no node can take the request"):
+        decode_node(choice, begun=False)
+
+
+def test_a_new_request_waits_while_a_node_is_reached_for_the_first_time() -> None:
+    fleet = SmallFleet(0, 0)
+    fleet.add(DECODE, "d1")
+    choice = NodeChoice(rules(), fleet)
+    assert decode_node(choice, begun=False) is None
+    fleet.lost(DECODE, "d1", "connection refused")
+    with pytest.raises(NoNode, match="connection refused"):
         decode_node(choice, begun=False)
 
 

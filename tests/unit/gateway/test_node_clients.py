@@ -120,7 +120,9 @@ async def test_a_node_that_ended_its_statuses_is_lost_once_its_session_has_ended
         client.drop_session(reason)  # as the fleet says
 
     node = Ending()
-    async with watched(node, WatchCallbacks(lambda _: reported.set(), note_lost, lambda _: True)) as client:
+    async with watched(
+        node, WatchCallbacks(lambda _: reported.set(), note_lost, lambda _: True, lambda: None)
+    ) as client:
         await asyncio.wait_for(reported.wait(), BOUND_S)
         receiver = Receiver(lambda _: None, lambda _: happened.append("released"), happened.append)
         client.session().submit(decode_pb2.SubmitRequest(), receiver)
@@ -144,7 +146,7 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
 
     node = Publishing()
     with caplog.at_level(logging.ERROR, "baton"):
-        async with watched(node, WatchCallbacks(lambda _: None, lambda _: None, take)):
+        async with watched(node, WatchCallbacks(lambda _: None, lambda _: None, take, lambda: None)):
             await asyncio.wait_for(taken.wait(), BOUND_S)
     assert node.asked_after == [0, 0]
     assert "ArithmeticError: the first message" in caplog.text

@@ -137,7 +137,7 @@ def test_without_a_slo_a_prefill_node_relieves_a_busy_decode_node() -> None:
     full = replace(BUSY, requests=500, decode_rows=500, context_tokens=500 * 1024)
     placement = placed(full, Slo())
     assert (placement.way, placement.decode.address) == (Way.LOCAL, "p1")
-    assert placement.why.startswith("p1 alone would end a typical output after ")
+    assert placement.why.startswith("p1 alone would send the first token after ")
     assert placed(IDLE, Slo()).way is Way.REMOTE
 
 
@@ -165,3 +165,46 @@ def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prom
     placement = place([busy, other], [PREFILL.with_queue(0.9)], Wanted(4000, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
     assert (placement.way, placement.decode.address) == (Way.LOCAL, "d2")
+
+
+def test_the_reason_for_one_node_alone_has_the_numbers_that_decided() -> None:
+    """The first token counts three times: a node can be chosen for it although the output ends later there."""
+    placement = place([IDLE], [PREFILL.with_queue(1.0)], Wanted(400, LocalPolicy.ELASTIC))
+    assert placement is not None
+    assert placement.way is Way.LOCAL
+    numbers = [float(word) for word in placement.why.replace(",", " ").split() if word[0].isdigit()]
+    first_s, end_s, remote_first_s, remote_end_s = numbers
+    assert first_s + 2 * first_s + end_s < remote_end_s + 2 * remote_first_s
+
+
+def test_an_unpaired_prefill_node_is_not_called_unavailable() -> None:
+    placement = place([IDLE], [replace(PREFILL, ready_peers=frozenset())], Wanted(100, LocalPolicy.ELASTIC))
+    assert placement is not None
+    assert placement.why == "no prefill node is paired with d1"
+
+
+def test_a_prefill_node_whose_streams_leave_no_time_has_a_reason_without_numbers() -> None:
+    full = replace(PREFILL, decode_rows=500, requests=500, context_tokens=500 * 4096)
+    placement = place([IDLE], [full], Wanted(400, LocalPolicy.ELASTIC, slo=Slo(1.0, 0.008)))
+    assert placement is not None
+    assert placement.why == "the streams on p1 leave it no time for prompts"
+
+
+def test_reasons_name_nodes_and_no_addresses() -> None:
+    prefill = replace(PREFILL, address="10.0.0.1:7000", name="prefill-0")
+    decode = replace(DECODE, address="10.0.0.2:7000", name="decode-0")
+    for waits_s, rows, slo in ((0.5, 32, SLO), (3.0, 32, Slo()), (2.0, 32, Slo(0.001, 0.02)), (0.0, 200, SLO)):
+        busy = replace(decode, decode_rows=rows, requests=rows, context_tokens=rows * 1024)
+        alone = replace(prefill, also_prefills=True, ready_peers=frozenset())
+        placement = place([busy, alone], [prefill.with_queue(waits_s)], Wanted(400, LocalPolicy.ELASTIC, slo=slo))
+        assert placement is not None
+        assert placement.why
+        assert "10.0.0" not in placement.why
+
+
+def test_of_equal_nodes_that_serve_alone_the_one_chosen_longest_ago_is_taken() -> None:
+    full = replace(BUSY, requests=500, decode_rows=500, context_tokens=500 * 1024)
+    others = [replace(ALONE, address=f"p{number}", incarnation=10 + number, turn=5 - number) for number in (1, 2, 3)]
+    placement = place([full, *others], [PREFILL], Wanted(400, LocalPolicy.ELASTIC))
+    assert placement is not None
+    assert placement.decode.address == "p3"

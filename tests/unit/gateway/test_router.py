@@ -49,7 +49,7 @@ def test_requests_sent_since_the_report_count() -> None:
 
 
 def test_idle_nodes_take_turns() -> None:
-    assert address(pick_decode([node(1, picks=1), node(2)], [], wanted())) == "node-2"
+    assert address(pick_decode([node(1, turn=1), node(2)], [], wanted())) == "node-2"
 
 
 def test_room_comes_before_load() -> None:

@@ -67,13 +67,13 @@ def test_a_fast_node_takes_more() -> None:
 
 def test_nearly_equal_nodes_take_turns() -> None:
     slightly_slower = StepCosts(((64, 0.0051), (2048, 0.051)), pair_s=1e-9)
-    assert pick(prefill(1, picks=1), prefill(2, costs=slightly_slower)) == "node-2"
+    assert pick(prefill(1, turn=1), prefill(2, costs=slightly_slower)) == "node-2"
 
 
 def test_a_session_stays_while_that_costs_next_to_nothing() -> None:
     request = replace(REQUEST, session_nodes={"node-1"})
-    assert pick(prefill(1, picks=9, backlog_s=0.01), prefill(2), wanted=request) == "node-1"
-    assert pick(prefill(1, picks=9, backlog_s=0.1), prefill(2), wanted=request) == "node-2"
+    assert pick(prefill(1, turn=9, backlog_s=0.01), prefill(2), wanted=request) == "node-1"
+    assert pick(prefill(1, turn=9, backlog_s=0.1), prefill(2), wanted=request) == "node-2"
 
 
 def test_counts_decide_until_every_node_has_measured_its_costs() -> None:
@@ -105,7 +105,7 @@ def test_a_node_with_a_free_seat_comes_before_a_faster_one_without() -> None:
 
 
 def test_kv_that_is_there_already_need_not_be_sent() -> None:
-    nodes = (decode(1, picks=5, cached_tokens=40_000, context_tokens=10_000), decode(2, context_tokens=10_000))
+    nodes = (decode(1, turn=5, cached_tokens=40_000, context_tokens=10_000), decode(2, context_tokens=10_000))
     assert pick_for(*nodes, num_tokens=50_000) == "node-1"
 
 

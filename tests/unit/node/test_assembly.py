@@ -10,7 +10,8 @@ import torch
 from baton.config import DecodeSettings
 from baton.errors import ConfigError
 from engine.build import StepLimits
-from node.assembly import engine_limits, nameless
+from node.assembly import engine_limits
+from node.starting import nameless
 from protos.baton.v1 import common_pb2
 
 

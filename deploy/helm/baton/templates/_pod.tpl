@@ -132,9 +132,10 @@ spec:
         - {name: metrics, containerPort: 9400}
         {{- end }}
       # Of the server of BATON_HEALTH_LISTEN, which needs no certificate. The empty service name is live, the role's own
-      # is ready. The server starts once the model is loaded.
+      # is ready. A node is live while it loads, and may not answer for seconds while it captures graphs, so only the
+      # startup probe asks until it is ready.
       startupProbe:
-        grpc: {port: 7003}
+        grpc: {port: 7003{{ $isGateway | ternary "" (printf ", service: baton.v1.%s" $service) }}}
         periodSeconds: {{ $isGateway | ternary 2 5 }}
         failureThreshold: {{ $values.startupFailures }}
       livenessProbe:

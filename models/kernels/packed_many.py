@@ -111,9 +111,9 @@ def multiply_many(
 
 
 def in_order(x_TK: Tensor, order_K: Tensor | None, *, step: int) -> Tensor:
-    """The activations in the order in which `packed_hopper_many` multiplies the weight's numbers: of each step's inputs those
-    of the low halves before those of the high ones, and of every 32 bytes' four from each thread's first four, four
-    from each thread's last four.
+    """The activations in the order in which `packed_hopper_many` multiplies the weight's numbers: of each step's inputs
+    those of the low halves before those of the high ones, and of every 32 bytes' four from each thread's first four,
+    four from each thread's last four.
 
     Args:
         order_K: which input each column of the weight multiplies, int64; None: they are in order.

@@ -1,6 +1,7 @@
 """The object `message` and its content blocks. Pure."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic_core import from_json
 
+from gateway.chat.parsing.lenient_json import ArgumentReader, strict_json
 from gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
 from gateway.http.parts import Answer, Part
 from protos.baton.v1 import common_pb2
@@ -102,10 +104,25 @@ def signature(part: Part) -> str:
     return hashlib.sha256(part.text.encode()).hexdigest()
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; what there is of them where the output was cut off."""
+def _input(arguments: str) -> orjson.Fragment:
+    """A call's arguments as an object, to the digit as the model wrote them. Where the output was cut off, it has the
+    members that are whole, as Anthropic's clients make it of a stream."""
+    if arguments.lstrip().startswith("{"):
+        try:
+            strict_json(arguments)
+        except (ValueError, RecursionError):
+            return orjson.Fragment(_dumps(_whole_members(arguments)))
+        return orjson.Fragment(arguments)
+    return orjson.Fragment(_dumps(ArgumentReader().read(arguments)))
+
+
+def _whole_members(arguments: str) -> dict[str, Any]:
     try:
         read = from_json(arguments, allow_partial=True)
     except ValueError:
         return {}
     return read if isinstance(read, dict) else {}
+
+
+def _dumps(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)  # orjson takes no integers of more than 64 bits

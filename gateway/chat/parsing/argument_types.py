@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
-from gateway.chat.parsing.json_rewriter import INTEGER, NUMBER, number, quoted, well_formed
+from gateway.chat.parsing.json_rewriter import DEPTH_MAX, INTEGER, NUMBER, number, quoted, well_formed
 from gateway.chat.parsing.lenient_json import json_so_far, rewritten, strict_json
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's arguments, by its name
@@ -290,11 +290,14 @@ def _integer(text: str) -> str | None:
 
 def literal(text: str, *, mend: bool = True) -> str | None:
     """JSON as it is, or a literal of Python as JSON; None: it is neither. `mend`: objects and arrays may be broken."""
+    found: str | None = text
     try:
         strict_json(text)
     except (ValueError, RecursionError):
-        return _python(text) or (rewritten(text) if mend and text.startswith(("{", "[")) else None)
-    return text
+        found = _python(text)
+        if found is None:
+            return rewritten(text) if mend and text.startswith(("{", "[")) else None
+    return rewritten(found) if found.count("{") + found.count("[") > DEPTH_MAX else found
 
 
 def _python(text: str) -> str | None:

@@ -6,7 +6,7 @@ import re
 
 from gateway.chat.parsing.cursor import SPACE, Markers
 
-DEPTH_MAX = 512
+DEPTH_MAX = 100  # what is deeper is null: bodies, which bring arguments back, may have 128 levels
 NUMBER_CHARS_MAX = 512
 LITERALS = {
     "true": "true", "false": "false", "null": "null", "none": "null", "undefined": "null",

@@ -120,7 +120,7 @@ class _Call:
             value.push(marker)
         if marker == PARAMETER and value.is_empty and (yield from self._next_key()) == key:  # the tag once more
             return True
-        value.finish(cut=cursor.cut and not marker)
+        value.finish(marker, cut=cursor.cut and not marker)
         self._before = ", "
         return True
 
@@ -132,9 +132,8 @@ class _Call:
         start = cursor.position
         if marker == PARAMETER:
             ends = yield from _rest_of_tag(cursor)
-        else:  # parameters may be texts about calls: an end is one that something else follows
-            line_ends = marker == CALL_END and (yield from cursor.peek()) == "\n"
-            ends = line_ends or (yield from _begins_or_ends(cursor))
+        else:  # a value may be a text about calls: an end is one that nothing follows in its line
+            ends = (yield from cursor.peek()) == "\n" or (yield from _begins_or_ends(cursor))
         cursor.position = start
         if ends:
             cursor.unread(marker)
@@ -154,27 +153,32 @@ def _rest_of_tag(cursor: Cursor) -> Reading[bool]:
 def _begins_or_ends(cursor: Cursor) -> Reading[bool]:
     """Whether the text ends, or the next call's or this one's tag comes."""
     yield from cursor.skip_space()
-    return not (yield from cursor.peek()) or bool((yield from cursor.accept_one((CALL_END, CALL, FUNCTION))))
+    tags = (FUNCTION_END, CALL_END, CALL, FUNCTION)
+    return not (yield from cursor.peek()) or bool((yield from cursor.accept_one(tags)))
 
 
 class _Value:
-    """Writes one member. A line break at the value's end is the markup's."""
+    """Writes one member. Line breaks at the value's end may be the markup's."""
 
     def __init__(self, lead: str, types: ArgumentTypes, key: str, out: Collector) -> None:
         self._lead = lead
         self._text = ArgumentText(types.of(key))
         self._out = out
-        self._break = ""  # a line break that may be the value's last character
+        self._breaks = ""  # the last two line breaks, if nothing follows them
         self.is_empty = True
 
     def push(self, piece: str) -> None:
-        piece = self._break + piece
-        self._break = "\n" if piece.endswith("\n") else ""
-        piece = piece.removesuffix("\n")
-        self.is_empty = self.is_empty and not piece
-        self._write(self._text.push(piece) if piece else "")
+        piece = self._breaks + piece
+        text = piece.removesuffix("\n").removesuffix("\n")
+        self._breaks = piece[len(text) :]
+        self.is_empty = self.is_empty and not text
+        self._write(self._text.push(text) if text else "")
 
-    def finish(self, *, cut: bool) -> None:
+    def finish(self, marker: str, *, cut: bool) -> None:
+        """`marker`: what ended the value. The tag that is missing had a line break after it, too."""
+        markups = 1 if marker in (PARAMETER_END, PARAMETER) else 2
+        if kept := self._breaks[markups:]:
+            self._write(self._text.push(kept))
         self._write(self._text.held() if cut else self._text.finish(), always=True)
 
     def _write(self, json: str, *, always: bool = False) -> None:

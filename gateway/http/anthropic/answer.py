@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,24 +106,15 @@ def signature(part: Part) -> str:
 
 
 def _input(arguments: str) -> orjson.Fragment:
-    """A call's arguments as an object, to the digit as the model wrote them. Where the output was cut off, it has the
-    members that are whole, as Anthropic's clients make it of a stream."""
-    if arguments.lstrip().startswith("{"):
-        try:
-            strict_json(arguments)
-        except (ValueError, RecursionError):
-            return orjson.Fragment(_dumps(_whole_members(arguments)))
-        return orjson.Fragment(arguments)
-    return orjson.Fragment(_dumps(ArgumentReader().read(arguments)))
+    """A call's arguments as an object. Where the output was cut off, it has the members that are whole, as Anthropic's
+    clients make it of a stream."""
+    read = _object(arguments) if arguments.lstrip().startswith("{") else ArgumentReader().read(arguments)
+    return orjson.Fragment(json.dumps(read, ensure_ascii=False))  # orjson takes no integers of more than 64 bits
 
 
-def _whole_members(arguments: str) -> dict[str, Any]:
-    try:
-        read = from_json(arguments, allow_partial=True)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
-
-
-def _dumps(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False)  # orjson takes no integers of more than 64 bits
+def _object(arguments: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        return dict(strict_json(arguments))
+    with suppress(ValueError):
+        return dict(from_json(arguments, allow_partial=True))
+    return {}

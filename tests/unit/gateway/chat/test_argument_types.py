@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.chat.parsing.argument_types import ArgumentText, ArgumentTypes
 from gateway.chat.parsing.calls import llama
+from gateway.chat.parsing.json_rewriter import DEPTH_MAX
 from gateway.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import cut, parse
 
@@ -66,6 +67,12 @@ def test_a_string_or_null_is_null_for_null_only(schema: Any, text: str) -> None:
     assert read(schema, text, **{"$defs": {"S": {"type": "string"}}}) == expected
 
 
+def deep(levels: int, value: Any) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "expected"),
     [
@@ -93,6 +100,8 @@ def test_a_string_or_null_is_null_for_null_only(schema: Any, text: str) -> None:
         ({"type": "object"}, '{"a": "x\ny"', {"a": "x\ny"}),
         ({"type": "object"}, '{"a": "\\ud83d"}', {"a": "\ufffd"}),
         ({"type": "object"}, "none of it", "none of it"),
+        ({"type": "array"}, "[" * 300 + "]" * 300, deep(DEPTH_MAX, None)),
+        ({"type": "array"}, "[" * 300 + "True" + "]" * 300, deep(DEPTH_MAX, None)),
         ({"type": "array", "items": {"type": "string"}}, '["1", 2]', ["1", 2]),
         ({"type": "array"}, '{"a": 1}', {"a": 1}),
         ({"properties": {"b": {}}}, '{"b": 1}', {"b": 1}),

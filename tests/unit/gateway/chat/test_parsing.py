@@ -203,6 +203,11 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ),
     (
         "qwen-xml",
+        "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</function></function>\n</tool_call>",
+        Answer(calls=[("f", '{"s": "a"}')]),
+    ),
+    (
+        "qwen-xml",
         "<tool_call>\n<function=f>\n<parameter=s>\na\n<parameter=n>\n2\n</function>\n</tool_call>",
         Answer(calls=[("f", '{"s": "a", "n": 2}')]),
     ),

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.chat.json_request import chat_of_message
@@ -21,6 +20,7 @@ from gateway.http.anthropic.models import MessagesRequest
 from gateway.http.anthropic.stream import MessageStream
 from gateway.http.anthropic.translate import to_chat as messages_chat
 from gateway.http.bodies import ChatBody
+from gateway.http.body import parse_object
 from gateway.http.checking import checked
 from gateway.http.chunks import ChatChunks, StreamShape
 from gateway.http.parts import Answer
@@ -234,7 +234,7 @@ def messages_back(turn: Turn) -> ChatRequest:
 
 def sent(body: dict[str, Any]) -> Any:
     """As a client writes it and the gateway reads it."""
-    return orjson.loads(json.dumps(body))
+    return parse_object(json.dumps(body).encode())
 
 
 Leave = Callable[[list[pb.GenerateResponse]], Turn]

@@ -290,14 +290,18 @@ def _integer(text: str) -> str | None:
 
 def literal(text: str, *, mend: bool = True) -> str | None:
     """JSON as it is, or a literal of Python as JSON; None: it is neither. `mend`: objects and arrays may be broken."""
-    found: str | None = text
+    found = text if _is_strict(text) else _python(text)
+    if found is None:
+        return rewritten(text) if mend and text.startswith(("{", "[")) else None
+    return rewritten(found) if found.count("{") + found.count("[") > DEPTH_MAX else found
+
+
+def _is_strict(text: str) -> bool:
     try:
         strict_json(text)
     except (ValueError, RecursionError):
-        found = _python(text)
-        if found is None:
-            return rewritten(text) if mend and text.startswith(("{", "[")) else None
-    return rewritten(found) if found.count("{") + found.count("[") > DEPTH_MAX else found
+        return False
+    return True
 
 
 def _python(text: str) -> str | None:

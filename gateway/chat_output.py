@@ -1,6 +1,7 @@
 """An output's text as parts of a chat's answer. Pure."""
 
 from gateway.chat.types import ChatDelta, OutputParser
+from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 
@@ -23,7 +24,8 @@ class ChatOutput:
         """The message as the client gets it. The last one has how the output ended."""
         deltas = self._parser.push(message.text) if message.text else []
         if message.finish_reason:
-            deltas = [*deltas, *self._parser.finish()]
+            cut = message.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            deltas = [*deltas, *self._parser.finish(cut=cut)]
         if not deltas:
             return [message]
         if len(deltas) == 1 and not (deltas[0].reasoning or deltas[0].tool_calls):  # nearly every message

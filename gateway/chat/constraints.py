@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
+from gateway.chat.parsing.argument_types import ArgumentType, ArgumentTypes
 from gateway.chat.parsing.parser import ReasoningMarkers
-from gateway.chat.parsing.xml_call import is_text
 from gateway.chat.types import Json
 from grammar.gbnf import lark_from_gbnf
 from grammar.lark import literal, read_choices, regex
@@ -201,19 +201,28 @@ def xml_calls(lark: Lark, forced: Forced) -> str:
 def _elements(lark: Lark, schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required", ()))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    types = ArgumentTypes(schema)
     elements = []
     for name, value in schema.get("properties", {}).items():
         begin = lark.literal(f"<parameter={name}>\n")
-        if not is_text(value, schema):
-            end = lark.literal(NEWLINE + PARAMETER_END)
-            element = f"{begin} {json_of({**value, **shared} if isinstance(value, dict) else value)} {end}"
-        elif isinstance(value, dict) and isinstance(value.get("enum"), list):
-            choices = " | ".join(lark.literal(f"{choice}\n{PARAMETER_END}") for choice in value["enum"])
-            element = f"{begin} ({choices})"
-        else:
+        if types.of(name).is_text:
             element = f"{begin} {lark.text_up_to(NEWLINE + PARAMETER_END)}"
+        else:
+            whole = json_of({**value, **shared} if isinstance(value, dict) else value)
+            element = f"{begin} {_plain_value(lark, types.of(name), whole)} {lark.literal(NEWLINE + PARAMETER_END)}"
         elements.append(element if name in required else f"({element})?")
     return lark.rule(" ".join(elements)) if elements else ""
+
+
+def _plain_value(lark: Lark, type: ArgumentType, whole: str) -> str:
+    """An expression for a value without a type in its markup: strings have no quotes. `whole` is for all others."""
+    strings = [json.loads(each.constant) for each in type.alternatives if each.type == "string" and each.constant]
+    if not strings:
+        return whole
+    others = [each.constant or whole for each in type.alternatives if each.type != "string"]
+    choices = [lark.literal(text) for text in strings]
+    choices += [other if other is whole else lark.literal(other) for other in dict.fromkeys(others)]
+    return f"({' | '.join(choices)})"
 
 
 def _any_elements(lark: Lark) -> str:

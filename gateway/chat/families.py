@@ -10,8 +10,9 @@ from functools import partial
 from gateway.chat import constraints
 from gateway.chat.constraints import Forced, Lark
 from gateway.chat.parsing import calls
+from gateway.chat.parsing.argument_types import Schemas
 from gateway.chat.parsing.parser import Read, ReasoningMarkers
-from gateway.chat.parsing.xml_call import Schemas, xml_calls
+from gateway.chat.parsing.xml_call import xml_calls
 
 NO_MARKS: tuple[str, ...] = ()
 
@@ -40,10 +41,6 @@ class Family:
 
 def _any_tools(read: Read) -> Callable[[Schemas], Read]:
     return lambda _: read
-
-
-def read_llama(schemas: Schemas) -> Read:
-    return calls.llama(frozenset(schemas))
 
 
 LLAMA_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>")
@@ -77,13 +74,13 @@ HERMES = Family(
 QWEN_XML = Family("qwen-xml", xml_calls, constraints.xml_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",))
 LLAMA_PYTHONIC = Family(
     "llama-pythonic",
-    read_llama,
+    calls.llama,
     constraints.pythonic_calls,
     (*calls.PYTHON_TAGS, calls.PYTHON_END),
     LLAMA_ENDS,
     bare=True,
 )
-LLAMA = Family("llama", read_llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
+LLAMA = Family("llama", calls.llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
 UNKNOWN = Family("unknown", _any_tools(calls.content_only), constraints.llama_calls, bare=True)
 
 

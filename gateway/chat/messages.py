@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jinja2 import nodes
 
 from baton.errors import InvalidRequest
+from gateway.chat.parsing.lenient_json import ArgumentReader
 from gateway.chat.templates import CONTINUE_MARK, ChatTemplate, Misfit
 from gateway.chat.types import Json
 
@@ -93,10 +94,11 @@ class MessageForm:
 
 def for_template(messages: Sequence[Json], form: MessageForm) -> list[dict[str, Any]]:
     """Copies of the messages with contents, tool calls and reasoning as the template wants them."""
-    return [_message(message, f"messages[{index}]", form) for index, message in enumerate(messages)]
+    arguments = ArgumentReader()
+    return [_message(message, f"messages[{index}]", form, arguments) for index, message in enumerate(messages)]
 
 
-def _message(message: Json, field: str, form: MessageForm) -> dict[str, Any]:
+def _message(message: Json, field: str, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:
     # Templates handle a missing key; few handle None.
     made = {key: value for key, value in message.items() if value is not None}
     if made.get("role") == "developer" and not form.developer:
@@ -104,9 +106,7 @@ def _message(message: Json, field: str, form: MessageForm) -> dict[str, Any]:
     if "content" in made:
         made["content"] = _content(made["content"], f"{field}.content", form)
     if made.get("tool_calls"):
-        made["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{index}]", form) for index, call in enumerate(made["tool_calls"])
-        ]
+        made["tool_calls"] = [_tool_call(call, form, arguments) for call in made["tool_calls"]]
     elif "tool_calls" in made:
         del made["tool_calls"]  # templates ask whether the key is there
     reasoning = next((made[name] for name in REASONING_FIELDS if name in made), None)
@@ -141,24 +141,15 @@ def _text(part: Any, field: str) -> str:
     )
 
 
-def _tool_call(call: Json, field: str, form: MessageForm) -> dict[str, Any]:
+def _tool_call(call: Json, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:
+    """Models write arguments that are no JSON, and clients send them back: they are read as well as can be."""
     function = dict(call["function"])
-    arguments = function.get("arguments", "{}")
-    if form.argument_objects and isinstance(arguments, str):
-        function["arguments"] = _parse_arguments(arguments, f"{field}.function.arguments")
-    elif not form.argument_objects and not isinstance(arguments, str):
-        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    given = function.get("arguments", "{}")
+    if form.argument_objects and isinstance(given, str):
+        function["arguments"] = arguments.read(given)
+    elif not form.argument_objects and not isinstance(given, str):
+        function["arguments"] = json.dumps(given, ensure_ascii=False)
     return {"type": "function", **call, "function": function}
-
-
-def _parse_arguments(text: str, field: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{field} is not a JSON object", field=field, value=text[:200])
-    return value
 
 
 def mark_final(messages: list[dict[str, Any]]) -> str:

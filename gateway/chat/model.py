@@ -15,7 +15,7 @@ from baton.types import Grammar, GrammarKind
 from gateway.chat import constraints
 from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint
 from gateway.chat.constraints import Forced, Lark, name_of
-from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, read_llama, reasoning_of
+from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, reasoning_of
 from gateway.chat.messages import (
     MessageForm,
     content_format,
@@ -24,7 +24,7 @@ from gateway.chat.messages import (
     mark_final,
     takes_argument_objects,
 )
-from gateway.chat.parsing.calls import content_only
+from gateway.chat.parsing.calls import content_only, llama
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.harmony import harmony, opened_header
 from gateway.chat.parsing.parser import FormatParser, Read, with_reasoning
@@ -241,7 +241,7 @@ class _Dialect:
             return harmony(opened_header(prompt), tools=bool(tools))
         schemas = {name_of(tool): tool["function"].get("parameters") or {} for tool in tools}
         if self.family is UNKNOWN and _is_forced(request):
-            read = read_llama(schemas)  # what the grammar forces
+            read = llama(schemas)  # what the grammar forces
         else:
             read = self.family.read(schemas) if tools else content_only
         markers = reasoning_of(self.template.text)

@@ -76,8 +76,12 @@ class OutputParser(Protocol):
         """Takes the text of some more tokens."""
         ...
 
-    def finish(self) -> list[ChatDelta]:
-        """Returns what was held back: no more text comes."""
+    def finish(self, *, cut: bool) -> list[ChatDelta]:
+        """Returns what was held back: no more text comes.
+
+        Args:
+            cut: the output reached its limit. Then an open call stays open; otherwise its arguments become valid JSON.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from baton.config import DEMO_MODELS, tokenizer_file
 from baton.types import Grammar, GrammarKind
 from gateway.chat.json_request import chat_request
 from gateway.chat.model import read_chat_model
+from gateway.chat.parsing.lenient_json import ArgumentReader
 from grammar.compiler import GrammarCompiler
 from load.traces import read_trace
 from tests.fuzz import mutate
@@ -62,6 +63,19 @@ _MARKS = (
     " ",
     "é",
     "\ud83d",
+    "NaN",
+    "1e999",
+    "null",
+    "'",
+    ":",
+    ",",
+    '{"a": [1, "b',
+    "\\ud83d",
+    "\x01",
+    "True",
+    "<function=g>",
+    "<parameter=o>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
 )
 _TRACES = (
     b'{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n'
@@ -131,15 +145,22 @@ def make_outputs(random: Random) -> Case:
 
 
 def outputs(case: Case) -> str:
-    """What a model wrote. How it was cut into pieces changes nothing."""
+    """What a model wrote. How it was cut into pieces changes nothing, and arguments are JSON and can be read back."""
     names = list(FORMATS)
     read = FORMATS[names[sum(case[0]) % len(names)]]
     text = case[2].decode(errors="replace")
-    whole = parse(read, [text])
+    whole, limited = parse(read, [text]), parse(read, [text], cut=True)
     assert parse(read, cut(text, case[1])) == whole
+    assert parse(read, cut(text, case[1]), cut=True) == limited
     for _, arguments in whole.calls:
-        assert isinstance(arguments, str)
+        json.loads(arguments, parse_constant=_not_json)
+    for _, arguments in (*whole.calls, *limited.calls):
+        json.dumps(ArgumentReader().read(arguments), allow_nan=False, ensure_ascii=False).encode()
     return f"taken {len(whole.calls)} calls"
+
+
+def _not_json(constant: str) -> object:
+    raise AssertionError(constant)
 
 
 def make_trace(random: Random) -> Case:

@@ -3,18 +3,25 @@
 import re
 from collections.abc import Callable
 
+from gateway.chat.parsing.argument_types import Schemas
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.cursor import Cursor, Markers, Reading
-from gateway.chat.parsing.json_call import CallObject, json_value
+from gateway.chat.parsing.json_call import CallObject, accept_next, end_of_call, json_value
 from gateway.chat.parsing.pythonic import PythonCall
 
 CallReader = Callable[[Cursor, Collector], Reading[bool]]
 
 PYTHON_TAGS = ("<|python_tag|>", "<|python_start|>")
 PYTHON_END = "<|python_end|>"
+PYTHON_MARKS = Markers(*PYTHON_TAGS, PYTHON_END)
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+TOOL_CALL_TAGS = Markers(TOOL_CALL, TOOL_CALL_END)
+MISTRAL_MARKS = Markers("[TOOL_CALLS]")
+DEEPSEEK_MARKS = Markers(CALL_BEGIN, CALL_END, CALLS_END)
+DEEPSEEK_ENDS = Markers("```", CALL_BEGIN, CALL_END, CALLS_END)
 NAME = re.compile(r"[\w.\-]")
 
 
@@ -36,25 +43,30 @@ def hermes(cursor: Cursor, out: Collector) -> Reading[None]:
     out.trim_content()
 
     def read_call(cursor: Cursor, out: Collector) -> Reading[bool]:
+        while (yield from accept_next(cursor, TOOL_CALL)):  # some models repeat the tag
+            pass
         yield from cursor.skip_space()
-        call = CallObject(cursor, out, None, bare=False)
+        call = CallObject(cursor, out, None, bare=False, ends=TOOL_CALL_TAGS)
         if (yield from call.read()):
-            yield from skip_to(cursor, "</tool_call>")
+            yield from end_of_call(cursor, TOOL_CALL_END)
+        elif call.begun:
+            yield from cursor.skip_until(TOOL_CALL_TAGS)
+            yield from cursor.accept(TOOL_CALL_END)
         return call.begun
 
-    yield from between_markers(cursor, out, Markers("<tool_call>"), read_call)
+    yield from between_markers(cursor, out, Markers(TOOL_CALL), read_call)
 
 
 def mistral(cursor: Cursor, out: Collector) -> Reading[None]:
     """`[TOOL_CALLS]` with an array of objects, or `[TOOL_CALLS]name[ARGS]{...}`."""
     out.trim_content()
-    yield from between_markers(cursor, out, Markers("[TOOL_CALLS]"), _mistral_calls)
+    yield from between_markers(cursor, out, MISTRAL_MARKS, _mistral_calls)
 
 
 def _mistral_calls(cursor: Cursor, out: Collector) -> Reading[bool]:
     yield from cursor.skip_space()
     if (yield from cursor.accept("[")):
-        return (yield from _objects(cursor, out, None, separators=",", close="]", bare=False))
+        return (yield from _objects(cursor, out, None, separators=",", close="]", bare=False, ends=MISTRAL_MARKS))
     name = yield from cursor.match(NAME)
     if (yield from cursor.accept("[CALL_ID]")):
         yield from cursor.match(NAME)
@@ -63,7 +75,8 @@ def _mistral_calls(cursor: Cursor, out: Collector) -> Reading[bool]:
     if not name or (yield from cursor.peek()) != "{":
         return False
     out.start_call(name)
-    yield from json_value(cursor, out.arguments, forget=True)
+    yield from json_value(cursor, out.arguments, ends=MISTRAL_MARKS, forget=True)
+    yield from end_of_call(cursor)
     return True
 
 
@@ -81,7 +94,7 @@ def deepseek(cursor: Cursor, out: Collector) -> Reading[None]:
                 break
             begun = True
         if begun:
-            yield from skip_to(cursor, CALLS_END)
+            yield from accept_next(cursor, CALLS_END)
         return begun
 
     yield from between_markers(cursor, out, Markers(CALLS_BEGIN), read_calls)
@@ -101,31 +114,33 @@ def _deepseek_call(cursor: Cursor, out: Collector) -> Reading[bool]:
     if not name or (yield from cursor.peek()) != "{":
         return False
     out.start_call(name)
-    if (yield from json_value(cursor, out.arguments, forget=True)):
-        if fenced:
-            yield from skip_to(cursor, "```")
-        yield from skip_to(cursor, CALL_END)
+    if (yield from json_value(cursor, out.arguments, ends=DEEPSEEK_ENDS, forget=True)):
+        yield from end_of_call(cursor, *(("```",) if fenced else ()), CALL_END)
+    else:
+        yield from cursor.skip_until(DEEPSEEK_MARKS)
+        yield from cursor.accept(CALL_END)
     return True
 
 
-def llama(known: frozenset[str]) -> Callable[[Cursor, Collector], Reading[None]]:
+def llama(schemas: Schemas) -> Callable[[Cursor, Collector], Reading[None]]:
     """JSON objects separated by semicolons, or a list of Python's calls, at the start or after a tag.
 
     Args:
-        known: the tools' names. Only an object or call with such a name is a call: the answer may be JSON, too.
+        schemas: of the tools. Only an object or call with the name of a tool is a call: the answer may be JSON, too.
     """
+    known = frozenset(schemas)
 
     def read_calls(cursor: Cursor, out: Collector) -> Reading[bool]:
         yield from cursor.skip_space()
         character = yield from cursor.peek()
         if character == "{":
-            return (yield from _objects(cursor, out, known, separators=";,", close="", bare=True))
+            return (yield from _objects(cursor, out, known, separators=";,", close="", bare=True, ends=PYTHON_MARKS))
         if not (yield from cursor.accept("[")):
             return False
         yield from cursor.skip_space()
         if (yield from cursor.peek()) == "{":
-            return (yield from _objects(cursor, out, known, separators=",", close="]", bare=True))
-        return (yield from _python_calls(cursor, out, known))
+            return (yield from _objects(cursor, out, known, separators=",", close="]", bare=True, ends=PYTHON_MARKS))
+        return (yield from _python_calls(cursor, out, schemas))
 
     def read(cursor: Cursor, out: Collector) -> Reading[None]:
         out.trim_content()
@@ -137,14 +152,21 @@ def llama(known: frozenset[str]) -> Callable[[Cursor, Collector], Reading[None]]
     def read_tagged(cursor: Cursor, out: Collector) -> Reading[bool]:
         begun = yield from read_calls(cursor, out)
         if begun:
-            yield from skip_to(cursor, PYTHON_END)
+            yield from accept_next(cursor, PYTHON_END)
         return begun
 
     return read
 
 
 def _objects(
-    cursor: Cursor, out: Collector, known: frozenset[str] | None, *, separators: str, close: str, bare: bool
+    cursor: Cursor,
+    out: Collector,
+    known: frozenset[str] | None,
+    *,
+    separators: str,
+    close: str,
+    bare: bool,
+    ends: Markers,
 ) -> Reading[bool]:
     """Reads objects up to `close`. What breaks off after the first call is left to be read as content.
 
@@ -155,7 +177,8 @@ def _objects(
     end = cursor.position  # of the last call
     while True:
         yield from cursor.skip_space()
-        call = CallObject(cursor, out, known, bare=bare)
+        # Within brackets, what follows a call is a call.
+        call = CallObject(cursor, out, None if begun and close else known, bare=bare, ends=ends)
         ended = yield from call.read()
         if not call.begun:
             cursor.position = end
@@ -163,21 +186,22 @@ def _objects(
         begun = True
         if not ended:
             return True
+        yield from end_of_call(cursor)
         end = cursor.position
         yield from cursor.skip_space()
         if not (yield from cursor.accept_one(separators)):
             cursor.position = end
             if close:
-                yield from skip_to(cursor, close)
+                yield from accept_next(cursor, close)
             return True
 
 
-def _python_calls(cursor: Cursor, out: Collector, known: frozenset[str]) -> Reading[bool]:
+def _python_calls(cursor: Cursor, out: Collector, schemas: Schemas) -> Reading[bool]:
     begun = False
     end = cursor.position  # of the last call
     while True:
         yield from cursor.skip_space()
-        call = PythonCall(cursor, out, known)
+        call = PythonCall(cursor, out, schemas, any_name=begun)
         ended = yield from call.read()
         begun = begun or call.begun
         if not call.begun:
@@ -187,13 +211,5 @@ def _python_calls(cursor: Cursor, out: Collector, known: frozenset[str]) -> Read
         end = cursor.position
         yield from cursor.skip_space()
         if not (yield from cursor.accept(",")):
-            yield from skip_to(cursor, "]")
+            yield from accept_next(cursor, "]")
             return True
-
-
-def skip_to(cursor: Cursor, literal: str) -> Reading[None]:
-    """Reads white space and `literal`; nothing if something else comes."""
-    start = cursor.position
-    yield from cursor.skip_space()
-    if not (yield from cursor.accept(literal)):
-        cursor.position = start

@@ -13,12 +13,16 @@ class Cursor:
     """The text that has come and was not consumed yet, and whether more will come.
 
     `position` may be set back to any place that was reached since the last `forget`.
+
+    Attributes:
+        cut: the text ended before the model ended it.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.position = 0
         self.ended = False
+        self.cut = False
 
     def forget(self) -> None:
         """Drops what was read. Positions taken before are void."""
@@ -65,6 +69,15 @@ class Cursor:
             self.position += 1
         return self.text[start : self.position]
 
+    def skip_until(self, markers: "Markers") -> Reading[None]:
+        """Drops the text up to the next marker, which stays to be read, or up to the end."""
+        self.unread((yield from self.until(markers, lambda _: None)))
+
+    def unread(self, marker: str) -> None:
+        """Sets the cursor back to before a marker that `until` has read."""
+        self.text = marker + self.text[self.position :]
+        self.position = 0
+
     def until(self, markers: "Markers", write: Callable[[str], None]) -> Reading[str]:
         """Passes the text up to the next marker on, as it comes, and reads the marker. Forgets what it read.
 
@@ -90,17 +103,23 @@ class Cursor:
 
 
 class Markers:
-    """Some strings to look for together."""
+    """Some strings to look for together.
+
+    Attributes:
+        firsts: their first characters.
+        chars_max: length of the longest one.
+    """
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(filter(None, markers), key=len, reverse=True)
+        self.firsts = frozenset(marker[0] for marker in longest_first)
+        self.chars_max = len(longest_first[0]) if longest_first else 0
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._beginnings = {marker[:length] for marker in longest_first for length in range(1, len(marker))}
-        self._held_max = max(map(len, self._beginnings), default=0)
 
     def held(self, text: str, start: int) -> int:
         """Where the longest end of `text` begins that may be the beginning of a marker."""
-        for begin in range(max(start, len(text) - self._held_max), len(text)):
+        for begin in range(max(start, len(text) - self.chars_max + 1), len(text)):
             if text[begin:] in self._beginnings:
                 return begin
         return len(text)

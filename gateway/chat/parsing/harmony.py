@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.cursor import Cursor, Markers, Reading
+from gateway.chat.parsing.lenient_json import ArgumentJson
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -38,8 +39,7 @@ def harmony(header: str | None, *, tools: bool) -> Callable[[Cursor, Collector],
                 return
             head = None
             if end in (START, CHANNEL):  # a message that was not closed: what ends it is the next header's
-                cursor.text = end + cursor.text[cursor.position :]
-                cursor.position = 0
+                cursor.unread(end)
 
     return read
 
@@ -68,9 +68,13 @@ def _body(cursor: Cursor, out: Collector, header: str, *, tools: bool) -> Readin
     recipient = RECIPIENT.search(header)
     channel = CHANNEL_NAME.search(header)
     to = recipient.group(1) if recipient else ""
-    if to.startswith(FUNCTIONS) and tools:
-        out.start_call(to.removeprefix(FUNCTIONS))
-        return (yield from cursor.until(IN_BODY, out.arguments))
+    name = to.removeprefix(FUNCTIONS) if to.startswith(FUNCTIONS) else ""
+    if name and tools:
+        out.start_call(name)
+        arguments = ArgumentJson()
+        end = yield from cursor.until(IN_BODY, lambda piece: out.arguments(arguments.push(piece)))
+        out.arguments(arguments.finish(cut=cursor.cut and not end))
+        return end
     if to or (channel and channel.group(1) == "analysis"):
         return (yield from cursor.until(IN_BODY, out.content if to.startswith(FUNCTIONS) else out.reasoning))
     return (yield from cursor.until(IN_BODY, out.content))

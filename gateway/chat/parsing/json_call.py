@@ -5,64 +5,67 @@ import re
 from collections.abc import Callable
 
 from gateway.chat.parsing.collector import Collector
-from gateway.chat.parsing.cursor import SPACE, Cursor, Reading
+from gateway.chat.parsing.cursor import SPACE, Cursor, Markers, Reading
+from gateway.chat.parsing.json_rewriter import JsonRewriter, well_formed
+from gateway.chat.parsing.lenient_json import rewritten
 
 ARGUMENTS = ("arguments", "parameters")
 IN_STRING = re.compile(r'[^"\\]*')
-# Runs of characters that begin or end nothing: numbers, literals, separators, white space.
-BETWEEN = re.compile(r"[-+.,:\w \t\r\n]*", re.ASCII)
-CLOSES = {"}": "{", "]": "["}
-DEPTH_MAX = 512
+SCALAR = re.compile(r"[-+.\w]", re.ASCII)
 
 
-def json_value(cursor: Cursor, write: Callable[[str], None], *, forget: bool = False) -> Reading[bool]:
-    """Passes one object or array on as it comes. Only its brackets and strings are checked.
+def json_value(
+    cursor: Cursor, write: Callable[[str], None], *, ends: Markers | None = None, forget: bool = False
+) -> Reading[bool]:
+    """Passes one object or array on as it comes, as valid JSON.
 
     Args:
+        ends: texts that end a broken value. They are left to be read.
         forget: nobody will set the cursor back.
 
     Returns:
-        Whether it ended well. If not, the cursor is at the character that is wrong, or at the text's end.
+        Whether its last bracket came. If not, it was closed here, unless the text was cut off.
     """
-    open_brackets: list[str] = []
-    in_string = False
-    start = cursor.position
+    return (yield from rewrite(cursor, JsonRewriter(ends), write, forget=forget))
+
+
+def rewrite(
+    cursor: Cursor, rewriter: JsonRewriter, write: Callable[[str], None], *, forget: bool = True
+) -> Reading[bool]:
+    """As `json_value`, with a rewriter of its own."""
     while True:
-        if open_brackets:
-            found = (IN_STRING if in_string else BETWEEN).match(cursor.text, cursor.position)
-            cursor.position = found.end() if found else cursor.position
-        if cursor.position == len(cursor.text):
-            if start < cursor.position:
-                write(cursor.text[start : cursor.position])
-            if cursor.ended:
-                return False
-            if forget:
-                cursor.forget()
-            start = cursor.position
-            yield
-            continue
-        character = cursor.text[cursor.position]
-        if in_string and character == "\\":
-            # An escape may be cut in two, so it is read whole.
-            write(cursor.text[start : cursor.position])
-            start = cursor.position
-            if not (yield from cursor.have(2)):
-                cursor.position = len(cursor.text)
-                write(cursor.text[start:])
-                return False
-            cursor.position += 2
-            continue
-        if character == '"' and open_brackets:
-            in_string = not in_string
-        elif character in "{[" and len(open_brackets) < DEPTH_MAX:
-            open_brackets.append(character)
-        elif not open_brackets or CLOSES.get(character) != open_brackets.pop():
-            write(cursor.text[start : cursor.position])
-            return False
-        cursor.position += 1
-        if not open_brackets:
-            write(cursor.text[start : cursor.position])
-            return True
+        cursor.position = rewriter.read(cursor.text, cursor.position, last=cursor.ended)
+        if rewriter.finished or cursor.ended:
+            break
+        if taken := rewriter.take():
+            write(taken)
+        if forget:
+            cursor.forget()
+        yield
+    if not rewriter.finished and cursor.cut:
+        write(rewriter.take() + rewriter.held())
+        return False
+    rewriter.complete()
+    write(rewriter.take())
+    return rewriter.closed
+
+
+def end_of_call(cursor: Cursor, *literals: str) -> Reading[None]:
+    """Reads surplus braces, and those of the literals that come next, in their order, with space before each."""
+    while (yield from accept_next(cursor, "}")):
+        pass
+    for literal in literals:
+        yield from accept_next(cursor, literal)
+
+
+def accept_next(cursor: Cursor, literal: str) -> Reading[bool]:
+    """Reads white space and `literal`; nothing if something else comes."""
+    start = cursor.position
+    yield from cursor.skip_space()
+    if (yield from cursor.accept(literal)):
+        return True
+    cursor.position = start
+    return False
 
 
 def json_string(cursor: Cursor) -> Reading[str | None]:
@@ -86,12 +89,7 @@ def json_string(cursor: Cursor) -> Reading[str | None]:
         value = json.loads(cursor.text[start : cursor.position], strict=False)
     except ValueError:
         return None
-    return str(value)
-
-
-def json_scalar(cursor: Cursor) -> Reading[str]:
-    """Reads a number or literal."""
-    return (yield from cursor.match(re.compile(r"[-+.\w]", re.ASCII)))
+    return well_formed(str(value))
 
 
 class CallObject:
@@ -100,13 +98,23 @@ class CallObject:
     Args:
         known: names of calls; None: any.
         bare: without a marker in front, only an object with arguments is a call.
+        ends: texts that end a broken call. They are left to be read.
     """
 
-    def __init__(self, cursor: Cursor, out: Collector, known: frozenset[str] | None, *, bare: bool) -> None:
+    def __init__(
+        self,
+        cursor: Cursor,
+        out: Collector,
+        known: frozenset[str] | None,
+        *,
+        bare: bool,
+        ends: Markers | None = None,
+    ) -> None:
         self._cursor = cursor
         self._out = out
         self._known = known
         self._bare = bare
+        self._ends = ends
         self._name = ""
         self._early = ""  # arguments that came before the name
         self.begun = False
@@ -118,7 +126,10 @@ class CallObject:
             return False
         while True:
             yield from cursor.skip_space()
-            if not (yield from self._member()):
+            ended = yield from self._member()
+            if self.begun:
+                return ended and (yield from rewrite(cursor, JsonRewriter(self._ends, inside=True), lambda _: None))
+            if not ended:
                 return False
             yield from cursor.skip_space()
             if (yield from cursor.accept(",")):
@@ -158,16 +169,16 @@ class CallObject:
             text = yield from json_string(cursor)
             if text is None or not text.lstrip(SPACE).startswith("{"):
                 return False
-            return self._whole(text)
+            return self._whole(rewritten(text.lstrip(SPACE)))
         if character == "n":
             return (yield from cursor.accept("null")) and self._whole("{}")
         if character != "{":
             return False
         if self._name:
             self._begin("")
-            return (yield from json_value(cursor, self._out.arguments, forget=True))
+            return (yield from json_value(cursor, self._out.arguments, ends=self._ends, forget=True))
         pieces: list[str] = []
-        ended = yield from json_value(cursor, pieces.append)
+        ended = yield from json_value(cursor, pieces.append, ends=self._ends)
         self._early = "".join(pieces)
         return ended
 
@@ -184,8 +195,6 @@ class CallObject:
         self._out.arguments(text)
 
     def _end(self) -> bool:
-        if self.begun:
-            return True
         if not self._name or self._bare:
             return False
         self._begin("{}")
@@ -198,4 +207,4 @@ def _skip(cursor: Cursor) -> Reading[bool]:
         return (yield from json_string(cursor)) is not None
     if character and character in "{[":
         return (yield from json_value(cursor, lambda _: None))
-    return bool((yield from json_scalar(cursor)))
+    return bool((yield from cursor.match(SCALAR)))

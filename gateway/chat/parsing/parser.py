@@ -30,8 +30,8 @@ class FormatParser:
         self._cursor.text += text
         return self._go_on()
 
-    def finish(self) -> list[ChatDelta]:
-        self._cursor.ended = True
+    def finish(self, *, cut: bool) -> list[ChatDelta]:
+        self._cursor.ended, self._cursor.cut = True, cut
         deltas = self._go_on()
         self._out.finish()
         return deltas + self._out.take()

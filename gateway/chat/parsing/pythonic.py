@@ -1,68 +1,75 @@
 """Tool calls that are a list of Python's function calls, as Llama 4 writes them."""
 
-import ast
-import json
 import re
 
+from gateway.chat.parsing.argument_types import ArgumentTypes, Schemas, literal
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.cursor import Cursor, Reading
+from gateway.chat.parsing.json_rewriter import quoted
 
 NAME = re.compile(r"[\w.\-]", re.ASCII)
-LITERALS = {"true": True, "false": False, "null": None}
 OPENS = {"(": ")", "[": "]", "{": "}"}
 VALUE_CHARS_MAX = 1 << 20
 
 
 class PythonCall:
-    """Reads `name(key=value, ...)`. Values are Python's literals, or JSON.
+    """Reads `name(key=value, ...)`. Values are Python's literals, or JSON, or else text as the schema takes it.
+
+    Arguments without a name are left out.
 
     Args:
-        known: names of calls; anything else is no call.
+        any_name: the call need not have the name of a tool.
     """
 
-    def __init__(self, cursor: Cursor, out: Collector, known: frozenset[str]) -> None:
+    def __init__(self, cursor: Cursor, out: Collector, schemas: Schemas, *, any_name: bool = False) -> None:
         self._cursor = cursor
         self._out = out
-        self._known = known
+        self._schemas = schemas
+        self._any_name = any_name
         self.begun = False
 
     def read(self) -> Reading[bool]:
         """Returns whether the call ended well. If not, and it has not `begun`, it is no call."""
         cursor = self._cursor
         name = yield from cursor.match(NAME)
-        if name not in self._known or not (yield from cursor.accept("(")):
+        known = self._any_name or name in self._schemas
+        if not name or not known or not (yield from cursor.accept("(")):
             return False
         self.begun = True
         self._out.start_call(name)
+        types = ArgumentTypes(self._schemas.get(name, {}))
         before = "{"
         while True:
             yield from cursor.skip_space()
-            if (yield from cursor.accept(")")):
-                self._out.arguments("{}" if before == "{" else "}")
-                return True
-            member = yield from self._member()
-            if member is None:
-                return False
-            self._out.arguments(before + member)
-            before = ", "
+            ended = yield from cursor.accept(")")
+            if ended or not (yield from cursor.peek()):
+                if ended or not cursor.cut:
+                    self._out.arguments("{}" if before == "{" else "}")
+                return ended
+            member = yield from self._member(types)
+            if member:
+                self._out.arguments(before + member)
+                before = ", "
             yield from cursor.skip_space()
             yield from cursor.accept(",")
+            cursor.forget()
 
-    def _member(self) -> Reading[str | None]:
-        """`key=value` as a member of a JSON object; None, with the cursor back at the key: it is none."""
+    def _member(self, types: ArgumentTypes) -> Reading[str]:
+        """`key=value` as a member of a JSON object; empty: the value has no key, or was cut off."""
         cursor = self._cursor
         start = cursor.position
         key = yield from cursor.match(NAME)
         yield from cursor.skip_space()
-        if key and (yield from cursor.accept("=")):
-            value = yield from self._value()
-            if value is not None:
-                return f"{json.dumps(key)}: {value}"
-        cursor.position = start
-        return None
+        named = key and (yield from cursor.accept("="))
+        if not named:
+            cursor.position = start
+        text = yield from self._value()
+        if not named or (cursor.cut and not (yield from cursor.peek())):
+            return ""
+        return f"{quoted(key)}: {literal(text) or types.of(key).read(text)}"
 
-    def _value(self) -> Reading[str | None]:
-        """Reads up to the comma or parenthesis after a value, and returns the value as JSON; None: it is none."""
+    def _value(self) -> Reading[str]:
+        """Reads up to the comma or parenthesis after a value, or to the text's end."""
         cursor = self._cursor
         start = cursor.position
         closes: list[str] = []
@@ -72,7 +79,7 @@ class PythonCall:
                 if character == "\\":
                     cursor.position += 1
                     if not (yield from cursor.have(1)):
-                        return None
+                        break
                 elif character == quote:
                     quote = ""
             elif character in "\"'":
@@ -82,19 +89,6 @@ class PythonCall:
             elif closes and character == closes[-1]:
                 closes.pop()
             elif not closes and character in ",)":
-                return json_of_literal(cursor.text[start : cursor.position].strip())
+                break
             cursor.position += 1
-        return None
-
-
-def json_of_literal(text: str) -> str | None:
-    """JSON, or a literal of Python, as JSON; None: it is neither."""
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        value = LITERALS[text] if text in LITERALS else ast.literal_eval(text)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
+        return cursor.text[start : cursor.position].strip()

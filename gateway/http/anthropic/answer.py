@@ -1,13 +1,16 @@
 """The object `message` and its content blocks. Pure."""
 
 import hashlib
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
 from pydantic_core import from_json
 
+from gateway.chat.parsing.lenient_json import ArgumentReader, strict_json
 from gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
 from gateway.http.parts import Answer, Part
 from protos.baton.v1 import common_pb2
@@ -102,10 +105,16 @@ def signature(part: Part) -> str:
     return hashlib.sha256(part.text.encode()).hexdigest()
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; what there is of them where the output was cut off."""
-    try:
-        read = from_json(arguments, allow_partial=True)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+def _input(arguments: str) -> orjson.Fragment:
+    """A call's arguments as an object. Where the output was cut off, it has the members that are whole, as Anthropic's
+    clients make it of a stream."""
+    read = _object(arguments) if arguments.lstrip().startswith("{") else ArgumentReader().read(arguments)
+    return orjson.Fragment(json.dumps(read, ensure_ascii=False))  # orjson takes no integers of more than 64 bits
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        return dict(strict_json(arguments))
+    with suppress(ValueError):
+        return dict(from_json(arguments, allow_partial=True))
+    return {}

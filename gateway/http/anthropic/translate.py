@@ -1,5 +1,6 @@
 """A Messages request as one of ours: blocks become a conversation in the shape of OpenAI's chat completions. Pure."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ def _answer(where: str, blocks: Sequence[Block]) -> Json:
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUse):
-            function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
+            function = {"name": block.name, "arguments": _arguments(f"{where}[{index}].input", block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResult):
             raise _misplaced(f"{where}[{index}]", block, "assistant")
@@ -138,6 +139,13 @@ def _answer(where: str, blocks: Sequence[Block]) -> Json:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _arguments(where: str, given: Json) -> str:
+    try:
+        return json.dumps(given, ensure_ascii=False, separators=(",", ":"))  # orjson ends at 254 levels
+    except RecursionError as error:
+        raise InvalidRequest(f"{where} is nested too deeply", field=where) from error
 
 
 def _misplaced(where: str, block: Block, role: str) -> InvalidRequest:

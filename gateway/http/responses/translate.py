@@ -92,7 +92,6 @@ class _Conversation:
             case Message():
                 self._add_prompt(item)
             case FunctionCall():
-                _check_arguments(f"input[{index}].arguments", item.arguments)
                 self._add_call(item)
             case FunctionCallOutput():
                 self._add_output(index, item)
@@ -138,17 +137,6 @@ class _Conversation:
         if not begun or (new == "reasoning_content" and "content" in last):
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
-
-
-def _check_arguments(field: str, arguments: str) -> None:
-    """Templates take objects, and a call may have been cut off when its output reached its limit."""
-    try:
-        value = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        cure = "leave out a call whose arguments are incomplete"
-        raise InvalidRequest(f"{field} is not a JSON object", field=field, value=arguments[:100], cure=cure)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ class Scripted:
         self.texts.append(text)
         return list(self._pushed.pop(0))
 
-    def finish(self) -> list[ChatDelta]:
+    def finish(self, *, cut: bool) -> list[ChatDelta]:
+        self.cut = cut
         return self._held
 
 

@@ -29,16 +29,18 @@ class Answer:
                 self.calls[call.index] = (name, arguments + call.arguments)
 
 
-def answer_of(parser: OutputParser, pieces: Sequence[str]) -> Answer:
+def answer_of(parser: OutputParser, pieces: Sequence[str], *, cut: bool = False) -> Answer:
+    """`cut`: the output reached its limit."""
     answer = Answer()
     for piece in pieces:
         answer.add(parser.push(piece))
-    answer.add(parser.finish())
+    answer.add(parser.finish(cut=cut))
     return answer
 
 
-def parse(read: Read, pieces: Sequence[str], *, one_call: bool = False) -> Answer:
-    return answer_of(FormatParser(read, Collector(lambda index: f"call{index}", one_call=one_call)), pieces)
+def parse(read: Read, pieces: Sequence[str], *, one_call: bool = False, cut: bool = False) -> Answer:
+    parser = FormatParser(read, Collector(lambda index: f"call{index}", one_call=one_call))
+    return answer_of(parser, pieces, cut=cut)
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:

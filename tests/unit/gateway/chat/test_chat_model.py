@@ -168,14 +168,6 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes(
     assert prompt(model_of(tmp_path, template), messages) == expected
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000, "9" * 5000])
-def test_arguments_that_are_no_json_are_refused_by_name(arguments: str, tmp_path: Path) -> None:
-    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    error = refused(chat_model(tmp_path, "hermes"), messages)
-    assert error.field == "messages[1].tool_calls[0].function.arguments"
-
-
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert prompt(model_of(tmp_path, LOOP), messages) == "<system>x"

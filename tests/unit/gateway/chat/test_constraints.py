@@ -186,6 +186,34 @@ def test_xml_calls_have_values_of_the_schemas_types(tmp_path: Path) -> None:
         assert not follow(made, xml_call("f", json.dumps(wrong))).complete
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "read", "wrong"),
+    [
+        ({"type": ["string", "null"]}, "Paris", '"Paris"', None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null", None),
+        ({"enum": ["a", 1, None]}, "a", '"a"', "b"),
+        ({"enum": ["a", 1, None]}, "1", "1", "2"),
+        ({"enum": ["a", 1, None]}, "null", "null", '"null"'),
+        ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, "auto", '"auto"', "none"),
+        ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, "12", "12", "1.5"),
+        ({"type": ["boolean", "null"]}, "true", "true", "yes"),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", "[1, 2]", "[true]"),
+        ({}, "42", '"42"', None),
+    ],
+)
+def test_what_is_forced_without_a_type_is_read_as_the_schema_allows(
+    schema: dict[str, object], written: str, read: str, wrong: str | None, tmp_path: Path
+) -> None:
+    model = chat_model(tmp_path, "qwen-xml")
+    given = {"properties": {"a": schema}, "required": ["a"]}
+    request = ChatRequest(USER, tools=[tool("f", given)], tool_choice="required")
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    made = grammar(model, request)
+    assert follow(made, text.format(written)).complete
+    assert answer(model, request, text.format(written)).calls == [("f", f'{{"a": {read}}}')]
+    assert wrong is None or not follow(made, text.format(wrong)).complete
+
+
 def test_xml_calls_with_open_arguments_take_any(tmp_path: Path) -> None:
     model = chat_model(tmp_path, "qwen-xml")
     request = ChatRequest(USER, tools=[tool("f", {"additionalProperties": {}})], tool_choice="required")

@@ -14,7 +14,7 @@ from gateway.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")
-LLAMA = llama(frozenset({"f", "g.h"}))
+LLAMA = llama({"f": {}, "g.h": {}})
 HARMONY = harmony(None, tools=True)
 FORMATS: dict[str, Read] = {
     "content": content_only,
@@ -62,13 +62,65 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
         'a <tool_call>b <tool_call>{"name": "f", "arguments": {}}</tool_call>',
         Answer(content="a <tool_call>b", calls=[("f", "{}")]),
     ),
-    # A call that has begun keeps what came; the rest is content.
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', Answer(calls=[("f", '{"a": tr')])),
+    # A call that has begun is a call, and its arguments are JSON, whatever is wrong with it.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', Answer(calls=[("f", '{"a": true}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\'}}</tool_call>', Answer(calls=[("f", '{"a": null}')])),
     (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": {\'a\'}}</tool_call>',
-        Answer(content="'a'}}</tool_call>", calls=[("f", "{")]),
+        '<tool_call>\n<tool_call>{"name": "f", "arguments": {"a": [1, 2}</tool_call> Done.',
+        Answer(content="Done.", calls=[("f", '{"a": [1, 2]}')]),
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "x\ny",}}}}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}, oh',
+        Answer(calls=[("f", '{"a": "x\\ny"}'), ("g", "{}")]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "b"; "c"</tool_call><tool_call>{"name": "\\ud83d"}</tool_call>',
+        Answer(calls=[("f", '{"a": "b\\"; \\"c"}'), ("\ufffd", "{}")]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1,"}</tool_call>',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": NaN}}[TOOL_CALLS]g[ARGS]{"b"',
+        Answer(calls=[("f", '{"a": null}'), ("g", '{"b": null}')]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}}, {"name": "g", "arguments": {}]',
+        Answer(calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "deepseek",
+        CALLS_BEGIN + V3_CALL.format("f", '{"a": 1') + V3_CALL.format("g", '{"b": 2}}') + CALLS_END + "Done.",
+        Answer(content="Done.", calls=[("f", '{"a": 1\n}'), ("g", '{"b": 2}')]),
+    ),
+    (
+        "deepseek",
+        CALLS_BEGIN + '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "b" oh<｜tool▁call▁end｜>' + CALLS_END,
+        Answer(calls=[("f", '{"a": "b\\" oh"}')]),
+    ),
+    ("llama", '{"name": "f", "parameters": {"a": 1}', Answer(calls=[("f", '{"a": 1}')])),
+    (
+        "llama",
+        '[{"name": "f", "parameters": {}}, {"name": "x", "parameters": {}}]',
+        Answer(calls=[("f", "{}"), ("x", "{}")]),
+    ),
+    ("llama", '<|python_tag|>{"name": "f", "parameters": {"a": 1<|python_end|>', Answer(calls=[("f", '{"a": 1}')])),
+    ("harmony", "<|channel|>commentary to=functions.<|message|>{}<|call|>", Answer(content="{}")),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Answer(calls=[("f", "{}")])),
+    (
+        "harmony",
+        "<|channel|>commentary to=functions.f<|message|> {'a': 1,}} oh<|call|>",
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>1+1<|call|>", Answer(calls=[("f", '"1+1"')])),
     (
         "mistral",
         'Sure.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]',
@@ -119,7 +171,13 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ),
     ("llama", "<|python_start|>[f()]<|python_end|>", Answer(calls=[("f", "{}")])),
     ("llama", "[x(a=1)]", Answer(content="[x(a=1)]")),
-    ("llama", "[f(a=1, b=oh no)]", Answer(content="b=oh no)]", calls=[("f", '{"a": 1')])),
+    ("llama", "[f(a=1, b=oh no), x()]", Answer(calls=[("f", '{"a": 1, "b": "oh no"}'), ("x", "{}")])),
+    (
+        "llama",
+        "[f(1, a=float('nan'), b=1e5, c=1e999, **d",
+        Answer(calls=[("f", '{"a": "float(\'nan\')", "b": 1e5, "c": "1e999"}')]),
+    ),
+    ("llama", "[f(a='\\d', b={\"x\": NaN", Answer(calls=[("f", '{"a": "\\\\d", "b": {"x": null}}')])),
     (
         "qwen-xml",
         'Ok.\n<tool_call>\n<function=f>\n<parameter=n>\n1.5\n</parameter>\n<parameter=s>\nif a < b:\n  "é"\n'
@@ -129,8 +187,47 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ),
     ("qwen-xml", "<tool_call>\n<function=g>\n</function>\n</tool_call>", Answer(calls=[("g", "{}")])),
     ("qwen-xml", "<tool_call>\n<function=>", Answer(content="<tool_call>\n<function=>")),
-    ("qwen-xml", "<tool_call><function=f><parameter=s>\nab", Answer(calls=[("f", '{"s": "ab')])),
-    ("qwen-xml", "<tool_call><function=f>oh</function>", Answer(content="oh</function>", calls=[("f", "")])),
+    ("qwen-xml", "<tool_call><function=f><parameter=s>\nab", Answer(calls=[("f", '{"s": "ab"}')])),
+    ("qwen-xml", "<tool_call><function=f>oh</function>", Answer(calls=[("f", "{}")])),
+    # As by the models' own parser.
+    (
+        "qwen-xml",
+        "Ok.\n\n<function=f>\n<parameter=s>\n1\n</parameter>\n</function>\n</tool_call>\nDone.",
+        Answer(content="Ok.Done.", calls=[("f", '{"s": "1"}')]),
+    ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<tool_call>\n<function=f>\n<function=f>\n<parameter=s>\n<parameter=s>\na\n</parameter>\n</parameter>\n"
+        "</function>\n</function>\n</tool_call>\n</tool_call>",
+        Answer(calls=[("f", '{"s": "a"}')]),
+    ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</function></function>\n</tool_call>",
+        Answer(calls=[("f", '{"s": "a"}')]),
+    ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=f>\n<parameter=s>\na\n<parameter=n>\n2\n</function>\n</tool_call>",
+        Answer(calls=[("f", '{"s": "a", "n": 2}')]),
+    ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=f>\n<parameter=n>\n2\n</parameter>\n</tool_call>\n<tool_call>\n<function=g>\n<parameter=s>\nb\n</tool_call>\nDone.",
+        Answer(content="Done.", calls=[("f", '{"n": 2}'), ("g", '{"s": "b"}')]),
+    ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function> oh\n"
+        "<function=g>\n</function>\n</tool_call>",
+        Answer(content="oh", calls=[("f", '{"n": 1}'), ("g", "{}")]),
+    ),
+    (
+        "qwen-xml",
+        "<function=f><parameter=s>\n\n<a>\n</function>; x < <parameter=\n\n</parameter>"
+        "<parameter=s>null</parameter></function>",
+        Answer(calls=[("f", '{"s": "\\n<a>\\n</function>; x < <parameter=\\n", "s": "null"}')]),
+    ),
     (
         "harmony",
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
@@ -179,6 +276,29 @@ def test_what_a_model_writes_becomes_answer_reasoning_and_calls(form: str, text:
     assert found(parse(FORMATS[form], [text])) == found(expected)
 
 
+CUT: list[tuple[str, str, str]] = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', '{"a": tr'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b", ', '{"a": "b", '),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": Na', '{"a": "Na'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ["rm -rf /ho', '{"a": ["rm -rf /ho'),
+    ("deepseek", CALLS_BEGIN + '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": {', '{"a": {'),
+    ("llama", '{"name": "f", "parameters": {', "{"),
+    ("llama", "[f(a='x', b='y", '{"a": "x"'),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": 12', '{"a": 12'),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>", ""),
+    ("qwen-xml", "<tool_call><function=f><parameter=s>\nrm -rf /ho", '{"s": "rm -rf /ho'),
+    ("qwen-xml", "<tool_call><function=f><parameter=n>\n12", '{"n": 12'),
+    ("qwen-xml", "<tool_call><function=f><parameter=n>\n12\n</parameter>\n", '{"n": 12'),
+    ("qwen-xml", "<tool_call><function=f><parameter=o>\n{'a': [1, ", '{"o": {"a": [1,'),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "arguments"), CUT)
+def test_a_call_that_the_limit_of_tokens_cut_off_stays_open(form: str, text: str, arguments: str) -> None:
+    assert parse(FORMATS[form], [text], cut=True).calls == [("f", arguments)]
+    assert parse(FORMATS[form], list(text), cut=True).calls == [("f", arguments)]
+
+
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 400), max_size=30))
 def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]) -> None:
@@ -193,6 +313,8 @@ FRAGMENTS = st.sampled_from(
         "</think>", "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n",
         "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f",
         "<|call|>", "é", "<", "<|", "<function=f>", "<parameter=n>", "</parameter>", "</function>",
+        "<parameter=o>", "NaN", "1e999", "'", ":", "null", "\\ud83d", "\x01", "True", "<function=g>", "```",
+        "<｜tool▁call▁end｜>",
     ]
 )  # fmt: skip
 
@@ -204,6 +326,42 @@ def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: lis
     whole = parse(FORMATS[form], [text])
     assert found(parse(FORMATS[form], cut(text, places))) == found(whole)
     assert found(parse(FORMATS[form], list(text))) == found(whole)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    st.lists(FRAGMENTS, max_size=14),
+    st.lists(st.integers(0, 200), max_size=20),
+    st.booleans(),
+)
+def test_arguments_are_valid_json_once_the_model_has_ended(
+    form: str, fragments: list[str], places: list[int], broken: bool
+) -> None:
+    text = (BEGINNINGS.get(form, "") if broken else "") + "".join(fragments)
+    whole = parse(FORMATS[form], [text])
+    for _, arguments in whole.calls:
+        json.loads(arguments, parse_constant=not_json)
+        arguments.encode()
+    for cut_off in (False, True):
+        pieces = cut(text, places)
+        assert found(parse(FORMATS[form], pieces, cut=cut_off)) == found(parse(FORMATS[form], [text], cut=cut_off))
+
+
+BEGINNINGS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": ',
+    "qwen3": '<tool_call>{"name": "f", "arguments": {"a": ',
+    "mistral": "[TOOL_CALLS]f[ARGS]{",
+    "deepseek": CALLS_BEGIN + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "r1": "</think>" + CALLS_BEGIN + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "llama": "[f(a=",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>",
+    "qwen-xml": "<tool_call><function=f><parameter=n>",
+}
+
+
+def not_json(constant: str) -> object:
+    raise AssertionError(constant)
 
 
 @settings(max_examples=300, deadline=None)

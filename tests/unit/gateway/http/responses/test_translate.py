@@ -119,13 +119,6 @@ def test_an_output_without_its_call_is_refused() -> None:
     assert error.value == "c9"
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[]", "Rome", "{}{}", "[" * 100_000])
-def test_a_call_that_was_cut_off_is_refused(arguments: str) -> None:
-    error = refusal(input=[{"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}])
-    assert error.field == "input[0].arguments"
-    assert error.cure
-
-
 def test_tools_get_the_shape_of_chat_completions() -> None:
     assert chat(tools=[WEATHER, TIME]).tools == [
         {

@@ -1,0 +1,135 @@
+"""Breaks the start of a node of several ranks: at one stage, on one rank, in one way. Then nothing can be closed any
+more: every teardown hangs, as NCCL's does when a rank is gone.
+
+`python -m tests.integration.broken_start FAULT ...` runs what follows as a rank above 0.
+"""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from node.ranks import child
+
+# The call with which each stage begins, in the order of the stages.
+STAGES = MappingProxyType(
+    {
+        "import": "",
+        "settings": "node.ranks.join:rank_device",
+        "process group": "torch.distributed:init_process_group",
+        "configurations": "engine.build:check_same_config",
+        "identity": "engine.build:check_same_files",
+        "weights": "models.weights.loader:read_into",
+        "cache": "engine.build:PagedKVCache",
+        "transport": "kvtransfer.transfer:KVTransfer.start",
+        "warm-up": "engine.device.runner:ModelRunner.prepare",
+        "listen": "baton.rpc.server:GrpcServer.start",
+        "ready": "node.process:write_ready_file",
+    }
+)
+OF_RANK_0 = ("listen", "ready")
+BROKEN = "the test broke it"
+
+
+@dataclass(frozen=True)
+class StartFault:
+    """Args:
+    way: a name of `WAYS`.
+    pids: an existing folder, where each rank makes a file with its process id as name.
+    """
+
+    stage: str
+    rank: int
+    way: str
+    pids: str
+
+    def install(self, rank: int) -> None:
+        """In the process of that rank, before it starts."""
+        (Path(self.pids) / str(os.getpid())).touch()
+        if rank == self.rank and self.stage == "import":
+            WAYS[self.way]()
+        _hang_teardowns()
+        if rank == self.rank:
+            _break(STAGES[self.stage], WAYS[self.way])
+
+
+def break_start(fault: StartFault) -> None:
+    """In the node's own process: rank 0."""
+    from node.ranks import group
+
+    start = group.worker_command
+
+    def start_broken(calls: int, steps: int, *, model: Path) -> list[str]:
+        # python -P -m node.ranks.child PARENT MODULE ...
+        python, _, _, _, *rest = start(calls, steps, model=model)
+        return [python, "-P", "-m", __name__, json.dumps(asdict(fault)), *rest]
+
+    group.worker_command = start_broken
+    fault.install(0)
+
+
+def main() -> None:
+    fault = StartFault(**json.loads(sys.argv.pop(1)))
+    fault.install(1)
+    child.main()
+
+
+def _break(name: str, fail: Callable[[], None]) -> None:
+    """Lets a function of ours fail when it is called."""
+    place, _, attribute = name.rpartition(":" if "." not in name.partition(":")[2] else ".")
+    owner = resolve_name(place)
+
+    def failing(*_: Any, **__: Any) -> NoReturn:
+        fail()
+        raise AssertionError("the process continues")
+
+    setattr(owner, attribute, failing)
+
+
+def _hang_teardowns() -> None:
+    from torch import distributed
+
+    distributed.destroy_process_group = _hang
+    atexit.register(_hang)
+    threading.Thread(target=_hang, name="never-ends").start()
+
+
+def _hang(*_: Any) -> None:
+    threading.Event().wait()
+
+
+def _raise() -> None:
+    raise ValueError(BROKEN)
+
+
+def _raise_setting() -> None:
+    from baton.errors import ConfigError
+
+    raise ConfigError(BROKEN)
+
+
+def _lack_memory() -> None:
+    raise RuntimeError(f"CUDA out of memory. {BROKEN}")
+
+
+WAYS: MappingProxyType[str, Callable[[], None]] = MappingProxyType(
+    {
+        "error": _raise,
+        "setting": _raise_setting,
+        "memory": _lack_memory,
+        "exit": lambda: os._exit(7),
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    }
+)
+
+if __name__ == "__main__":
+    main()

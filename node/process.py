@@ -9,10 +9,12 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from baton.config import NodeSettings
+from baton.exits import ending_soon_if_it_fails, exit_at_once
 from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
@@ -37,7 +39,7 @@ from models.local_config import local_config
 from models.parallel import SINGLE
 from node.adapters import Adapters
 from node.assembly import STUCK_AFTER_S, Node, load
-from node.ending import end_at_once, ending_at_signals, ending_soon_if_it_fails, exit_at_once, exit_within
+from node.early_end import end_at_once, ending_at_signals
 from node.fault import Fault
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
@@ -163,7 +165,9 @@ async def _run(
                 if failure is not None:
                     await _fail_requests(switch.role, server)
                     group.abandon(failure)
-            exit_within(_CLOSE_S)
+            closing = threading.Timer(_CLOSE_S, exit_at_once, [1])
+            closing.daemon = True
+            closing.start()
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:

@@ -9,7 +9,7 @@ import signal
 import sys
 from importlib import import_module
 
-from node.ending import exit_at_once
+from baton.exits import exit_at_once
 
 _PR_SET_PDEATHSIG = 1
 

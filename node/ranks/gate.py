@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, PeerRefused
+from baton.exits import exit_at_once
 from baton.logs import set_up_logging
 from baton.rpc.server import Address
 from baton.security.peers import PeerTls
-from node.ending import exit_at_once
 from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
 from node.ranks.hosts import Hosts
 from node.ranks.messages import Failed, GateSetup, Joined, Lost

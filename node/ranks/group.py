@@ -22,8 +22,8 @@ from typing import NoReturn
 from baton.config import NodeSettings
 from baton.environment import child_environment
 from baton.errors import ConfigError, Draining
+from baton.exits import END_S, exit_at_once, exit_within
 from baton.security.roles import Role
-from node.ending import END_S, exit_at_once, exit_within
 from node.fault import Fault
 from node.ranks.child import child_command
 from node.ranks.host import how_ended, worker_command

@@ -22,6 +22,7 @@ from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, n
 from node.ranks.child import child_command
 from node.ranks.hosts import JOIN_S, Hosts
 from node.ranks.messages import CHANNELS
+from node.ranks.stopped import StoppedFor
 
 log = logging.getLogger("baton")
 
@@ -141,13 +142,16 @@ async def _follow(
     settings: NodeSettings, model: Path, ranks: dict[int, dict[str, Stream]], stopping: "asyncio.Task[bool]"
 ) -> int:
     carried: list[asyncio.Task[str]] = []
+    loaded = asyncio.Event()  # a rank's first answer to a call comes once it has loaded its part of the model
     workers: dict[int, asyncio.subprocess.Process] = {}
     for rank, streams in ranks.items():
         ends = []
         for channel in CHANNELS:
             ours, theirs = socket.socketpair()
             ends.append(theirs)
-            carried.append(asyncio.create_task(carry(await Stream.over(ours), streams[channel]), name=f"rank-{rank}"))
+            heard = loaded if channel == "calls" else None
+            carrying = carry(await Stream.over(ours), streams[channel], heard=heard)
+            carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
         descriptors = [end.fileno() for end in ends]
         workers[rank] = await asyncio.create_subprocess_exec(
             *worker_command(*descriptors, model=model),
@@ -158,22 +162,37 @@ async def _follow(
         for end in ends:
             end.close()
     waits = {asyncio.create_task(worker.wait(), name=f"wait-{rank}"): rank for rank, worker in workers.items()}
+    stopped = asyncio.create_task(_stopped_while_loading(workers, loaded), name="stopped-ranks")
     try:
-        await asyncio.wait([*waits, *carried, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not any(task.done() for task in (*waits, *carried)):
             # All hosts of a node are told to end together; host 0 drains first.
             log.info("asked to end: waiting for host 0 to drain")
             await asyncio.wait(
                 [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
             )
+        if stopped.done():
+            log.error("%s: this host's ranks end, and with them the node", stopped.result())
+            return 1
         return await explain_end(waits, carried)
     finally:
+        stopped.cancel()
         for worker in workers.values():
             if worker.returncode is None:
                 worker.kill()
         await asyncio.wait(waits, timeout=_REAP_S)
         for task in carried:
             task.cancel()
+
+
+async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]", loaded: asyncio.Event) -> str:
+    """Returns when a rank is stopped while all wait for each other; never once they have loaded."""
+    ranks = {worker.pid: rank for rank, worker in workers.items()}
+    stopped = StoppedFor(ranks)
+    while True:
+        if not loaded.is_set() and (pid := stopped.first()) is not None:
+            return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) while the model loads"
+        await asyncio.sleep(stopped.INTERVAL_S)
 
 
 async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:

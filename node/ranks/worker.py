@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from baton.exits import END_S, exit_at_once
 from baton.logs import set_up_logging
 from engine.build import Built
 from node.assembly import load, open_transfer
-from node.ending import END_S, exit_at_once
 from node.fault import Fault
 from node.ranks.join import join
 from node.ranks.messages import Setup, Up

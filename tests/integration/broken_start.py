@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -49,36 +50,55 @@ class StartFault:
     stage: str
     rank: int
     way: str
-    pids: str
+    pids: Path
 
     def install(self, rank: int) -> None:
         """In the process of that rank, before it starts."""
-        (Path(self.pids) / str(os.getpid())).touch()
-        if rank == self.rank and self.stage == "import":
-            WAYS[self.way]()
-        _hang_teardowns()
-        if rank == self.rank:
+        (self.pids / str(os.getpid())).touch()
+        if self.stage != "import":
+            _hang_teardowns()
+        if rank != self.rank:
+            return
+        if self.stage == "import":
+            sys.meta_path.insert(0, BreaksTorch(WAYS[self.way]))
+        else:
             _break(STAGES[self.stage], WAYS[self.way])
 
 
-def break_start(fault: StartFault) -> None:
-    """In the node's own process: rank 0."""
-    from node.ranks import group
+@dataclass(frozen=True)
+class BreaksTorch(MetaPathFinder):
+    """Fails when torch is imported."""
 
-    start = group.worker_command
+    fail: Callable[[], None]
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "torch":
+            self.fail()
+
+
+def break_start(fault: StartFault, *, leads: bool = True) -> None:
+    """In the process that starts the ranks of a host.
+
+    Args:
+        leads: it is rank 0 itself.
+    """
+    from node.ranks import group, host
+
+    start = host.worker_command
 
     def start_broken(calls: int, steps: int, *, model: Path) -> list[str]:
         # python -P -m node.ranks.child PARENT MODULE ...
         python, _, _, _, *rest = start(calls, steps, model=model)
-        return [python, "-P", "-m", __name__, json.dumps(asdict(fault)), *rest]
+        return [python, "-P", "-m", __name__, json.dumps({**asdict(fault), "pids": str(fault.pids)}), *rest]
 
-    group.worker_command = start_broken
-    fault.install(0)
+    group.worker_command = host.worker_command = start_broken
+    if leads:
+        fault.install(0)
 
 
 def main() -> None:
-    fault = StartFault(**json.loads(sys.argv.pop(1)))
-    fault.install(1)
+    given = json.loads(sys.argv.pop(1))
+    StartFault(**{**given, "pids": Path(given["pids"])}).install(1)
     child.main()
 
 
@@ -127,6 +147,7 @@ WAYS: MappingProxyType[str, Callable[[], None]] = MappingProxyType(
         "memory": _lack_memory,
         "exit": lambda: os._exit(7),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "hang": _hang,
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
 )

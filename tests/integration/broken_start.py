@@ -30,12 +30,14 @@ STAGES = MappingProxyType(
         "identity": "engine.build:check_same_files",
         "weights": "models.weights.loader:read_into",
         "cache": "engine.build:PagedKVCache",
+        "calibration": "engine.build:measure_costs",
         "transport": "kvtransfer.transfer:KVTransfer.start",
         "warm-up": "engine.device.runner:ModelRunner.prepare",
         "listen": "baton.rpc.server:GrpcServer.start",
         "ready": "node.process:write_ready_file",
     }
 )
+ON_GPU = ("calibration",)
 OF_RANK_0 = ("listen", "ready")
 BROKEN = "the test broke it"
 
@@ -45,17 +47,19 @@ class StartFault:
     """Args:
     way: a name of `WAYS`.
     pids: an existing folder, where each rank makes a file with its process id as name.
+    hangs: whether every teardown hangs.
     """
 
     stage: str
     rank: int
     way: str
     pids: Path
+    hangs: bool = True
 
     def install(self, rank: int) -> None:
         """In the process of that rank, before it starts."""
         (self.pids / str(os.getpid())).touch()
-        if self.stage != "import":
+        if self.hangs and self.stage != "import":
             _hang_teardowns()
         if rank != self.rank:
             return
@@ -94,6 +98,11 @@ def break_start(fault: StartFault, *, leads: bool = True) -> None:
     group.worker_command = host.worker_command = start_broken
     if leads:
         fault.install(0)
+
+
+def pids_in(folder: Path) -> list[int]:
+    """The processes of the ranks that have started, the leader's first."""
+    return [int(path.name) for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from baton.cli.processes import Processes
 from baton.security.certificates import write_set
-from tests.integration.broken_start import BROKEN, OF_RANK_0, STAGES, StartFault, break_start
+from tests.integration.broken_start import BROKEN, OF_RANK_0, ON_GPU, STAGES, StartFault, break_start, pids_in
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, arguments
 from tests.integration.test_ranks import until_gone
 from tests.integration.two_hosts import LOOPBACK, flags_of_both
@@ -26,11 +26,6 @@ BY_OTHERS = {
     "kill": (1, "rank 1 (pid {}) was ended by SIGKILL: this node ends"),
     "stop": (1, "rank 1 (pid {}) is stopped by a signal (SIGSTOP) while the model loads: this node ends"),
 }
-
-
-def pids_in(folder: Path) -> list[int]:
-    """The processes of the ranks that have started, the leader's first."""
-    return [int(path.name) for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)]
 
 
 def check(fault: StartFault) -> None:
@@ -50,7 +45,7 @@ def test_a_rank_without_memory_for_its_weights_ends_its_node(rank: int, tmp_path
     check(StartFault("weights", rank, "memory", tmp_path))
 
 
-AT_ANY_RANK = [stage for stage in STAGES if stage not in OF_RANK_0]
+AT_ANY_RANK = [stage for stage in STAGES if stage not in OF_RANK_0 + ON_GPU]
 RAISED = [*product(AT_ANY_RANK[1:], (0, 1)), *product(OF_RANK_0, (0,))]
 
 

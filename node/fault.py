@@ -20,12 +20,14 @@ class Fault:
         exit_code: 2: a setting cannot work; 1: another fault; 0: none.
         lines: the traceback of an error that nobody raises on purpose.
         setting: the error of a setting.
+        place: of the fault, such as a rank and its process; "": this process.
     """
 
     reason: str
     exit_code: int = 1
     lines: str = ""
     setting: ConfigError | None = None
+    place: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> "Fault":
@@ -40,16 +42,16 @@ class Fault:
         name = f"{type(error).__name__}: {error}".partition("\n")[0]
         return cls(name, lines="".join(traceback.format_exception(error)))
 
-    def of_rank(self, place: str) -> "Fault":
-        """As rank 0 logs it.
+    def within(self, place: str) -> "Fault":
+        """The same fault for others, who need to know its place."""
+        return replace(self, place=f"{place}: {self.place}" if self.place else place)
 
-        Args:
-            place: the rank, its process or host.
-        """
-        return replace(self, reason=f"{place}: {self.reason}")
+    @property
+    def line(self) -> str:
+        return f"{self.place}: {self.reason}" if self.place else self.reason
 
     def log(self, program: str) -> None:
-        if self.setting is not None and self.reason == str(self.setting):
-            write_error(program, self.setting)
+        if self.setting is not None:
+            write_error(f"{program}: {self.place}" if self.place else program, self.setting)
         elif self.reason:
-            log.log(logging.ERROR if self.exit_code else logging.INFO, "%s", self.reason, extra={"lines": self.lines})
+            log.log(logging.ERROR if self.exit_code else logging.INFO, "%s", self.line, extra={"lines": self.lines})

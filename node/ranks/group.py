@@ -74,7 +74,9 @@ class Worker:
                 if isinstance(message, Up):
                     self.answers.put(message)
                 else:
-                    on_fault(message.of_rank(self.place))
+                    # The ranks of one host have one model and one set of settings.
+                    ours = message.setting is not None and self.popen is not None
+                    on_fault(message if ours else message.within(self.place))
         self.answers.put(None)
         self.heard.set()
 
@@ -125,7 +127,7 @@ class RankGroup:
             self._on_failure = callback
             fault = self._fault
         if fault is not None:
-            callback(fault.reason)
+            callback(fault.line)
 
     def fail(self, reason: str) -> None:
         """Ends the node, which cannot go on, for this reason. Only the first call counts; any thread may call it."""
@@ -196,7 +198,7 @@ class RankGroup:
         timer = threading.Timer(_FAIL_S, self._give_up)
         timer.daemon = True
         timer.start()
-        callback(fault.reason)
+        callback(fault.line)
 
     def _give_up(self) -> None:
         """The event loop, which was to end the node, is stuck."""
@@ -257,12 +259,12 @@ class RankGroup:
         self.fail(f"{worker.place} {how_ended(code)}: this node ends")
 
     def _watch_stopped(self) -> None:
-        """While the ranks load they wait for each other, so one that is stopped stops all, for ever."""
+        """Before they serve, ranks wait for each other, so one that is stopped stops all, for ever."""
         popens = {worker.popen.pid: worker for worker in self.workers if worker.popen is not None}
         stopped = StoppedFor(popens)
-        while not (self._loaded or self._ending):
+        while self._on_failure is None and not self._ending:
             if (pid := stopped.first()) is not None:
-                self.fail(f"{popens[pid].place} is stopped by a signal (SIGSTOP) while the model loads: this node ends")
+                self.fail(f"{popens[pid].place} is stopped by a signal (SIGSTOP) before it serves: this node ends")
             time.sleep(stopped.INTERVAL_S)
 
     def _watch_gate(self, reports: Connection) -> None:

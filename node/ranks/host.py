@@ -191,7 +191,7 @@ async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]
     stopped = StoppedFor(ranks)
     while True:
         if not loaded.is_set() and (pid := stopped.first()) is not None:
-            return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) while the model loads"
+            return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) before it serves"
         await asyncio.sleep(stopped.INTERVAL_S)
 
 

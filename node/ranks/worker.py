@@ -77,8 +77,7 @@ def _follow(steps: Connection, setup: Setup, built: Built) -> None:
     try:
         follow(steps, built.runner)
     except Exception as error:  # noqa: BLE001  rank 0 logs it
-        fault = Fault.of(error)
-        _end_with(fault.of_rank("an engine step failed"), steps, setup)
+        _end_with(Fault.of(error).within("an engine step failed"), steps, setup)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ BY_ITSELF = {"error": (1, BROKEN), "setting": (2, BROKEN), "memory": (1, BROKEN)
 BY_OTHERS = {
     "exit": (1, "rank 1 (pid {}) ended with exit code 7: this node ends"),
     "kill": (1, "rank 1 (pid {}) was ended by SIGKILL: this node ends"),
-    "stop": (1, "rank 1 (pid {}) is stopped by a signal (SIGSTOP) while the model loads: this node ends"),
+    "stop": (1, "rank 1 (pid {}) is stopped by a signal (SIGSTOP) before it serves: this node ends"),
 }
 
 

@@ -147,7 +147,7 @@ class RankGroup:
         """As `abandon`, with an error as the reason."""
         fault = Fault.of(error)
         # Connections, torch and calls raise such errors when a rank is gone.
-        if self.size > 1 and fault.lines and isinstance(error, EOFError | RuntimeError | Draining):
+        if self.size > 1 and fault.lines and isinstance(error, EOFError | OSError | RuntimeError | Draining):
             self._failed.wait(_EXPLAINED_S)
         self._abandon(self._fault or fault)
 

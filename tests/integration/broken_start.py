@@ -95,7 +95,7 @@ def break_start(fault: StartFault, *, leads: bool = True) -> None:
         python, _, _, _, *rest = start(calls, steps, model=model)
         return [python, "-P", "-m", __name__, json.dumps({**asdict(fault), "pids": str(fault.pids)}), *rest]
 
-    group.worker_command = host.worker_command = start_broken
+    group.worker_command = host.worker_command = start_broken  # type: ignore[attr-defined]
     if leads:
         fault.install(0)
 
@@ -126,7 +126,7 @@ def _break(name: str, fail: Callable[[], None]) -> None:
 def _hang_teardowns() -> None:
     from torch import distributed
 
-    distributed.destroy_process_group = _hang
+    distributed.destroy_process_group = _hang  # type: ignore[assignment]
     atexit.register(_hang)
     threading.Thread(target=_hang, name="never-ends").start()
 
@@ -149,6 +149,11 @@ def _lack_memory() -> None:
     raise RuntimeError(f"CUDA out of memory. {BROKEN}")
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _hang()  # until all threads have stopped
+
+
 WAYS: MappingProxyType[str, Callable[[], None]] = MappingProxyType(
     {
         "error": _raise,
@@ -157,7 +162,7 @@ WAYS: MappingProxyType[str, Callable[[], None]] = MappingProxyType(
         "exit": lambda: os._exit(7),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "hang": _hang,
-        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "stop": _stop,
     }
 )
 

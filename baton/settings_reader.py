@@ -103,11 +103,16 @@ def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def fail(program: str, error: ConfigError) -> NoReturn:
     """Ends the process because a setting proved wrong after start: one line, exit code 2."""
+    write_error(program, error)
+    raise SystemExit(2)
+
+
+def write_error(program: str, error: ConfigError) -> None:
+    """Writes the line about a setting that proved wrong after start."""
     text = str(error)
     if error.field in _SETTINGS and text.startswith(f"{error.field} "):
         text = f"{_where(error.field)}{text.removeprefix(error.field)}"
     write_line(f"{program}: {text}")
-    raise SystemExit(2)
 
 
 def describe_validation_error(cls: type[ProcessSettings], error: ValidationError) -> list[str]:

@@ -9,11 +9,11 @@ import os
 import signal
 import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
+from baton.exits import exit_within
 
 log = logging.getLogger("baton")
 
@@ -88,7 +88,6 @@ class Supervisor:
         with suppress(OSError):
             while connection.recv(1):
                 pass
-        log.warning("the process that started this one has ended: ending")
+        exit_within(_END_S)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_END_S)
-        os._exit(1)
+        log.warning("the process that started this one has ended: ending")

@@ -7,9 +7,15 @@ def main() -> None:
     with plain_interrupts("decode_node"):
         from baton.config import DecodeSettings
         from baton.environment import quiet_grpc
-        from baton.settings_reader import read_settings
+        from baton.errors import ConfigError
+        from baton.settings_reader import fail, read_settings
+        from baton.supervisor import Supervisor
 
         settings = read_settings(DecodeSettings, "decode_node")
+        try:
+            supervisor = Supervisor(settings.supervisor)  # whose end ends this process during the imports too
+        except ConfigError as error:
+            fail("decode_node", error)
         quiet_grpc()  # before its import, at which it reads the variable
         # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
         # once.
@@ -17,7 +23,7 @@ def main() -> None:
         from prefill_node.roles import ROLES
         from protos.baton.v1 import common_pb2
 
-    run_node("decode_node", settings, common_pb2.ROLE_DECODE, ROLES)
+    run_node("decode_node", settings, supervisor, common_pb2.ROLE_DECODE, ROLES)
 
 
 if __name__ == "__main__":

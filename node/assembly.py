@@ -113,6 +113,7 @@ class Node:
             _log.warning(short)
         self._take_role(settings, role)
         self._workers = group.workers if group is not None else ()
+        self._ending_at_errors = group.ending_at_errors if group is not None else nullcontext
         runner: StepRunner = built.runner
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
@@ -203,12 +204,13 @@ class Node:
             listener.on_step(events)
 
     async def __aenter__(self) -> Self:
-        await self.transfer.start()
-        try:
-            await self.engine.__aenter__()
-        except BaseException:
-            await self.transfer.close()
-            raise
+        with self._ending_at_errors():
+            await self.transfer.start()
+            try:
+                await self.engine.__aenter__()
+            except BaseException:
+                await self.transfer.close()
+                raise
         return self
 
     async def __aexit__(

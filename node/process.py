@@ -9,12 +9,13 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from baton.config import NodeSettings
-from baton.errors import ConfigError
+from baton.exits import ending_soon_if_it_fails, exit_at_once
 from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
@@ -31,21 +32,20 @@ from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.peers import PeerTls
 from baton.security.servers import protect_node
-from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from engine.build import Built
-from engine.device.out_of_memory import describe_out_of_memory
 from engine.expert_plan import plan_experts
 from models.config.reader import read_config
 from models.local_config import local_config
 from models.parallel import SINGLE
 from node.adapters import Adapters
 from node.assembly import STUCK_AFTER_S, Node, load
-from node.early_end import end_at_once, ending_at_sigterm
+from node.early_end import end_at_once, ending_at_signals
+from node.fault import Fault
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.host import run_host
 from node.ranks.hosts import Hosts
-from node.ranks.join import as_rank, join, leave
+from node.ranks.join import as_rank, join
 from node.role import Role, RoleKind
 from node.role_services import DECODE, PREFILL
 from node.role_switch import RoleSwitch
@@ -57,6 +57,8 @@ from protos.baton.v1 import common_pb2
 log = logging.getLogger("baton")
 
 _CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
+# What is closed after serving may wait for a rank that is stopped.
+_CLOSE_S = 30.0
 # Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
 
@@ -64,56 +66,61 @@ _FAIL_REQUESTS_S = 1.0
 def run_node(
     program: str,
     settings: NodeSettings,
+    supervisor: Supervisor,
     role: common_pb2.Role.ValueType,
     kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
-    """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others.
+    """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others. Never returns.
 
-    Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
+    Exit code 2: a setting cannot work; 1: another fault; else 0."""
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    fault = Fault("", 0)
     try:
-        raise_file_limit()
-        Address.parse(settings.listen, field="listen")
-        check_advertised(settings.advertise)
-        hosts = Hosts.of(settings)
-        supervisor = Supervisor(settings.supervisor)
-        with asyncio.Runner() as runner, ExitStack() as loading:
-            # Bound first, so that a port that is taken is an error before the model is loaded.
-            server = runner.run(_bind(settings, role))
-            metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
-            starting = Starting(settings, role, server, supervisor)
-            if hosts.rank == 0:
-                loading.enter_context(starting.serving(runner))
-            supervisor.report("looking for the model", address=server.address)
-            directory = find_model(settings.model, weights=settings.load_format != "dummy")
-            settings = settings.model_copy(update={"model": directory})
-            if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
-                config = read_config(directory)
-                local_config(config, plan_experts(as_rank(0, settings), config, settings))
-            if hosts.count > 1:
-                tls = PeerTls.read(settings, _CERTIFIED[role])
-                if hosts.rank > 0:
-                    services = (SERVICE_NAME, PREFILL, DECODE)
-                    sys.exit(runner.run(run_host(settings, directory, hosts, tls, server, services)))
-            with start_ranks(settings, program, _CERTIFIED[role]) as group:
-                with ending_at_sigterm():
-                    parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
-                    built = load(settings, parallel, supervisor=supervisor)
-                group.loaded()
-                loading.close()  # from here on the loop runs on this thread
-                runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
-        leave()
-    except ConfigError as error:
-        fail(program, error)
-    except (RuntimeError, MemoryError) as error:
-        if (line := describe_out_of_memory(error)) is None:
-            raise
-        log.error("%s", line)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        log.info("interrupted")
+        _run_process(program, settings, supervisor, role, kinds)
+    except BaseException as error:  # noqa: BLE001  nothing is left to do but to log it
+        fault = Fault.of(error)
+    fault.log(program)
+    exit_at_once(fault.exit_code)
+
+
+def _run_process(
+    program: str,
+    settings: NodeSettings,
+    supervisor: Supervisor,
+    role: common_pb2.Role.ValueType,
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+) -> None:
+    raise_file_limit()
+    Address.parse(settings.listen, field="listen")
+    check_advertised(settings.advertise)
+    hosts = Hosts.of(settings)
+    with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
+        # Bound first, so that a port that is taken is an error before the model is loaded.
+        server = runner.run(_bind(settings, role))
+        metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
+        starting = Starting(settings, role, server, supervisor)
+        if hosts.rank == 0:
+            loading.enter_context(starting.serving(runner))
+        supervisor.report("looking for the model", address=server.address)
+        directory = find_model(settings.model, weights=settings.load_format != "dummy")
+        settings = settings.model_copy(update={"model": directory})
+        if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
+            config = read_config(directory)
+            local_config(config, plan_experts(as_rank(0, settings), config, settings))
+        if hosts.count > 1:
+            tls = PeerTls.read(settings, _CERTIFIED[role])
+            if hosts.rank > 0:
+                services = (SERVICE_NAME, PREFILL, DECODE)
+                exit_at_once(runner.run(run_host(settings, directory, hosts, tls, server, services, supervisor)))
+        with start_ranks(settings, program, _CERTIFIED[role]) as group:
+            with ending_at_signals():
+                parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
+                built = load(settings, parallel, supervisor=supervisor)
+            group.loaded()
+            loading.close()  # from here on the loop runs on this thread
+            runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
 
 
 async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:
@@ -161,10 +168,14 @@ async def _run(
             serving = asyncio.create_task(
                 serve(settings, node, server, metrics, switch, stop, supervisor, starting.service), name="serve"
             )
-            failure = await _first_of(serving, group, node)
-            if failure is not None:
-                await _fail_requests(switch.role, server)
-                group.abandon(failure)
+            with group.ending_at_errors():
+                failure = await _first_of(serving, group, node)
+                if failure is not None:
+                    await _fail_requests(switch.role, server)
+                    group.abandon(failure)
+            closing = threading.Timer(_CLOSE_S, exit_at_once, [1])
+            closing.daemon = True
+            closing.start()
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:

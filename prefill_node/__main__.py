@@ -7,9 +7,15 @@ def main() -> None:
     with plain_interrupts("prefill_node"):
         from baton.config import PrefillSettings
         from baton.environment import quiet_grpc
-        from baton.settings_reader import read_settings
+        from baton.errors import ConfigError
+        from baton.settings_reader import fail, read_settings
+        from baton.supervisor import Supervisor
 
         settings = read_settings(PrefillSettings, "prefill_node")
+        try:
+            supervisor = Supervisor(settings.supervisor)  # whose end ends this process during the imports too
+        except ConfigError as error:
+            fail("prefill_node", error)
         quiet_grpc()  # before its import, at which it reads the variable
         # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
         # once.
@@ -17,7 +23,7 @@ def main() -> None:
         from prefill_node.roles import ROLES
         from protos.baton.v1 import common_pb2
 
-    run_node("prefill_node", settings, common_pb2.ROLE_PREFILL, ROLES)
+    run_node("prefill_node", settings, supervisor, common_pb2.ROLE_PREFILL, ROLES)
 
 
 if __name__ == "__main__":

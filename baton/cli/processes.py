@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -87,6 +87,15 @@ class Process:
     @property
     def ready(self) -> bool:
         return self.stage == "ready"
+
+
+def check_running(processes: Iterable[Process]) -> None:
+    """Raises:
+    ConfigError: a process has ended; its own message is on stderr.
+    """
+    for process in processes:
+        if process.popen.poll() is not None:
+            raise ConfigError(f"{process.name} ended {process.how}", cure="see its message above")
 
 
 class _Reports:
@@ -207,9 +216,7 @@ class Processes:
     def _wait(self, processes: Sequence[Process], reached: Callable[[Process], bool], missing: str) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while waiting := [process for process in processes if not reached(process)]:
-            for process in waiting:
-                if process.popen.poll() is not None:
-                    raise ConfigError(f"{process.name} ended {process.how}", cure="see its message above")
+            check_running(processes)
             if time.monotonic() > deadline:
                 raise ConfigError(f"{waiting[0].name} {missing} after {_READY_TIMEOUT_S:.0f} s")
             self._receive(0.05)

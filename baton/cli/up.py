@@ -13,7 +13,7 @@ import typer
 
 from baton.cli.generate import stream_to_terminal
 from baton.cli.ports import DEFAULT_HTTP_PORT, http_listen, refuse_taken_port
-from baton.cli.processes import Process, Processes
+from baton.cli.processes import Process, Processes, check_running
 from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import DEFAULT_PORT, Client
@@ -109,7 +109,7 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
         processes.wait_ready([*nodes, gateway])
         try:
             ca = options.certs and options.certs / "ca.crt"
-            adapters = asyncio.run(_until_paired(gateway.address, prefill, decode, ca))
+            adapters = asyncio.run(_until_paired(gateway, prefill, decode, ca))
         except (Unauthenticated, PermissionDenied):
             paired = "whether all pairs are ready is for operators to see: BATON_API_KEY may have an operator's key"
         else:
@@ -190,18 +190,19 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 
 async def _until_paired(
-    gateway: str, prefill: list[Process], decode: list[Process], tls_ca: Path | None = None
+    gateway: Process, prefill: list[Process], decode: list[Process], tls_ca: Path | None = None
 ) -> list[str]:
     """Waits until every pair is ready. Returns the names of the adapters that all nodes have.
 
     Raises:
         Unauthenticated, PermissionDenied: the gateway wants an operator's key.
-        ConfigError: a pair was refused or was not ready in time; with the reasons.
+        ConfigError: a pair was refused or was not ready in time, with the reasons; or a process has ended.
     """
     wanted = len(prefill) * len(decode)
     deadline = time.monotonic() + _PAIRED_TIMEOUT_S
-    async with Client(gateway, tls_ca=tls_ca) as client:
+    async with Client(gateway.address, tls_ca=tls_ca) as client:
         while True:
+            check_running([*prefill, *decode, gateway])
             status = await client.cluster_status()
             peers = [
                 peer

@@ -96,13 +96,16 @@ def notice_loss(stream: Stream, *, within_s: float) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(within_s * 1000)))
 
 
-async def carry(local: Stream, remote: Stream) -> str:
+async def carry(local: Stream, remote: Stream, *, heard: asyncio.Event | None = None) -> str:
     """Copies both ways until one end closes or breaks, then closes both.
+
+    Args:
+        heard: set once the local end has sent something.
 
     Returns:
         Why the remote end closed or broke; "" if it was the local one.
     """
-    up = asyncio.create_task(_copy(local, remote, to_local=False), name="to-host")
+    up = asyncio.create_task(_copy(local, remote, to_local=False, heard=heard), name="to-host")
     down = asyncio.create_task(_copy(remote, local, to_local=True), name="from-host")
     done, waiting = await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
@@ -111,7 +114,9 @@ async def carry(local: Stream, remote: Stream) -> str:
     return next((why for ended, why in (task.result() for task in done) if ended is remote), "")
 
 
-async def _copy(source: Stream, target: Stream, *, to_local: bool) -> tuple[Stream, str]:
+async def _copy(
+    source: Stream, target: Stream, *, to_local: bool, heard: asyncio.Event | None = None
+) -> tuple[Stream, str]:
     """Returns which of the two ended, and why.
 
     NOTE: a rank that reads nothing for long, as while it captures graphs, must not stop the reading from the other
@@ -124,6 +129,8 @@ async def _copy(source: Stream, target: Stream, *, to_local: bool) -> tuple[Stre
             return source, str(error)
         if not data:
             return source, "it closed the connection"
+        if heard is not None:
+            heard.set()
         try:
             target.writer.write(data)
             if not to_local:

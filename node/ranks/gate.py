@@ -1,38 +1,38 @@
-"""`python -m node.ranks.gate`: the process at which the ranks of other hosts reach rank 0.
+"""The process at which the ranks of other hosts reach rank 0.
 
-It is a process of its own, so that neither steps nor calls wait for rank 0's Python. Only rank 0 starts it, with the
-number of an inherited socket, over which it gets its `GateSetup` and reports `Joined`, `Lost` and `Failed`.
+It is a process of its own, so that neither steps nor calls wait for rank 0's Python. Rank 0 starts it through
+`node.ranks.child`, with the number of an inherited socket, over which it gets its `GateSetup` and reports `Joined`,
+`Lost` and `Failed`.
 """
 
 import asyncio
 import json
 import logging
-import signal
 import socket
-import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, PeerRefused
+from baton.exits import exit_at_once
 from baton.logs import set_up_logging
 from baton.rpc.server import Address
 from baton.security.peers import PeerTls
 from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
 from node.ranks.hosts import Hosts
 from node.ranks.messages import Failed, GateSetup, Joined, Lost
-from node.ranks.parent import end_with, exit_at_once
 
 log = logging.getLogger("baton")
 
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control = Connection(int(sys.argv[1]))
-    setup: GateSetup = control.recv()
-    end_with(setup.parent)
+def main(arguments: Sequence[str]) -> None:
+    control = Connection(int(arguments[0]))
+    try:
+        setup: GateSetup = control.recv()
+    except (EOFError, OSError):  # rank 0 is gone
+        exit_at_once(1)
     settings = setup.settings
     set_up_logging(settings.log_level, role=setup.program, name=settings.name or "", form=settings.log_format)
     try:
@@ -138,7 +138,3 @@ def _is_address(leader: Address) -> bool:
     """Whether host 0 listens there only. A name may be of an address that host 0 does not have itself."""
     host = leader.host.strip("[]")
     return host not in _EVERYWHERE and (":" in host or host.replace(".", "").isdigit())
-
-
-if __name__ == "__main__":
-    main()

@@ -5,11 +5,9 @@ Its ranks are child processes with plain sockets; this process carries their byt
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import ssl
-import sys
 import time
 from pathlib import Path
 
@@ -21,19 +19,29 @@ from baton.rpc.server import GrpcServer, write_ready_file
 from baton.security.peers import PeerTls
 from baton.supervisor import Supervisor
 from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line
+from node.ranks.child import child_command
 from node.ranks.hosts import JOIN_S, Hosts
 from node.ranks.messages import CHANNELS
+from node.ranks.stopped import StoppedFor
 
 log = logging.getLogger("baton")
 
 _RETRY_S = 0.5
 _LOG_EVERY_S = 30.0
-# After host 0 is gone, ranks end by themselves within that time, unless they wait for a GPU.
-_END_S = 5.0
+# After host 0 or a rank is gone, ranks end by themselves within that time, unless they load or wait for a GPU.
+_END_S = 3.0
+# Killed ranks are waited for; one in a driver's call may stay.
+_REAP_S = 1.0
 
 
 async def run_host(
-    settings: NodeSettings, model: Path, hosts: Hosts, tls: PeerTls, server: GrpcServer, services: tuple[str, ...]
+    settings: NodeSettings,
+    model: Path,
+    hosts: Hosts,
+    tls: PeerTls,
+    server: GrpcServer,
+    services: tuple[str, ...],
+    supervisor: Supervisor,
 ) -> int:
     """Runs this host's ranks until they have ended.
 
@@ -48,7 +56,6 @@ async def run_host(
         ConfigError: host 0 refuses this host, or does not answer.
     """
     stop = asyncio.Event()
-    supervisor = Supervisor(settings.supervisor)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -135,13 +142,16 @@ async def _follow(
     settings: NodeSettings, model: Path, ranks: dict[int, dict[str, Stream]], stopping: "asyncio.Task[bool]"
 ) -> int:
     carried: list[asyncio.Task[str]] = []
+    loaded = asyncio.Event()  # a rank's first answer to a call comes once it has loaded its part of the model
     workers: dict[int, asyncio.subprocess.Process] = {}
     for rank, streams in ranks.items():
         ends = []
         for channel in CHANNELS:
             ours, theirs = socket.socketpair()
             ends.append(theirs)
-            carried.append(asyncio.create_task(carry(await Stream.over(ours), streams[channel]), name=f"rank-{rank}"))
+            heard = loaded if channel == "calls" else None
+            carrying = carry(await Stream.over(ours), streams[channel], heard=heard)
+            carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
         descriptors = [end.fileno() for end in ends]
         workers[rank] = await asyncio.create_subprocess_exec(
             *worker_command(*descriptors, model=model),
@@ -152,22 +162,37 @@ async def _follow(
         for end in ends:
             end.close()
     waits = {asyncio.create_task(worker.wait(), name=f"wait-{rank}"): rank for rank, worker in workers.items()}
+    stopped = asyncio.create_task(_stopped_while_loading(workers, loaded), name="stopped-ranks")
     try:
-        await asyncio.wait([*waits, *carried, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not any(task.done() for task in (*waits, *carried)):
             # All hosts of a node are told to end together; host 0 drains first.
             log.info("asked to end: waiting for host 0 to drain")
             await asyncio.wait(
                 [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
             )
+        if stopped.done():
+            log.error("%s: this host's ranks end, and with them the node", stopped.result())
+            return 1
         return await explain_end(waits, carried)
     finally:
+        stopped.cancel()
         for worker in workers.values():
             if worker.returncode is None:
                 worker.kill()
-        await asyncio.gather(*(worker.wait() for worker in workers.values()))
+        await asyncio.wait(waits, timeout=_REAP_S)
         for task in carried:
             task.cancel()
+
+
+async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]", loaded: asyncio.Event) -> str:
+    """Returns when a rank is stopped while all wait for each other; never once they have loaded."""
+    ranks = {worker.pid: rank for rank, worker in workers.items()}
+    stopped = StoppedFor(ranks)
+    while True:
+        if not loaded.is_set() and (pid := stopped.first()) is not None:
+            return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) before it serves"
+        await asyncio.sleep(stopped.INTERVAL_S)
 
 
 async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
@@ -179,7 +204,8 @@ async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyn
             "rank %d %s: this host's ranks end, and with them the node", waits[failed], how_ended(failed.result())
         )
         return 1
-    await asyncio.wait(waits, timeout=_END_S)
+    if lost:
+        await asyncio.wait(waits, timeout=_END_S)
     if all(task.done() and task.result() == 0 for task in waits):
         log.info("host 0 has ended, and this host's ranks with it")
         return 0
@@ -189,9 +215,10 @@ async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyn
 
 async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[int] | None":
     """Waits a moment, because a rank's connections break before its end is known."""
-    waiting = set(waits)
+    waiting, deadline_s = set(waits), time.monotonic() + _END_S
     while waiting:
-        done, waiting = await asyncio.wait(waiting, timeout=_END_S, return_when=asyncio.FIRST_COMPLETED)
+        left_s = max(0.0, deadline_s - time.monotonic())
+        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if failed := next((task for task in done if task.result() != 0), None):
             return failed
         if not done:
@@ -211,5 +238,4 @@ def worker_command(calls: int, steps: int, *, model: Path) -> list[str]:
         calls, steps: numbers of the inherited sockets.
         model: directory of the model on this host.
     """
-    # NOTE: -P: without it a `models.py` in the user's working directory shadows our package.
-    return [sys.executable, "-P", "-m", "node.ranks.worker", str(calls), str(steps), str(os.getpid()), str(model)]
+    return child_command("node.ranks.worker", calls, steps, model)

@@ -1,7 +1,5 @@
 """How a process becomes a rank: its device, and the group of torch.distributed."""
 
-import logging
-import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -82,18 +80,6 @@ def _device_to(host: str, port: int) -> str:
         if any(each.address.partition("%")[0] == own for each in addresses):
             return name
     return "lo"
-
-
-def leave() -> None:
-    """Leaves the group, if there is one. A rank calls this last."""
-    if not dist.is_initialized():
-        return
-    if dist.get_backend() == "gloo":
-        dist.destroy_process_group()
-        return
-    # NOTE: NCCL would wait for the graphs that it is part of, and for ranks that are gone.
-    logging.shutdown()
-    os._exit(0)
 
 
 def rank_device(settings: NodeSettings, rank: int) -> str:

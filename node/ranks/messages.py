@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Up:
-    """The answer to a `Setup`: the rank is about to meet the others."""
+    """The answer to a `Setup`: the rank is about to meet the others. A `node.fault.Fault` may follow, if it ends."""
 
 
 # ---- between rank 0 and its gate
@@ -61,14 +61,12 @@ class GateSetup:
 
     Attributes:
         ends: numbers of the inherited sockets, by rank and channel.
-        parent: id of the process that started it.
     """
 
     settings: NodeSettings
     program: str
     role: Role
     ends: dict[tuple[int, str], int]
-    parent: int
 
 
 @dataclass(frozen=True)

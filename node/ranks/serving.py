@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from baton.errors import BatonError, InternalError
@@ -41,11 +42,19 @@ _STUCK_AFTER_S = 4.0
 class TransferServer:
     """Args:
     make: makes this rank's transfer for the node's incarnation.
+    guard: entered before the transfer is opened, and again while it serves; it sees errors first.
     """
 
-    def __init__(self, rank: int, make: Callable[[int, OnFilled, OnRefused], KVTransfer]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        make: Callable[[int, OnFilled, OnRefused], KVTransfer],
+        *,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._rank = rank
         self._make = make
+        self._guard = guard
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, calls: socket.socket) -> None:
@@ -61,9 +70,11 @@ class TransferServer:
             transfer = self._make(start.incarnation, channel.send, channel.send)
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             transfer.watch(lambda peer, error: channel.send(LinkFailed(peer, error)), failed.set_exception)
-            async with transfer:
-                channel.send(Answer(start.number))
-                await self._follow(channel, transfer, failed)
+            with self._guard():
+                async with transfer:
+                    with self._guard():
+                        channel.send(Answer(start.number))
+                        await self._follow(channel, transfer, failed)
         finally:
             await channel.close()
 

@@ -1,49 +1,45 @@
-"""`python -m node.ranks.worker`: a rank above 0. Follows rank 0's steps on one thread and serves its KV transfer on an
-event loop; ends with rank 0, however that ends.
+"""The process of a rank above 0. Follows rank 0's steps on one thread and serves its KV transfer on an event loop; ends
+with rank 0, however that ends.
 
-Only rank 0 or its host's process starts it, with the numbers of two inherited sockets, one for calls and one for steps,
-its own process id, and the directory of the model on this host.
+Rank 0 or its host's process starts it through `node.ranks.child`, with the numbers of two inherited sockets, one for
+calls and one for steps, and the directory of the model on this host.
 """
 
 import asyncio
 import logging
-import signal
+import os
 import socket
-import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
-from baton.errors import ConfigError
+from baton.exits import END_S, exit_at_once
 from baton.logs import set_up_logging
 from engine.build import Built
-from engine.device.out_of_memory import describe_out_of_memory
 from node.assembly import load, open_transfer
-from node.ranks.join import join, leave
+from node.fault import Fault
+from node.ranks.join import join
 from node.ranks.messages import Setup, Up
-from node.ranks.parent import end_with, exit_at_once
 from node.ranks.serving import TransferServer
 from node.ranks.steps import follow
 
 log = logging.getLogger("baton")
 
-# Rank 0 most likely finds the same fault. It gets this long to log it and end this process, so it is logged once.
-_LEADER_FIRST_S = 1.0
 
-
-def main() -> None:
-    calls, steps = socket.socket(fileno=int(sys.argv[1])), Connection(int(sys.argv[2]))
-    # A terminal's Ctrl-C and a group's SIGTERM reach every process: rank 0 drains, and then ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with(int(sys.argv[3]))
+def main(arguments: Sequence[str]) -> None:
+    for descriptor in map(int, arguments[:2]):
+        os.set_inheritable(descriptor, False)
+    calls, steps = socket.socket(fileno=int(arguments[0])), Connection(int(arguments[1]))
     try:
         setup = receive_setup(steps)
     except EOFError:
         exit_at_once(1)
-    settings = setup.settings.model_copy(update={"model": Path(sys.argv[4])})
+    settings = setup.settings.model_copy(update={"model": Path(arguments[2])})
     level = settings.log_level
     # Rank 0 logs what all ranks do.
     set_up_logging(
@@ -52,27 +48,14 @@ def main() -> None:
         name=f"{settings.name or ''} rank {setup.rank}".strip(),
         form=settings.log_format,
     )
-    try:
+    with _ending_at_errors(steps, setup):
         parallel = join(setup.rank, settings, meeting=setup.meeting)
         built = load(settings, parallel=parallel)
-        thread = threading.Thread(target=_follow, args=(steps, built), name="device", daemon=True)
+        thread = threading.Thread(target=_follow, args=(steps, setup, built), name="device", daemon=True)
         thread.start()
-        asyncio.run(TransferServer(setup.rank, partial(open_transfer, settings, built)).serve(calls))
-    except ConfigError as error:
-        time.sleep(_LEADER_FIRST_S)
-        log.error("%s", error)
-        exit_at_once(2)
-    except EOFError:
-        exit_at_once(1)
-    except Exception as error:
-        if (line := describe_out_of_memory(error)) is None:
-            log.exception("rank %d failed", setup.rank)
-        else:
-            time.sleep(_LEADER_FIRST_S)
-            log.error("%s", line)
-        exit_at_once(1)
+        make = partial(open_transfer, settings, built)
+        asyncio.run(TransferServer(setup.rank, make, guard=partial(_ending_at_errors, steps, setup)).serve(calls))
     thread.join()
-    leave()
     exit_at_once(0)
 
 
@@ -90,16 +73,31 @@ def receive_setup(steps: Connection) -> Setup:
     return setup
 
 
-def _follow(steps: Connection, built: Built) -> None:
+def _follow(steps: Connection, setup: Setup, built: Built) -> None:
     try:
         follow(steps, built.runner)
-    except Exception as error:
-        if (line := describe_out_of_memory(error)) is None:
-            log.exception("an engine step failed")
-        else:
-            log.error("an engine step failed: %s", line)
+    except Exception as error:  # noqa: BLE001  rank 0 logs it
+        _end_with(Fault.of(error).within("an engine step failed"), steps, setup)
+
+
+@contextmanager
+def _ending_at_errors(steps: Connection, setup: Setup) -> Iterator[None]:
+    """An error of the block ends this rank before anything around the block is closed, which may wait for others."""
+    try:
+        yield
+    except EOFError:  # rank 0 is gone
         exit_at_once(1)
+    except Exception as error:  # noqa: BLE001  rank 0 logs it
+        _end_with(Fault.of(error), steps, setup)
 
 
-if __name__ == "__main__":
-    main()
+def _end_with(fault: Fault, steps: Connection, setup: Setup) -> NoReturn:
+    """Lets rank 0 log the fault and end the node. The log of another host is read on its own, so it is there too."""
+    with suppress(OSError):
+        steps.send(fault)
+    if setup.rank >= setup.settings.ranks_per_host:
+        fault.log(setup.program)
+    else:
+        # Rank 0 kills this process. Until then its connections stay, so that no rank's first fault is that they broke.
+        time.sleep(END_S)
+    exit_at_once(fault.exit_code)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -25,8 +26,12 @@ if "fail" in sys.argv:
     raise SystemExit(3)
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "slow" in sys.argv:
+    signal.pause()
 supervisor.report("loading", done=1, total=4, address="127.0.0.1:1")
 supervisor.report("ready")
+if "leave" in sys.argv:
+    raise SystemExit(4)
 while True:
     signal.pause()
 """
@@ -75,6 +80,13 @@ def test_a_child_that_ends_is_an_error_with_its_name_and_exit_code() -> None:
             processes.wait_ready([child])
 
 
+def test_a_child_that_ends_once_it_is_ready_is_an_error_while_others_start() -> None:
+    with Processes(lambda line: None, launch=start_child) as processes:
+        children = [processes.start("node", [word], name=word) for word in ("leave", "slow")]
+        with pytest.raises(ConfigError, match="leave ended with exit code 4"):
+            processes.wait_ready(children)
+
+
 def test_children_end_when_their_parent_is_killed_even_if_they_ignore_sigterm() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=child_environment()
@@ -90,6 +102,36 @@ def test_children_end_when_their_parent_is_killed_even_if_they_ignore_sigterm() 
         parent.stdout.close()
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert alive == []
+
+
+def test_a_process_ends_with_its_supervisor_whatever_its_log_pipe_does() -> None:
+    reads, writes = full_pipe()
+
+    def start(program: str, arguments: Sequence[str]) -> Running:
+        command = [sys.executable, "-c", CHILD, program, *arguments]
+        return subprocess.Popen(command, env=child_environment(), stderr=writes)
+
+    processes = Processes(lambda line: None, launch=start)
+    child = processes.start("node", ["deaf"])
+    processes.wait_ready([child])
+    processes.running.clear()  # it is not asked to end: only the connection to it is closed
+    processes.__exit__(None, None, None)
+    try:
+        assert child.popen.wait(DEADLINE_S) == 1
+    finally:
+        child.popen.kill()
+        os.close(reads)
+        os.close(writes)
+
+
+def full_pipe() -> tuple[int, int]:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with suppress(BlockingIOError):
+        while os.write(writes, bytes(1 << 12)):
+            pass
+    os.set_blocking(writes, True)
+    return reads, writes
 
 
 def test_a_process_whose_supervisor_has_ended_does_not_start() -> None:

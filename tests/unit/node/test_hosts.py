@@ -96,12 +96,8 @@ def test_a_rank_whose_leader_is_gone_ends_without_a_word() -> None:
 
 
 def test_a_leader_waits_for_a_rank_for_a_bounded_time() -> None:
-    workers = []
-    for rank in (1, 2):
-        steps, end = Pipe()
-        workers.append(Worker(rank, None, socket.socket(), steps))
-        if rank == 1:
-            end.send(Up())
+    workers = [Worker(rank, None, socket.socket(), Pipe()[0]) for rank in (1, 2)]
+    workers[0].answers.put(Up())
     with pytest.raises(ConfigError, match="rank 2 of another host has not come within 0 s"):
         wait_for_ranks(workers, within_s=0.0)
     for worker in workers:
@@ -175,7 +171,7 @@ async def open_gate(certificates: Path, port: int) -> AsyncIterator[tuple[dict[s
         ours[channel], end = socket.socketpair()
         theirs[1, channel] = end.detach()
     control, its_control = Pipe()
-    setup = GateSetup(of_role(certificates, "decode", port), "decode_node", Role.DECODE, theirs, 0)
+    setup = GateSetup(of_role(certificates, "decode", port), "decode_node", Role.DECODE, theirs)
     serving = asyncio.create_task(Gate(setup, its_control).serve())
     try:
         yield ours, control

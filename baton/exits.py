@@ -1,0 +1,44 @@
+"""The end of a process: at once, and within a bounded time, whatever its threads wait for.
+
+No process of a node runs the interpreter's exit: there NCCL's teardown waits for ranks that are gone, and threads that
+wait for a GPU are joined.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+# For the last lines, which a full pipe does not take, and for the end of child processes.
+END_S = 2.0
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Ends this process without cleanup, once its log lines are written. Any thread may call it."""
+    exit_within(END_S)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
+def exit_within(seconds: float) -> None:
+    """Ends this process with exit code 1 after that time, unless it has ended by then. Any thread may call it.
+
+    NOTE: a thread of Python's own would not do: it needs the interpreter, which a call into C may hold for ever.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+
+
+@contextmanager
+def ending_soon_if_it_fails() -> Iterator[None]:
+    """An error of the block may close things in order on its way out, but not for longer than `END_S`."""
+    try:
+        yield
+    except BaseException:
+        exit_within(END_S)
+        raise

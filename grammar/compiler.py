@@ -250,8 +250,10 @@ _KEYWORDS_OF_MESSAGES = (
     ("Properties", "minProperties"),
     ("required", "required"),
     ("regex", "pattern"),
+    ("fuel", "multipleOf"),
+    ("fuel", "pattern"),
 )
-_REGEX_HEAD = " (in regex): regex parse error:"
+_REGEX_HEAD = "regex parse error:"
 _REGEX_MISTAKE = re.compile(r"^error: (.+)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 
@@ -262,10 +264,11 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
     line = _PLACE.match(first)
     why = first[line.end() :] if line else first
     if why.endswith(_REGEX_HEAD) and (mistake := _REGEX_MISTAKE.search(message)):  # its first line only names the regex
-        why = f"{why.removesuffix(_REGEX_HEAD)}: {mistake[1][:300]}"
+        why = f"{why.removesuffix(_REGEX_HEAD).removesuffix(' (in regex): ')}: {mistake[1][:300]}".removeprefix(": ")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         why = why.removeprefix("failed to compile JSON schema: ")
-        keyword = next((name for part, name in _KEYWORDS_OF_MESSAGES if part in why), "")
+        named = (name for part, name in _KEYWORDS_OF_MESSAGES if part in why and f'"{name}"' in grammar.text)
+        keyword = next(named, "")
         if why.startswith("Unsatisfiable"):
             return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
         about = (

@@ -38,7 +38,7 @@ _CACHED_GRAMMARS = 64
 # Otherwise the library writes out what the grammar forces before each mask, and tokenizes it: 70 ms for each token of a
 # text of 200 kB, and without end where the grammar forces one byte for ever: of `a+ a+`, the first part takes all.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_THREADS = 2  # that compile
+_THREADS = 4  # that compile
 
 
 class GrammarCompiler:
@@ -104,17 +104,22 @@ class GrammarCompiler:
         ends, words = self._eos_token_ids, tokenizer.mask_words
         return Matcher(state, ends, num_tokens=tokenizer.num_tokens, words=words, budget=budget)
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compiles the grammar in the background, so that `matcher` need not. Reports no error.
+    def prepare(self, grammar: Grammar) -> "Future[LLMatcher]":
+        """Compiles the grammar in the background, so that `matcher` need not. The future gets any error.
 
         Raises:
             InvalidRequest: no grammar can be followed here.
         """
         check_usable(self._path, self._eos_token_ids)
+        compiled, is_new = self._enter(grammar)
+        if is_new:
+            self._threads().submit(self._compile_into, compiled, grammar)
+        return compiled
+
+    def is_pending(self, grammar: Grammar) -> bool:
+        """Whether `matcher` would wait for `prepare`."""
         with self._lock:
-            if grammar in self._compiled:
-                return
-        self._threads().submit(self._compile_once, grammar)
+            return grammar in self._compiled and not self._compiled[grammar].done()
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -122,23 +127,29 @@ class GrammarCompiler:
             return self._background
 
     def _compile_once(self, grammar: Grammar) -> LLMatcher:
+        compiled, is_new = self._enter(grammar)
+        if is_new:
+            self._compile_into(compiled, grammar)
+        return compiled.result()
+
+    def _enter(self, grammar: Grammar) -> "tuple[Future[LLMatcher], bool]":
+        """The place for the grammar's compiled form, and whether the caller has to fill it."""
         with self._lock:
-            waiting = self._compiled.get(grammar)
-            if waiting is None:
-                mine = self._compiled[grammar] = Future[LLMatcher]()
-                while len(self._compiled) > _CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            else:
+            if (compiled := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-        if waiting is not None:
-            return waiting.result()
+                return compiled, False
+            compiled = self._compiled[grammar] = Future[LLMatcher]()
+            while len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return compiled, True
+
+    def _compile_into(self, compiled: "Future[LLMatcher]", grammar: Grammar) -> None:
         try:
-            mine.set_result(self.compile(grammar))
+            compiled.set_result(self.compile(grammar))
         except BaseException as error:  # noqa: BLE001  every thread that waits for it gets it
             with self._lock:
                 self._compiled.pop(grammar, None)
-            mine.set_exception(error)
-        return mine.result()
+            compiled.set_exception(error)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """The grammar library's state at the start of an output; it is not kept.

@@ -1,9 +1,11 @@
 """Requests whose grammars become too expensive are ended, typed, and cost their neighbours nothing."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from baton.config import DEMO_MODELS, tokenizer_file
@@ -58,6 +60,7 @@ def assert_too_expensive(events: EventRecorder, name: str) -> None:
     assert "left recursion" in error.cure
 
 
+@pytest.mark.slow
 async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other(demo: Built) -> None:
     neighbours = {
         "free": SamplingParams(max_tokens=NEIGHBOUR_TOKENS, temperature=1.0, seed=1, ignore_eos=True),
@@ -96,3 +99,33 @@ async def test_a_resumed_output_of_an_expensive_grammar_is_ended_while_it_is_rep
         await engine.abort("resumed")
     assert_too_expensive(events, "resumed")
     assert not events.ids("resumed")
+
+
+async def test_requests_decode_while_the_grammar_of_a_reserved_one_is_compiled(
+    demo: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = endless(Grammar(GrammarKind.REGEX, "[a-y ]{2000}"), max_tokens=20)
+    free = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+    go_on, compile_now = threading.Event(), demo.grammars.compile
+
+    def compile_later(grammar: Grammar) -> LLMatcher:
+        assert go_on.wait(30)
+        return compile_now(grammar)
+
+    monkeypatch.setattr(demo.grammars, "compile", compile_later)
+    async with running(demo) as (engine, events):
+        try:
+            engine.reserve(request("slow", PROMPT, slow))
+            engine.prefill_here("slow", ())
+            for name in ("first", "second"):
+                engine.submit(request(name, PROMPT, free))
+                await events.finished(name)
+            engine.reserve(request("third", PROMPT, free))
+            engine.prefill_here("third", ())
+            await events.finished("third")
+            assert not events.ids("slow")
+        finally:
+            go_on.set()
+        await events.finished("slow")
+    assert not events.errors
+    assert len(events.ids("slow")) == 20

@@ -72,9 +72,9 @@ class Matcher:
         return self._ended or (bool(self._state.is_stopped()) and not self._state.is_error())
 
     @property
-    def state(self) -> LLMatcher | None:
-        """The grammar library's state; None when the mask does not depend on it."""
-        return None if self.is_ended else self._state
+    def state(self) -> LLMatcher:
+        """The grammar library's state, on which the mask depends until the output is ended."""
+        return self._state
 
     def consume(self, token_id: int) -> None:
         """Takes the next token of the output.
@@ -141,7 +141,7 @@ class MaskFiller:
         assert all(matcher.words == masks_RW.shape[1] for matcher in matchers), "the masks have other sizes"
         unfinished = []
         for row, matcher in enumerate(matchers):
-            if matcher.state is None:
+            if matcher.is_ended:
                 matcher.fill_ended(masks_RW[row])
             else:
                 unfinished.append((matcher, row))

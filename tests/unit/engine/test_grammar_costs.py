@@ -41,10 +41,8 @@ AMBIGUOUS = {
 TOKENS, NEIGHBOUR_TOKENS = 200, 60
 
 
-def endless(grammar: Grammar, **given: int) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": TOKENS, "temperature": 1.0, "seed": 3, "grammar": grammar, "ignore_eos": True, **given}
-    )
+def endless(grammar: Grammar, *, max_tokens: int = TOKENS) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, grammar=grammar, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

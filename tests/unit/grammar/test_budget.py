@@ -69,7 +69,7 @@ def test_only_the_expensive_one_of_many_outputs_is_ended(tokenizer: Tokenizer) -
     filler = MaskFiller(clock(0.01))
     expected = np.empty_like(masks[:1])
     assert MaskFiller().fill([matcher_of(None)], expected) == [None]
-    errors = []
+    errors: list[InvalidRequest | None] = []
     while not errors or (errors[-1] is None and len(errors) < 100):
         cheap, expensive, unbounded = filler.fill(matchers, masks)
         assert cheap is None

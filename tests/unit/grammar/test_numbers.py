@@ -173,7 +173,8 @@ def texts_near(schema: dict[str, Any]) -> Iterator[str]:
 def drawn(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: str, random: Random) -> str | None:
     """A random output; None: it was too long."""
     matcher = compiler.matcher(Grammar(GrammarKind.JSON_SCHEMA, schema))
-    masks, output = np.empty((1, matcher.words), np.int32), []
+    masks = np.empty((1, matcher.words), np.int32)
+    output: list[int] = []
     for _ in range(20):
         assert MaskFiller().fill([matcher], masks) == [None]
         allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()

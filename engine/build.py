@@ -1,6 +1,7 @@
 """Builds a runner from a node's settings: config, layout, backend, model, cache, in this order; then measures it."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -229,7 +230,8 @@ def build_runner(
                 batch_invariant=settings.batch_invariant,
             )
         _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
-    grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
+    clock = time.thread_time if parallel.rank == 0 else None  # rank 0 ends requests
+    grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids, clock=clock)
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
         known = replace(facts, num_blocks=cache.shape.num_blocks, state_slots=cache.shape.state_slots)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -57,7 +58,7 @@ class Engine:
         num_adapters: int = 0,
     ) -> None:
         self._grammars = grammars
-        self._scheduler = Scheduler(limits, runner.facts, meter)
+        self._scheduler = Scheduler(limits, runner.facts, meter, is_pending=grammars.is_pending)
         self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
@@ -298,9 +299,16 @@ class Engine:
         return replace(request, adapter_slot=self.adapters.slot_of(request.adapter))
 
     def _prepare_grammar(self, request: EngineRequest) -> None:
-        """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""
-        if (grammar := request.sampling.grammar) is not None and request.stop_tokens is None:
-            self._grammars.prepare(grammar)
+        """Begins to compile the request's grammar; wakes the loop when a reserved request may run."""
+        if (grammar := request.sampling.grammar) is None or request.stop_tokens is not None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._wake.set)
+
+        self._grammars.prepare(grammar).add_done_callback(wake)
 
     def _check_alive(self) -> None:
         if self._over is not None:

@@ -1,6 +1,7 @@
 """Compiles grammars for one tokenizer, with bounded cost, and keeps the latest ones."""
 
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from baton.errors import InternalError, InvalidRequest
 from baton.types import Grammar, GrammarKind
+from grammar.budget import Budget
 from grammar.gbnf import lark_from_gbnf
 from grammar.lark import one_of, read_choices, readable_lark, regex
 from grammar.limits import check_size, check_usable
@@ -25,11 +27,18 @@ from grammar.tags import lark_from_tags
 # Bounds of one grammar. They bound most of the work, and `grammar.checker` the rest.
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 100_000
+# Bounds of one mask, by count, so the same on every node. A mask of M items in rows of N takes up to M x N x N x 8 ps
+# where the grammar is ambiguous, and 100 ns an item where it is not. Only rules of a grammar's own make rows grow with
+# the output. Others are as long as their lists of names, and an object of 100 optional ones needs all of these items.
+_SCHEMA_ITEMS, _SCHEMA_ROW_ITEMS = 50_000, 2000
+_MIXED_ITEMS, _MIXED_ROW_ITEMS = 50_000, 1000
+_RULE_ITEMS, _RULE_ROW_ITEMS = 20_000, 500
+_WITH_RULES = {GrammarKind.LARK, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG}
 _CACHED_GRAMMARS = 64
 # Otherwise the library writes out what the grammar forces before each mask, and tokenizes it: 70 ms for each token of a
 # text of 200 kB, and without end where the grammar forces one byte for ever: of `a+ a+`, the first part takes all.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_THREADS = 2  # that compile
+_THREADS = 4  # that compile
 
 
 class GrammarCompiler:
@@ -39,9 +48,19 @@ class GrammarCompiler:
         tokenizer_json: a tokenizer of the `tokenizers` library.
         vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
         eos_token_ids: the ids that end a sequence.
+        clock: CPU time of the calling thread in seconds, by which outputs whose grammar takes too much are ended; None:
+            none is ended. Only one rank may end outputs: ranks take different times, and must draw the same tokens.
     """
 
-    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        clock: Callable[[], float] | None = time.thread_time,
+    ) -> None:
+        self._clock = clock
         self._path = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -79,20 +98,28 @@ class GrammarCompiler:
             InvalidRequest: as `check`.
         """
         state = self._compile_once(grammar).deep_copy()
-        tokenizer = self._read_tokenizer()
-        return Matcher(state, self._eos_token_ids, num_tokens=tokenizer.num_tokens, words=tokenizer.mask_words)
+        return self._matcher(state, self._read_tokenizer(), Budget(self._clock))
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compiles the grammar in the background, so that `matcher` need not. Reports no error.
+    def _matcher(self, state: LLMatcher, tokenizer: "_Tokenizer", budget: Budget) -> Matcher:
+        ends, words = self._eos_token_ids, tokenizer.mask_words
+        return Matcher(state, ends, num_tokens=tokenizer.num_tokens, words=words, budget=budget)
+
+    def prepare(self, grammar: Grammar) -> "Future[LLMatcher]":
+        """Compiles the grammar in the background, so that `matcher` need not. The future gets any error.
 
         Raises:
             InvalidRequest: no grammar can be followed here.
         """
         check_usable(self._path, self._eos_token_ids)
+        compiled, is_new = self._enter(grammar)
+        if is_new:
+            self._threads().submit(self._compile_into, compiled, grammar)
+        return compiled
+
+    def is_pending(self, grammar: Grammar) -> bool:
+        """Whether `matcher` would wait for `prepare`."""
         with self._lock:
-            if grammar in self._compiled:
-                return
-        self._threads().submit(self._compile_once, grammar)
+            return grammar in self._compiled and not self._compiled[grammar].done()
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -100,23 +127,29 @@ class GrammarCompiler:
             return self._background
 
     def _compile_once(self, grammar: Grammar) -> LLMatcher:
+        compiled, is_new = self._enter(grammar)
+        if is_new:
+            self._compile_into(compiled, grammar)
+        return compiled.result()
+
+    def _enter(self, grammar: Grammar) -> "tuple[Future[LLMatcher], bool]":
+        """The place for the grammar's compiled form, and whether the caller has to fill it."""
         with self._lock:
-            waiting = self._compiled.get(grammar)
-            if waiting is None:
-                mine = self._compiled[grammar] = Future[LLMatcher]()
-                while len(self._compiled) > _CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            else:
+            if (compiled := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-        if waiting is not None:
-            return waiting.result()
+                return compiled, False
+            compiled = self._compiled[grammar] = Future[LLMatcher]()
+            while len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return compiled, True
+
+    def _compile_into(self, compiled: "Future[LLMatcher]", grammar: Grammar) -> None:
         try:
-            mine.set_result(self.compile(grammar))
+            compiled.set_result(self.compile(grammar))
         except BaseException as error:  # noqa: BLE001  every thread that waits for it gets it
             with self._lock:
                 self._compiled.pop(grammar, None)
-            mine.set_exception(error)
-        return mine.result()
+            compiled.set_exception(error)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """The grammar library's state at the start of an output; it is not kept.
@@ -131,19 +164,18 @@ class GrammarCompiler:
             text = _READERS[grammar.kind](grammar.text, tokenizer)
         except UnicodeEncodeError:
             raise refusal("the grammar has half of a surrogate pair, which is not a character") from None
-        limits = LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SIZE, verbose_errors=False)
-        state = LLMatcher(tokenizer.library, text, log_level=0, limits=limits)
+        state = LLMatcher(tokenizer.library, text, log_level=0, limits=_limits(grammar.kind, text))
         if state.is_error():
             raise _refused(grammar, str(state.get_error()))
         self._check_start(state.deep_copy(), tokenizer)
         return state
 
     def _check_start(self, state: LLMatcher, tokenizer: "_Tokenizer") -> None:
-        """Makes the first mask: it is the slowest one, and shows whether there is any output at all."""
-        matcher = Matcher(state, self._eos_token_ids, num_tokens=tokenizer.num_tokens, words=tokenizer.mask_words)
+        """Makes the first mask: it is often the slowest one, and shows whether there is any output at all."""
+        matcher = self._matcher(state, tokenizer, Budget(self._clock))
         (failed,) = MaskFiller().fill([matcher], np.empty((1, matcher.words), np.int32))
         if failed is not None:
-            raise refusal(f"no output can follow the grammar: {failed.message}")
+            raise refusal(f"no output can follow the grammar: {failed.message}", cure=failed.cure)
 
     def _read_tokenizer(self) -> "_Tokenizer":
         with self._lock:
@@ -158,6 +190,20 @@ class GrammarCompiler:
             self._tokenizer = None
             mine.set_exception(error)
         return mine.result()
+
+
+def _limits(kind: GrammarKind, text: str) -> LLParserLimits:
+    items, row_items = _SCHEMA_ITEMS, _SCHEMA_ROW_ITEMS
+    if kind in _WITH_RULES:
+        items, row_items = (_MIXED_ITEMS, _MIXED_ROW_ITEMS) if "%json" in text else (_RULE_ITEMS, _RULE_ROW_ITEMS)
+        row_items = min(_SCHEMA_ROW_ITEMS, row_items + text.count("|"))
+    return LLParserLimits(
+        max_items_in_row=row_items,
+        step_max_items=items,
+        max_lexer_states=_LEXER_STATES,
+        max_grammar_size=_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
 
 
 class _Tokenizer:
@@ -250,8 +296,10 @@ _KEYWORDS_OF_MESSAGES = (
     ("Properties", "minProperties"),
     ("required", "required"),
     ("regex", "pattern"),
+    ("fuel", "multipleOf"),
+    ("fuel", "pattern"),
 )
-_REGEX_HEAD = " (in regex): regex parse error:"
+_REGEX_HEAD = "regex parse error:"
 _REGEX_MISTAKE = re.compile(r"^error: (.+)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 
@@ -262,10 +310,11 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
     line = _PLACE.match(first)
     why = first[line.end() :] if line else first
     if why.endswith(_REGEX_HEAD) and (mistake := _REGEX_MISTAKE.search(message)):  # its first line only names the regex
-        why = f"{why.removesuffix(_REGEX_HEAD)}: {mistake[1][:300]}"
+        why = f"{why.removesuffix(_REGEX_HEAD).removesuffix(' (in regex): ')}: {mistake[1][:300]}".removeprefix(": ")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         why = why.removeprefix("failed to compile JSON schema: ")
-        keyword = next((name for part, name in _KEYWORDS_OF_MESSAGES if part in why), "")
+        named = (name for part, name in _KEYWORDS_OF_MESSAGES if part in why and f'"{name}"' in grammar.text)
+        keyword = next(named, "")
         if why.startswith("Unsatisfiable"):
             return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
         about = (

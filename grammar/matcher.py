@@ -3,17 +3,26 @@
 A mask has one bit for each token id, in words of 32 bits, the lowest id in the lowest bit.
 """
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from baton.errors import InvalidRequest
+from grammar.budget import CURE, Budget
 from grammar.refusal import refusal
 
 Mask = NDArray[np.int32]
 _WORD_BITS = 32
+_BROKEN = "doesn't satisfy the grammar"  # a part of the library's message
+# After masks that take longer together, the next ones are timed one by one. Of 64 outputs on 2 cores, they take 1 ms.
+_SLOW_S = 0.004
+_TIMED_FILLS = 256
+_TIMING_THREADS = 8
 
 
 def mask_words(vocab_size: int) -> int:
@@ -29,9 +38,13 @@ class Matcher:
         eos_token_ids: end the output where the grammar is complete.
         num_tokens: of the tokenizer; the model's ids from this one on are never allowed.
         words: of a mask.
+        budget: what following the output may cost.
     """
 
-    def __init__(self, state: LLMatcher, eos_token_ids: Sequence[int], *, num_tokens: int, words: int) -> None:
+    def __init__(
+        self, state: LLMatcher, eos_token_ids: Sequence[int], *, num_tokens: int, words: int, budget: Budget
+    ) -> None:
+        self.budget = budget
         self._state = state
         self._eos_token_ids = eos_token_ids
         self._num_tokens = num_tokens
@@ -59,26 +72,42 @@ class Matcher:
         return self._ended or (bool(self._state.is_stopped()) and not self._state.is_error())
 
     @property
-    def state(self) -> LLMatcher | None:
-        """The grammar library's state; None when the mask does not depend on it."""
-        return None if self.is_ended else self._state
+    def state(self) -> LLMatcher:
+        """The grammar library's state, on which the mask depends until the output is ended."""
+        return self._state
 
     def consume(self, token_id: int) -> None:
         """Takes the next token of the output.
 
         Raises:
-            InvalidRequest: the grammar does not allow this token here, or it became too complex.
+            InvalidRequest: the grammar does not allow this token here, or it became too complex or too expensive.
         """
+        clock = self.budget.clock
+        started_s = 0.0 if clock is None else clock()
         if token_id in self._eos_token_ids and self.is_accepting:
             self._ended = True
         elif self.is_ended or not self._state.consume_token(token_id):
+            if _BROKEN not in str(self._state.get_error()):
+                self.check()
             raise refusal(f"token {token_id} breaks the grammar of the output", value=token_id)
+        if clock is not None:
+            self.budget.charge_token(clock() - started_s)
+            self.budget.check()
 
     def check(self) -> None:
-        """Raises InvalidRequest: the grammar became too complex to be followed."""
+        """Raises InvalidRequest: the grammar became too complex to be followed, or too expensive."""
         if self._state.is_error():
             why = str(self._state.get_error()).splitlines()[0]
-            raise refusal(f"the grammar became too complex to be followed: {why}", cure="simplify the grammar")
+            raise refusal(f"the grammar became too complex to be followed: {why}", cure=CURE)
+        self.budget.check()
+
+    def fill(self, mask_W: Mask) -> None:
+        """Writes the mask of a grammar that is not complete, and charges its time. Releases the interpreter lock."""
+        clock = self.budget.clock
+        started_s = 0.0 if clock is None else clock()
+        self._state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if clock is not None:
+            self.budget.charge_mask(clock() - started_s)
 
     def fill_ended(self, mask_W: Mask) -> None:
         """Writes the mask of a complete grammar."""
@@ -88,10 +117,19 @@ class Matcher:
 
 
 class MaskFiller:
-    """Fills masks, many at once on the machine's cores. Releases the interpreter lock meanwhile."""
+    """Fills masks, many at once on the machine's cores. Releases the interpreter lock meanwhile.
 
-    def __init__(self) -> None:
+    The library does not say what each of many masks took, so after slow ones, each one is timed for a while.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._executor: LLExecutor | None = None
+        self._timers: ThreadPoolExecutor | None = None
+        self._timed_fills = 0  # those left
 
     def fill(self, matchers: Sequence[Matcher], masks_RW: Mask) -> list[InvalidRequest | None]:
         """Writes each matcher's mask to its row. Returns why a row's grammar cannot be followed; its mask is all ones.
@@ -103,10 +141,10 @@ class MaskFiller:
         assert all(matcher.words == masks_RW.shape[1] for matcher in matchers), "the masks have other sizes"
         unfinished = []
         for row, matcher in enumerate(matchers):
-            if (state := matcher.state) is None:
+            if matcher.is_ended:
                 matcher.fill_ended(masks_RW[row])
             else:
-                unfinished.append((state, row))
+                unfinished.append((matcher, row))
         self._fill(unfinished, masks_RW)
         if matchers:
             _drop_tail(masks_RW, matchers[0].num_tokens)
@@ -122,14 +160,23 @@ class MaskFiller:
                 masks_RW[row] = -1
         return failed
 
-    def _fill(self, states: list[tuple[LLMatcher, int]], masks_RW: Mask) -> None:
-        row_bytes = masks_RW.strides[0]
-        if len(states) == 1:
-            ((state, row),) = states
-            state.unsafe_compute_mask_ptr(masks_RW.ctypes.data + row * row_bytes, row_bytes)
-        elif states:
-            self._executor = self._executor or LLExecutor()
-            self._executor.unsafe_compute_mask_ptr(states, masks_RW.ctypes.data, row_bytes, len(masks_RW))
+    def _fill(self, unfinished: Sequence[tuple[Matcher, int]], masks_RW: Mask) -> None:
+        if len(unfinished) == 1:
+            ((matcher, row),) = unfinished
+            matcher.fill(masks_RW[row])
+        elif unfinished:
+            started_s = self._clock()
+            if self._timed_fills:
+                self._timed_fills -= 1
+                self._timers = self._timers or ThreadPoolExecutor(min(_TIMING_THREADS, os.cpu_count() or 1))
+                list(self._timers.map(lambda each: each[0].fill(masks_RW[each[1]]), unfinished))
+            else:
+                self._executor = self._executor or LLExecutor()
+                states = [(matcher.state, row) for matcher, row in unfinished]
+                row_bytes = masks_RW.strides[0]
+                self._executor.unsafe_compute_mask_ptr(states, masks_RW.ctypes.data, row_bytes, len(masks_RW))
+            if self._clock() - started_s > _SLOW_S:
+                self._timed_fills = _TIMED_FILLS
 
 
 def allow(mask_W: Mask, token_id: int) -> None:

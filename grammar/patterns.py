@@ -13,7 +13,9 @@ _ESCAPED_LETTERS = frozenset("dDwWtnrvfxusSpP")
 _ESCAPED_MARKS = frozenset("^$\\.*+?()[]{}|/-")
 _CLASS_OPERATORS = ("&&", "--", "~~")
 # A class, an escape, a repetition with its numbers, or one character. Without its bound, many `[` take minutes.
-_REPEATED = re.compile(r"\\.|\{(\d{1,9}\s*,?\s*\d{0,9})\}|\[(?:\\.|[^\]\\]){0,100}\]|.", re.DOTALL)
+_REPEATED = re.compile(
+    r"\\.|\{\s{0,9}(\d{1,20}\s{0,9},?\s{0,9}\d{0,20})\s{0,9}\}|\[(?:\\.|[^\]\\]){0,100}\]|.", re.DOTALL
+)
 _NUMBER = re.compile(r"\d+")
 _MOST_PARTS = 100_000
 _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")

@@ -5,13 +5,13 @@ are read by the same rules, which accept nothing that those drafts refuse.
 """
 
 import json
-import math
 from typing import Any
 from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
+from grammar.numbers import Bounds, Multiples, check_exact, readable_count
 from grammar.patterns import UnsupportedPattern, to_rust
-from grammar.refusal import refusal
+from grammar.refusal import refusal, wrong_keyword
 
 SUPPORTED = (
     *("$ref", "$defs", "$anchor", "anyOf", "oneOf", "allOf", "const", "enum", "type"),
@@ -50,17 +50,17 @@ REFUSED: dict[str, object] = {
 _DEPENDENT = {"then": ("if",), "else": ("if",), "if": ("then", "else"), "minContains": ("contains",)}
 _DEPENDENT["maxContains"] = ("contains",)
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# A number has to follow several schemas where one of the first stands, or one of the others next to another keyword.
+_COMBINING = {"allOf", "patternProperties"}
+_COMBINING_WITH_OTHERS = {"anyOf", "oneOf", "$ref"}
+_ALONE = {"$defs", "$anchor", "type"}
 _DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
 # Between the parts of a JSON text: a space, or a new line with its indentation. Models get lost in endless whitespace.
 _OPTIONS = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False, "coerce_one_of": False}
-_LARGEST_EXACT = 2**53
-# The grammar library's work for the first mask grows with its square: a million takes 8 s, and nothing interrupts it.
-_LARGEST_MULTIPLE = 100_000
 _MOST_NESTED = 64
 _MOST_REFS = 1000
-# With 2,000 optional properties an object takes 4 s to compile, and its masks 0.4 s.
-_MOST_OPTIONAL = 1000
+# Each optional property takes 4 of the 2,000 items of a row: with one more, no output gets past its first token.
+_MOST_OPTIONAL = 500
 _MOST_PROPERTIES = 3000
 
 
@@ -91,7 +91,7 @@ def readable(schema: Any) -> str:
         raise refusal("the JSON Schema is false, which no output satisfies", value="false")
     if schema is True:
         schema = {}
-    _Reader(schema).read(schema, "", 0)
+    _Reader(schema).read_whole()
     # Options of the grammar library, which a request must not set itself.
     schema["x-guidance"] = _OPTIONS
     return json.dumps(schema, ensure_ascii=False)
@@ -106,13 +106,23 @@ class _Reader:
         self._refs = 0
         self._nested_id = ""
         self._properties = 0
+        self._bounds = Bounds()
+        self._multiples = Multiples()
+        self._combines = False
+
+    def read_whole(self) -> None:
+        """Reads the schema from its root."""
+        self.read(self._root, "", 0)
+        if self._combines:
+            self._bounds.check_together()
+            self._multiples.check_together()
 
     def read(self, schema: Any, place: str, depth: int) -> None:
         """Reads the schema at `place`, a JSON pointer, and all that it consists of."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
-            raise _wrong(place.rpartition("/")[2] or "schema", place, schema, ("an object", "a boolean"))
+            raise wrong_keyword(place.rpartition("/")[2] or "schema", place, schema, ("an object", "a boolean"))
         if depth > _MOST_NESTED:
             raise refusal(
                 "the JSON Schema is nested too deeply", value=place, allowed=(f"at most {_MOST_NESTED} levels",)
@@ -122,6 +132,7 @@ class _Reader:
         self._seen.add(id(schema))
         self._identity(schema, place)
         self._refuse_keywords(schema, place)
+        self._combines = self._combines or _combines(schema)
         self._check_values(schema, place)
         for keyword in ("items", "additionalProperties"):
             if keyword in schema:
@@ -170,24 +181,16 @@ class _Reader:
             )
 
     def _check_values(self, schema: dict[str, Any], place: str) -> None:
-        for keyword in schema.keys() & set(_COUNTS):
-            value = schema[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
-                raise _wrong(keyword, place, value, ("an integer of at least 0",))
-            schema[keyword] = int(value)
-        for keyword in schema.keys() & set(_NUMBERS):
-            value = schema[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise _wrong(keyword, place, value, ("a number",))
-            if keyword == "multipleOf" and value <= 0:
-                raise _wrong(keyword, place, value, ("a number above 0",))
-            if keyword == "multipleOf" and value > _LARGEST_MULTIPLE:
-                raise _wrong(keyword, place, value, (f"a number up to {_LARGEST_MULTIPLE}",))
-            _check_exact(value, keyword, place)
+        for keyword in [keyword for keyword in _COUNTS if keyword in schema]:
+            if (count := readable_count(schema.pop(keyword), keyword, place)) is not None:
+                schema[keyword] = count
+        self._bounds.add(schema, place)
+        if "multipleOf" in schema:
+            self._multiples.add(schema["multipleOf"], place)
         for keyword in schema.keys() & {"const", "enum"}:
-            _check_exact(schema[keyword], keyword, place)
+            check_exact(schema[keyword], keyword, place)
         if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
-            raise _wrong("enum", place, schema["enum"], ("an array of at least 1 value",))
+            raise wrong_keyword("enum", place, schema["enum"], ("an array of at least 1 value",))
         self._check_texts(schema, place)
         least, required = schema.get("minProperties", 0), schema.get("required", ())
         if least > max(1, len(set(required))):
@@ -213,21 +216,21 @@ class _Reader:
         types = schema.get("type", [])
         types = types if isinstance(types, list) else [types]
         if unknown := [each for each in types if each not in TYPES]:
-            raise _wrong("type", place, unknown[0], TYPES)
+            raise wrong_keyword("type", place, unknown[0], TYPES)
         if "type" in schema and not types:
-            raise _wrong("type", place, "[]", TYPES)
+            raise wrong_keyword("type", place, "[]", TYPES)
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise _wrong("required", place, required, ("an array of names",))
+            raise wrong_keyword("required", place, required, ("an array of names",))
         if "format" in schema and schema["format"] not in FORMATS:
-            raise _wrong("format", place, schema["format"], FORMATS)
+            raise wrong_keyword("format", place, schema["format"], FORMATS)
         if "pattern" in schema:
             schema["pattern"] = _pattern(schema["pattern"], "pattern", place)
 
     def _follow(self, ref: Any, place: str, depth: int) -> None:
         self._refs += 1
         if not isinstance(ref, str) or not ref.startswith("#"):
-            raise _wrong("$ref", place, ref, ("a reference into the same schema, such as #/$defs/name",))
+            raise wrong_keyword("$ref", place, ref, ("a reference into the same schema, such as #/$defs/name",))
         if self._refs > _MOST_REFS:
             raise refusal(f'the JSON Schema has more than {_MOST_REFS} "$ref"', value="$ref")
         self._refuse_moved_refs()
@@ -240,13 +243,19 @@ class _Reader:
             try:
                 target = target[int(name) if isinstance(target, list) else name]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise _wrong("$ref", place, ref, ("a place of the same schema",)) from None
+                raise wrong_keyword("$ref", place, ref, ("a place of the same schema",)) from None
         self.read(target, pointer, depth + 1)
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    combining = schema.keys() & _COMBINING_WITH_OTHERS
+    others = schema.keys() & set(SUPPORTED) - _ALONE
+    return bool(schema.keys() & _COMBINING) or (bool(combining) and len(others) > 1)
 
 
 def _pattern(pattern: Any, keyword: str, place: str) -> str:
     if not isinstance(pattern, str):
-        raise _wrong(keyword, place, pattern, ("a regular expression",))
+        raise wrong_keyword(keyword, place, pattern, ("a regular expression",))
     try:
         return to_rust(pattern)
     except UnsupportedPattern as why:
@@ -256,28 +265,17 @@ def _pattern(pattern: Any, keyword: str, place: str) -> str:
         ) from None
 
 
-def _check_exact(value: Any, keyword: str, place: str) -> None:
-    """The grammar library computes with float64."""
-    if isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_exact(each, keyword, place)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise _wrong(keyword, place, value, ("a number that a float64 can hold",))
-    elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
-        raise _wrong(keyword, place, value, ("integers up to 2**53",))
-
-
 def _list(schema: dict[str, Any], keyword: str, place: str) -> list[Any]:
     value = schema.get(keyword, [])
     if not isinstance(value, list) or (keyword in schema and not value):
-        raise _wrong(keyword, place, value, ("an array of at least 1 schema",))
+        raise wrong_keyword(keyword, place, value, ("an array of at least 1 schema",))
     return value
 
 
 def _map(schema: dict[str, Any], keyword: str, place: str) -> dict[str, Any]:
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
-        raise _wrong(keyword, place, value, ("an object of schemas",))
+        raise wrong_keyword(keyword, place, value, ("an object of schemas",))
     return value
 
 
@@ -287,13 +285,6 @@ def _escaped(name: str) -> str:
 
 def _nested(what: str) -> InvalidRequest:
     return refusal(f"the {what} is nested too deeply", allowed=(f"at most {_MOST_NESTED} levels",))
-
-
-def _wrong(keyword: str, place: str, value: object, allowed: tuple[str, ...]) -> InvalidRequest:
-    shown = value if isinstance(value, str) else json.dumps(value)
-    return refusal(
-        f'the JSON Schema keyword "{keyword}" at {place or "the root"} is {shown[:100]}', value=shown, allowed=allowed
-    )
 
 
 def _no_constant(name: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.errors import BatonError, InternalError
 from baton.types import Grammar
 from engine.batch import BatchRow
 from engine.request import IntArray, int_array
@@ -130,11 +130,7 @@ class _Followed:
     tokens: IntArray = field(default_factory=int_array)
 
     def consume(self, token_id: int) -> None:
-        try:
-            self.matcher.consume(token_id)
-        except InvalidRequest:
-            self.matcher.check()
-            raise
+        self.matcher.consume(token_id)
         self.tokens.append(token_id)
 
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from operator import attrgetter
 
 from engine.request import QueuePlace
@@ -13,6 +14,9 @@ _place_of = attrgetter("place")
 class Roster:
     """A request has a seat while it runs.
 
+    Args:
+        may_run: whether a ready request may have a seat now. It delays no other one until then.
+
     Attributes:
         seats: most running requests.
         waiting: waiting requests, sorted by place.
@@ -23,7 +27,8 @@ class Roster:
         num_reserved: requests whose KV is on its way; no more than there are seats.
     """
 
-    def __init__(self, *, seats: int) -> None:
+    def __init__(self, *, seats: int, may_run: Callable[[RequestState], bool]) -> None:
+        self._may_run = may_run
         self.waiting: list[RequestState] = []
         self.ready: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -40,7 +45,7 @@ class Roster:
     @property
     def may_reserve(self) -> bool:
         """Whether one more request may be on its way: it should find a seat soon after it arrives."""
-        return not self.ready and self.num_reserved < self.seats
+        return not any(map(self._may_run, self.ready)) and self.num_reserved < self.seats
 
     def decoders(self) -> Counter[int]:
         """Requests with a seat, or waiting for one, that decode now or later, by pool. A newcomer leaves each of them
@@ -105,8 +110,9 @@ class Roster:
         self._join(state, Phase.READY)
 
     def fill_seats(self, *, kept: int = 0) -> None:
-        """Lets the first ready requests run, as many as there are free seats; `kept` of them stay free."""
-        for state in self.ready[: max(0, self.free_seats - kept)]:
+        """Gives the free seats, all but `kept`, to the first ready requests that may run."""
+        able = [state for state in self.ready if self._may_run(state)]
+        for state in able[: max(0, self.free_seats - kept)]:
             self.run(state)
 
     def move(self, state: RequestState, place: QueuePlace) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
-from baton.types import FinishReason, PromptLogprob, TokenOutput
+from baton.types import FinishReason, Grammar, PromptLogprob, TokenOutput
 from engine.batch import Batch, RowResult
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
 from engine.request import (
@@ -58,9 +58,20 @@ class Scheduler:
     that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
     request that ends there by surprise (stop token, abort, failure) has a void row in the next step: it causes no
     event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
+
+    Args:
+        is_pending: whether a grammar is still being compiled. A request that was reserved gets no seat until it is
+            compiled: a step that draws its token would wait for that.
     """
 
-    def __init__(self, limits: EngineLimits, facts: ModelFacts, meter: Costs | None = None) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        facts: ModelFacts,
+        meter: Costs | None = None,
+        *,
+        is_pending: Callable[[Grammar], bool] = lambda _: False,
+    ) -> None:
         self.max_context_tokens = context_limit(limits, facts)
         self._limits = limits
         self._facts = facts
@@ -68,7 +79,8 @@ class Scheduler:
         self._block_size = facts.block_size
         align_tokens = limits.chunk_align_tokens or 1
         self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
-        self._roster = Roster(seats=limits.seats)
+        self._is_pending = is_pending
+        self._roster = Roster(seats=limits.seats, may_run=self._may_run)
         self._in_flight = StepsInFlight()
         self._decode_order = DecodeOrder()
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._stop_running)
@@ -468,6 +480,10 @@ class Scheduler:
             kept += 1
             room[place.pool] -= self._blocks.needed(state)
         roster.fill_seats(kept=kept)
+
+    def _may_run(self, state: RequestState) -> bool:
+        grammar = state.request.sampling.grammar
+        return grammar is None or not self._is_pending(grammar)
 
     def _stop_running(self, state: RequestState) -> None:
         """Nothing more of the request is computed here."""

@@ -88,3 +88,28 @@ async def test_the_ranks_of_a_node_draw_the_same_constrained_tokens(start: Machi
     for result in await asyncio.gather(*(generate(gateway, PROMPT, constrained(seed)) for seed in range(3))):
         check_follows_schema(result)
     await until_released(prefill, decode)
+
+
+async def test_a_request_whose_grammar_becomes_too_expensive_ends_typed_and_its_neighbours_go_on(
+    start: Machines,
+) -> None:
+    ambiguous = Grammar(GrammarKind.EBNF, "root ::= s\ns ::= s s | [a-z ]")
+    expensive = SamplingParams(max_tokens=90, temperature=1.0, seed=1, grammar=ambiguous, ignore_eos=True)
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE))
+    remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+    local = start.gateway([], [decode], model=LLAMA, local_policy="local")
+    alone = await generate(remote, PROMPT, constrained(1))
+    for gateway in (remote, local):
+        result = Result()
+        ended, neighbour = await asyncio.gather(
+            generate(gateway, PROMPT, expensive, result=result),
+            generate(gateway, PROMPT, constrained(1)),
+            return_exceptions=True,
+        )
+        assert isinstance(ended, InvalidRequest)
+        assert ended.field == "grammar"
+        assert "left recursion" in ended.cure
+        assert 0 < len(result.token_ids) < 90
+        assert isinstance(neighbour, Result)
+        assert neighbour.token_ids == alone.token_ids
+    await until_released(prefill, decode)

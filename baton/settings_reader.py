@@ -21,7 +21,7 @@ from baton.config import (
 )
 from baton.errors import ConfigError, shortened
 from baton.gateway_config import GatewaySettings, PickerSettings
-from baton.logs import write_line
+from baton.logs import write_in_background, write_line
 from baton.security.log_lines import escaped
 
 _PREFIX = "BATON_"
@@ -39,6 +39,7 @@ NodeRole = TypeVar("NodeRole", bound=NodeSettings)
 
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
     """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
+    write_in_background("stderr")
     flags = _parser(cls, program).parse_args(argv)
     given: dict[str, Any] = {
         name: ",".join(value) if name in _REPEATABLE else value

@@ -20,7 +20,7 @@ from baton.client import DEFAULT_PORT, Client
 from baton.config import DEMO_MODELS, NodeSettings
 from baton.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
-from baton.logs import write_line
+from baton.logs import write_in_background, write_line
 from baton.model_source import find_model
 from baton.security.log_lines import escaped
 from baton.types import LocalPolicy, SamplingParams
@@ -267,6 +267,7 @@ def up(
 
     All other settings of nodes and gateway are taken from BATON_* variables.
     """
+    write_in_background("stderr", "stdout")
     options = ClusterOptions(
         prefill=prefill,
         decode=decode,

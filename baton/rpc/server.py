@@ -5,6 +5,7 @@ Health: the empty service name stands for live, each service's own name for read
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -272,6 +273,7 @@ def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
 
     def on_signal(number: int) -> None:
         if event.is_set():
+            logging.shutdown()
             os._exit(128 + number)
         event.set()
 

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.config import KEEPALIVE_S
 from baton.errors import ConfigError
+from baton.proxies import Proxy
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
@@ -67,11 +68,14 @@ def channel_options(
     ]
 
 
-def connect(address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None) -> grpc.aio.Channel:
+def connect(
+    address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None, proxy: Proxy | None = None
+) -> grpc.aio.Channel:
     """A channel with our options. It reconnects fast, because nodes restart.
 
     Args:
         dial: its credentials; None: without TLS.
+        proxy: None: directly, whatever the environment says, as between processes of the cluster.
     """
     options: list[tuple[str, Any]] = [
         *channel_options(keepalive_s=keepalive_s),
@@ -81,10 +85,16 @@ def connect(address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None
         ("grpc.enable_retries", 0),
         # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.
         ("grpc.use_local_subchannel_pool", 1),
+        *proxy_options(proxy),
     ]
     if dial is not None:
         return dial.channel(address, options)
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def proxy_options(proxy: Proxy | None) -> list[tuple[str, Any]]:
+    """Options of a channel through this proxy; None: through none. gRPC by itself does what the environment says."""
+    return [("grpc.enable_http_proxy", int(proxy is not None)), *([("grpc.http_proxy", proxy.url)] if proxy else [])]
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ class ProcessSettings(BaseSettings):
         "text", description="text: one line a record; json: one JSON object a record"
     )
     ready_file: Path | None = Field(
-        None, description="file that the process writes once ready: a JSON line with address and pid"
+        None,
+        description="file that the process writes once ready: a JSON line with address and pid; replaces a regular "
+        "file, and nothing else",
     )
     supervisor: str | None = Field(
         None, description="set by `baton up`, which gets reports of this process and ends it when it ends itself"

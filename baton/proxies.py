@@ -24,9 +24,9 @@ class Proxy:
 
 
 def proxy_for(target: str, variables: Mapping[str, str]) -> Proxy | None:
-    """The proxy for host:port by the first of grpc_proxy, https_proxy, http_proxy and all_proxy that names an HTTP proxy,
-    in lower or upper case. None: directly, as where no_grpc_proxy or no_proxy has the host: its name, a domain that it is
-    in, its address, a network in CIDR notation, each with or without a port, or `*`.
+    """The proxy for host:port: the first of grpc_proxy, https_proxy, http_proxy and all_proxy that names an HTTP proxy,
+    in lower or upper case. None: directly, as where no_grpc_proxy or no_proxy has the host: its name, a domain of it,
+    its address, a network in CIDR notation, each with or without a port, or `*`.
     """
     host, _, port = target.removeprefix("dns:///").rpartition(":")
     host = host.strip("[]").lower()

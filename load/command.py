@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.access import read_key, use
+from baton.cli.output import check_output
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.cli.up import ClusterOptions, local_cluster
 from baton.environment import client_access
@@ -220,9 +221,8 @@ def bench(
     comparing, names = _targets(targets or [])
     if plot_file is not None:
         check_plot(plot_file)
-    if json is not None and not json.parent.is_dir():
-        cure = "give a name in a directory that exists"
-        raise InvalidRequest(f"the results {json} cannot be written", field="json", value=json, cure=cure)
+    if json is not None:
+        check_output(json, field="json")
     if names and all(map(_is_file, names)):
         results = _from_files(names, goals)
     else:

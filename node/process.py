@@ -18,13 +18,13 @@ from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
 from baton.model_source import find_model
+from baton.ready_file import check_ready_file, write_ready_file
 from baton.rpc.server import (
     Address,
     GrpcServer,
     check_advertised,
     listens_everywhere,
     stop_on_signals,
-    write_ready_file,
 )
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
@@ -73,6 +73,7 @@ def run_node(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         raise_file_limit()
+        check_ready_file(settings.ready_file)
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         hosts = Hosts.of(settings)

@@ -4,14 +4,12 @@ Health: the empty service name stands for live, each service's own name for read
 """
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -252,28 +250,6 @@ def _add_port(
     if port == 0:
         raise ConfigError(f"cannot listen on {listen}", field=field, value=listen, cure=cure)
     return port
-
-
-def write_ready_file(path: Path | None, *, address: str, http: str | None = None, metrics: str | None = None) -> None:
-    """Writes the file that shows that this process is ready, atomically.
-
-    Args:
-        http: address of its HTTP server.
-        metrics: where its metrics are scraped.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    if path is None:
-        return
-    temporary = path.parent / f"{path.name}.part"
-    try:
-        ready = {"address": address, "http": http, "metrics": metrics, "pid": os.getpid()}
-        temporary.write_text(json.dumps(ready) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
-        raise ConfigError(message, field="ready_file", value=path, cure="name a file in a writable folder") from None
 
 
 def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:

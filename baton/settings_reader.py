@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from baton.config import (
     CLIENT_VARIABLES,
@@ -31,6 +33,7 @@ _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-sepa
 _SHOWN_MAX = 200  # characters of a wrong value
 # Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
 _ALIKE = 0.87
+_OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound=ProcessSettings)
@@ -118,9 +121,20 @@ def describe_validation_error(cls: type[ProcessSettings], error: ValidationError
         name = str(item["loc"][0]) if item["loc"] else "?"
         where = _where(name) if name in cls.model_fields else variable(name)
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in _OUT_OF_RANGE and (bounds := bounds_of(cls.model_fields[name])):
+            message += f"; allowed: {bounds[0]:.12g} to {bounds[1]:.12g}"
         allowed = shortened(escaped(message[:1].lower() + message[1:]), _SHOWN_MAX)
         lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
+
+
+def bounds_of(info: FieldInfo) -> tuple[float, float] | None:
+    """The least and the greatest value of a setting that is a number."""
+    least = next((each.ge for each in info.metadata if isinstance(each, Ge)), None)
+    greatest = next((each.le for each in info.metadata if isinstance(each, Le)), None)
+    if not isinstance(least, int | float) or not isinstance(greatest, int | float):
+        return None
+    return least, greatest
 
 
 class _Parser(argparse.ArgumentParser):

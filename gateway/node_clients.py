@@ -254,7 +254,7 @@ class NodeClient:
         try:
             async with self._pace.turn(answered=self._answered):
                 call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S))
-                # NOTE: an error out of `wait_for` is part of a cycle, which would keep the connection until a collection.
+                # NOTE: an error out of `wait_for` is part of a cycle, which keeps the connection until a collection.
                 async with asyncio.timeout(_FIRST_STATUS_TIMEOUT_S):
                     status = await call.read()
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")

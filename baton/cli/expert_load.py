@@ -9,6 +9,7 @@ import typer
 from baton.cli.output import check_output, write_output
 from baton.convert import expert_load_from_proto
 from baton.expert_load import ExpertLoad
+from baton.limits import SECONDS_MAX
 from baton.rpc.describe import expert_load as ask
 
 
@@ -16,7 +17,9 @@ def expert_load(
     node: Annotated[str, typer.Argument(help="host:port of a node with --expert-parallel.")],
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="Only the tokens of the coming seconds. Default: all since the node's start."),
+        typer.Option(
+            min=0, max=SECONDS_MAX, help="Only the tokens of the coming seconds. Default: all since the node's start."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File to write. Default: the standard output.", show_default=False)

@@ -27,15 +27,11 @@ _LASTING = (ConfigError, PermissionDenied, Unauthenticated)
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.2, 3600.0
 
 
-def _checked(interval: float) -> float:
-    if not _INTERVAL_S_MIN <= interval <= _INTERVAL_S_MAX:  # also false for nan
-        raise typer.BadParameter(f"{interval:g} is not between {_INTERVAL_S_MIN:g} and {_INTERVAL_S_MAX:g} seconds")
-    return interval
-
-
 def top(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
-    interval: Annotated[float, typer.Option(callback=_checked, help="Seconds between frames.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(min=_INTERVAL_S_MIN, max=_INTERVAL_S_MAX, help="Seconds between frames.")
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame without colours; so do pipes.")] = False,
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,

@@ -105,6 +105,11 @@ class ProcessSettings(BaseSettings):
         None, description="set by `baton up`, which gets reports of this process and ends it when it ends itself"
     )
 
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str | None) -> str | None:
+        return check_printable(name)
+
 
 class CommonSettings(ProcessSettings):
     """Settings of gateways and nodes."""
@@ -309,10 +314,8 @@ class NodeSettings(CommonSettings):
 
     @field_validator("model_revision")
     @classmethod
-    def _is_printable(cls, name: str | None) -> str | None:
-        if name is not None and not name.isprintable():
-            raise ValueError("it has a control character; allowed: printable ones")
-        return name
+    def _is_revision(cls, name: str | None) -> str | None:
+        return check_printable(name)
 
     @field_validator("adapter")
     @classmethod
@@ -442,6 +445,17 @@ def tokenizer_file(model: Path) -> Path:
     if not own.is_file() and model.resolve().parent == DEMO_MODELS:
         return DEMO_MODELS / "llama" / "tokenizer.json"
     return own
+
+
+def check_printable(name: str | None) -> str | None:
+    """The name, which others are shown.
+
+    Raises:
+        ValueError: it has a control character, or is no valid Unicode.
+    """
+    if name is not None and not name.isprintable():
+        raise ValueError("it has a control character, or a byte that is no UTF-8; allowed: printable characters")
+    return name
 
 
 def is_adapter_name(name: str) -> bool:

@@ -4,9 +4,9 @@ the tree of all settings.
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from baton.config import CommonSettings, ProcessSettings
+from baton.config import CommonSettings, ProcessSettings, check_printable
 from baton.limits import (
     COUNT_MAX,
     DURATION_S_MIN,
@@ -190,6 +190,11 @@ class GatewaySettings(CommonSettings):
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
+
+    @field_validator("model_name")
+    @classmethod
+    def _is_model_name(cls, name: str | None) -> str | None:
+        return check_printable(name)
 
     @property
     def slo(self) -> Slo:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Literal, TextIO
 
+from baton.errors import readable
 from baton.line_stream import LineStream
 from baton.security.log_lines import escaped
 
@@ -94,8 +95,8 @@ def show_name(name: str) -> None:
 
 def write_line(text: str) -> None:
     """Writes a line that is no log record to stderr, in one piece: `print` writes the line's end separately where
-    PYTHONUNBUFFERED is set, and lines of several processes then mix."""
-    sys.stderr.write(f"{text}\n")
+    PYTHONUNBUFFERED is set, and lines of several processes then mix. Control characters are escaped."""
+    sys.stderr.write(f"{escaped(text)}\n")
     sys.stderr.flush()
 
 
@@ -160,11 +161,12 @@ class JsonLines(_Lines):
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "role": self.role,
-            "name": self.name,
-            "message": record.getMessage(),
+            "name": readable(self.name),
+            "message": readable(record.getMessage()),
         }
-        lines = [each for text in _further(self, record) for each in text.splitlines()]
-        return json.dumps({**self.fields(record), **own, **({"lines": lines} if lines else {})}, default=str)
+        lines = [readable(each) for text in _further(self, record) for each in text.splitlines()]
+        fields = {name: readable(each) if isinstance(each, str) else each for name, each in self.fields(record).items()}
+        return json.dumps({**fields, **own, **({"lines": lines} if lines else {})}, default=_text)
 
 
 def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[str]:
@@ -175,6 +177,10 @@ def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterato
         yield formatter.formatException(record.exc_info)
     if record.stack_info:
         yield record.stack_info
+
+
+def _text(value: object) -> str:
+    return readable(str(value))
 
 
 def _quoted(value: object) -> str:

@@ -25,6 +25,7 @@ from baton.errors import ConfigError, shortened
 from baton.gateway_config import GatewaySettings, PickerSettings
 from baton.logs import write_in_background, write_line
 from baton.security.log_lines import escaped
+from baton.supervisor import Supervisor
 
 _PREFIX = "BATON_"
 _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
@@ -105,12 +106,17 @@ def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and variable(name) not in environ}
 
 
-def fail(program: str, error: ConfigError) -> NoReturn:
-    """Ends the process because a setting proved wrong after start: one line, exit code 2."""
+def fail(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> NoReturn:
+    """Ends the process because a setting proved wrong after start: one line, exit code 2.
+
+    Args:
+        supervisor: shows the line in place of this process, once for all processes that have the same fault.
+    """
     text = str(error)
     if error.field in _SETTINGS and text.startswith(f"{error.field} "):
         text = f"{_where(error.field)}{text.removeprefix(error.field)}"
-    write_line(f"{program}: {text}")
+    if supervisor is None or not supervisor.failed(text):
+        write_line(f"{program}: {text}")
     raise SystemExit(2)
 
 

@@ -25,6 +25,7 @@ log = logging.getLogger("baton")
 def start(settings: GatewaySettings) -> None:
     """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
+    supervisor = Supervisor(None)
     try:
         raise_file_limit()
         check_ready_file(settings.ready_file)
@@ -37,7 +38,7 @@ def start(settings: GatewaySettings) -> None:
             else:
                 _serve_alone(runner, settings, supervisor)
     except ConfigError as error:
-        fail(PROGRAM, error)
+        fail(PROGRAM, error, supervisor)
     except KeyboardInterrupt:
         log.info("interrupted")
 

@@ -158,7 +158,7 @@ def read_results(path: Path) -> Results:
         InvalidRequest: the file is something else, or of another version.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", field="results", value=path) from None
     schema = found.get("schema") if isinstance(found, dict) else None

@@ -71,6 +71,7 @@ def run_node(
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    supervisor = Supervisor(None)
     try:
         raise_file_limit()
         check_ready_file(settings.ready_file)
@@ -101,7 +102,7 @@ def run_node(
                 runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds))
         leave()
     except ConfigError as error:
-        fail(program, error)
+        fail(program, error, supervisor)
     except (RuntimeError, MemoryError) as error:
         if (line := describe_out_of_memory(error)) is None:
             raise

@@ -15,6 +15,7 @@ from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
 from baton.limits import TOKENS_MAX
+from baton.logs import write_line
 from baton.outputs import Event, Notice
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -112,7 +113,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
                 answer.end(note="stopped")
             except BatonError as error:
                 answer.end()
-                print(f"baton: {error}", file=sys.stderr)
+                write_line(f"baton: {error}")
                 failed = not interactive
             else:
                 answer.end()

@@ -18,8 +18,10 @@ from baton.client import DEFAULT_TARGET, Client
 from baton.client_messages import Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.limits import DURATION_S_MIN, SECONDS_MAX
+from baton.logs import write_line
 from baton.outputs import Completion, Finished, Notice
 from baton.revisions import describe_revision
+from baton.security.log_lines import escaped
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
@@ -115,7 +117,7 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
         async with Client(target) as client:
             async for event in client.generate(prompt, sampling, **options):
                 if isinstance(event, Notice):
-                    print(f"baton: {event.message}", file=sys.stderr)
+                    write_line(f"baton: {event.message}")
                     continue
                 print(event.text, end="", flush=True)
                 shown = True
@@ -224,7 +226,7 @@ def _print_result(notes: Console, record: Record, result: Completion | BatonErro
             print(result.text, flush=True)
     if isinstance(result, BatonError):
         # Through the console of the progress bar, which may share the terminal.
-        notes.print(f"baton: prompt {record.index + 1}: {result}", markup=False, soft_wrap=True)
+        notes.print(f"baton: prompt {record.index + 1}: {escaped(str(result))}", markup=False, soft_wrap=True)
 
 
 def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str, object]:

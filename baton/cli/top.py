@@ -1,7 +1,6 @@
 """`baton top`: a gateway's cluster in the terminal, live."""
 
 import asyncio
-import io
 import signal
 import sys
 from time import monotonic
@@ -38,8 +37,6 @@ def top(
 ) -> None:
     """Show the cluster with latencies and slow requests, live."""
     use(api_key, tls_ca)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack our characters, or those of names
     console = Console(highlight=False)
     if once or not console.is_terminal or console.is_dumb_terminal:
         _print(asyncio.run(_ask(target)))

@@ -339,7 +339,9 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         if ended is None:
             time.sleep(0.2)
             continue
+        processes.take_reports()
         line = f"{ended.name} at {ended.address} (pid {ended.pid}) ended {ended.how}"
+        line += f": {ended.error}" if ended.error else ""
         if ended.program == "gateway":
             raise ConfigError(line)
         _report(f"{line}; the cluster goes on without it")

@@ -155,3 +155,13 @@ async def test_a_list_that_is_a_pipe_holds_up_nothing(tmp_path: Path, caplog: py
     directory = Directory(parse_places(f"file://{tmp_path}/nodes", field="decode"))
     assert await directory.look_up() == frozenset()
     assert "it is no regular file" in caplog.text
+
+
+async def test_a_list_may_have_a_path_of_any_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9\nx")
+    path.write_text("10.0.0.1:1")
+    directory = Directory(parse_places(f"file://{path}", field="decode"))
+    assert await directory.look_up() == {"10.0.0.1:1"}
+    path.write_text("no port")
+    assert await directory.look_up() == {"10.0.0.1:1"}
+    assert "its last 1 addresses stay" in caplog.text

@@ -17,9 +17,7 @@ log = logging.getLogger("baton")
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w./-]*))?", re.ASCII)
 _PART_OF_HUB_NAME = re.compile(r"[\w-][\w.-]*(@[\w-][\w./-]*)?", re.ASCII)
-_CHECKPOINT = (
-    "give the directory, or the name on the hub, of the original checkpoint: config.json, safetensors, tokenizer.json"
-)
+_CHECKPOINT = "give the original checkpoint, by directory or name on the hub: config.json, safetensors, tokenizer.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 # Weights in subfolders, and those named "consolidated", are the same weights in other formats.

@@ -28,6 +28,7 @@ def strange(tmp_path: Path) -> Path:
     return tmp_path / STRANGE
 
 
+@pytest.mark.slow
 async def test_a_cluster_serves_out_of_a_directory_of_any_name(start: Machines, strange: Path) -> None:
     model = strange / STRANGE
     shutil.copytree(LLAMA, model)
@@ -84,6 +85,7 @@ def test_what_a_command_prints_fits_any_locale(strange: Path) -> None:
     assert done.stdout.startswith(b"wrote certificates to ")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_model_is_the_last_line_of_up_and_said_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["None"]}')
     command = [*BATON, "up", "--port", "0", "--http-port", "0", "--prefill", "2", "--model", str(tmp_path)]

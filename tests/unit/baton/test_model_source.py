@@ -112,9 +112,9 @@ def test_a_directory_is_itself_even_if_its_name_could_be_a_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "owner" / "model").mkdir(parents=True)
+    (tmp_path / "owner" / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert find_model(Path("owner/model")) == Path("owner/model")
-    assert find_model(tmp_path / "missing") == tmp_path / "missing"  # the reader of config.json names it
     assert model_name(Path("owner/model")) == "model"
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from baton.line_stream import LineStream
-
 INTERRUPTED = 130
 
 
@@ -28,8 +26,6 @@ def plain_interrupts(program: str) -> Iterator[None]:
     def end(_number: int, _frame: FrameType | None) -> None:
         sys.stderr.write(f"{program}: interrupted\n")
         sys.stderr.flush()
-        if isinstance(sys.stderr, LineStream):
-            sys.stderr.drain()
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)

@@ -45,6 +45,7 @@ class LineStream(io.TextIOBase):
         self._held_bytes = 0
         self._begun = ""  # a line without its end
         self._dropped = 0  # lines since the last notice
+        self._stuck = False  # nobody has read since the last wait
         self._ended = False
         threading.Thread(target=self._run, name="lines", daemon=True).start()
         atexit.register(self._end)
@@ -71,23 +72,26 @@ class LineStream(io.TextIOBase):
             if end:
                 self._put(lines + end)
             if len(self._begun) > _BEGUN_CHARACTERS_MAX:
-                self.flush()
+                self._put_begun()
         return len(text)
 
     def flush(self) -> None:
-        """Lets the thread write a line that has no end yet; waits for nothing."""
-        if self._ended:
-            return
-        with self._changed:
-            begun, self._begun = self._begun, ""
-            if begun:
-                self._put(begun)
+        """As `drain`, but waits for a reader that does not come only once."""
+        if not self._ended:
+            self.drain(0.0 if self._stuck else _DRAIN_S)
 
     def drain(self, within_s: float = _DRAIN_S) -> bool:
         """Waits, up to that long, until all is written; returns whether it is."""
-        self.flush()
         with self._changed:
-            return self._changed.wait_for(lambda: not self._held and not self._dropped, within_s)
+            self._put_begun()
+            written = self._changed.wait_for(lambda: not self._held and not self._dropped, within_s)
+            self._stuck = not written
+        return written
+
+    def _put_begun(self) -> None:
+        begun, self._begun = self._begun, ""
+        if begun:
+            self._put(begun)
 
     def _put(self, text: str) -> None:
         data = self._encoded(text)
@@ -116,6 +120,7 @@ class LineStream(io.TextIOBase):
             written = self._write(data)
             with self._changed:
                 self._held_bytes -= len(self._held.popleft())
+                self._stuck = False
                 if not written:  # NOTE: without a notice, which could not be written either
                     self._count(data)
                 self._changed.notify_all()

@@ -108,6 +108,10 @@ class _Handler(logging.StreamHandler[TextIO]):
         if isinstance(self.stream, LineStream):
             self.stream.notice = self._notice
 
+    def flush(self) -> None:
+        if not isinstance(self.stream, LineStream):  # which would wait
+            super().flush()
+
     def close(self) -> None:
         super().close()
         if isinstance(self.stream, LineStream):

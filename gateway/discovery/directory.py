@@ -116,6 +116,10 @@ async def _addresses_of(name: Address) -> frozenset[str]:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[Any] | OSError] = loop.create_future()
 
+    def take(found: list[Any] | OSError) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
     def ask() -> None:
         found: list[Any] | OSError
         try:
@@ -123,7 +127,7 @@ async def _addresses_of(name: Address) -> frozenset[str]:
         except OSError as error:
             found = error
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+            loop.call_soon_threadsafe(take, found)
 
     # NOTE: a process waits at its end for the threads of pools, and a resolver may take minutes.
     threading.Thread(target=ask, name=f"resolve {name.host}", daemon=True).start()

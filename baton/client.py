@@ -32,7 +32,7 @@ from baton.outputs import Completion, Event, collect
 from baton.resumption import Progress, prepare_to_resume
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
-from baton.security.access import dial_gateway
+from baton.security.access import client_proxy, dial_gateway
 from baton.security.tls import Dial
 from protos.baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -151,7 +151,7 @@ class Client:
         lost: list[BatonError] = []
         for gateway in self._gateways:  # requests may run at any of them
             try:
-                with _typed_errors(gateway.target):
+                with _typed_errors(gateway):
                     aborted.update((await gateway.stub.Abort(pb.AbortRequest(request_ids=request_ids))).aborted)
             except _Lost as error:
                 lost.append(error.error)
@@ -227,7 +227,7 @@ class Client:
             left_s = None if deadline_s is None else max(0.0, deadline_s - monotonic())
             call = gateway.stub.Generate(progress.request(), timeout=left_s)
             try:
-                with _typed_errors(gateway.target):
+                with _typed_errors(gateway):
                     async for response in call:
                         passed = progress.take(response) if several else response
                         if passed is not None:
@@ -249,7 +249,7 @@ class Client:
         for last in reversed(range(len(self._gateways))):
             gateway = self._gateways[self._current]
             try:
-                with _typed_errors(gateway.target):
+                with _typed_errors(gateway):
                     return await ask(gateway.stub)
             except _Lost as lost:
                 if not last:
@@ -268,7 +268,8 @@ class _Gateway:
 
     def __init__(self, target: str, dial: Dial | None) -> None:
         self.target = target
-        self.channel = connect(target, dial=dial)
+        self.proxy = client_proxy(target)
+        self.channel = connect(target, dial=dial, proxy=self.proxy)
         # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
         self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
 
@@ -299,8 +300,17 @@ async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:
     return bytes(data)
 
 
+def _unreachable(gateway: _Gateway, cause: str) -> NoNode:
+    target, through = gateway.target, ""
+    cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
+    if gateway.proxy is not None:
+        through = f" through the proxy {gateway.proxy}"
+        cure = f"name its host in no_proxy to reach it directly, or correct {gateway.proxy.variable}; else {cure}"
+    return NoNode(f"cannot reach {target}{through}: {cause}", field="target", value=target, cure=cure)
+
+
 @contextmanager
-def _typed_errors(target: str) -> Iterator[None]:
+def _typed_errors(gateway: _Gateway) -> Iterator[None]:
     """Raises:
     _Lost: another gateway may answer.
     BatonError: instead of any other gRPC status.
@@ -308,16 +318,14 @@ def _typed_errors(target: str) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        typed = from_rpc_error(error)
+        typed, target = from_rpc_error(error), gateway.target
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
         if isinstance(typed, Draining):
             raise _Lost(typed) from None
         if from_gateway:
             raise typed from None
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
-            cause = last_cause(error)
-            raise _Lost(NoNode(f"cannot reach {target}: {cause}", field="target", value=target, cure=cure)) from None
+            raise _Lost(_unreachable(gateway, last_cause(error))) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             cure = "give the address of a gateway, not of a node; an older gateway lacks newer calls"
             raise NoNode(f"{target} is not a gateway", field="target", value=target, cure=cure) from None

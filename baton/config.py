@@ -19,7 +19,16 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.limits import COUNT_MAX, RATE_MAX, SECONDS_MAX, TOKENS_MAX
+from baton.limits import (
+    COUNT_MAX,
+    DURATION_S_MIN,
+    KEEPALIVE_S_MIN,
+    RATE_MAX,
+    RATE_MIN,
+    SECONDS_MAX,
+    SIZE_MIB_MIN,
+    TOKENS_MAX,
+)
 
 SOURCE_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "models" / "demo"
@@ -76,7 +85,10 @@ class ProcessSettings(BaseSettings):
         "port; off: none. Whoever reaches it sees figures and names of nodes, but no prompt, output or key",
     )
     drain_grace_s: float = Field(
-        30.0, gt=0, le=SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
+        30.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="after SIGTERM, how long running requests may take to finish",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged to stderr"
@@ -85,11 +97,18 @@ class ProcessSettings(BaseSettings):
         "text", description="text: one line a record; json: one JSON object a record"
     )
     ready_file: Path | None = Field(
-        None, description="file that the process writes once ready: a JSON line with address and pid"
+        None,
+        description="file that the process writes once ready: a JSON line with address and pid; replaces a regular "
+        "file, and nothing else",
     )
     supervisor: str | None = Field(
         None, description="set by `baton up`, which gets reports of this process and ends it when it ends itself"
     )
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str | None) -> str | None:
+        return check_printable(name)
 
 
 class CommonSettings(ProcessSettings):
@@ -148,7 +167,7 @@ class NodeSettings(CommonSettings):
     )
     gpu_memory_fraction: float = Field(
         0.9,
-        gt=0,
+        ge=0.01,
         le=1,
         description="share of the GPU's memory that this node may use; a profile at start sizes the cache",
     )
@@ -275,7 +294,7 @@ class NodeSettings(CommonSettings):
     )
     segment_mib: float | None = Field(
         None,
-        gt=0,
+        ge=SIZE_MIB_MIN,
         le=1024,
         description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
         f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
@@ -290,15 +309,13 @@ class NodeSettings(CommonSettings):
     )
     digests: bool = Field(True, description="check the digest of every segment before its KV enters the cache")
     keepalive_s: float = Field(
-        KEEPALIVE_S, gt=0, le=3600, description="a peer that answers no ping for that long counts as lost"
+        KEEPALIVE_S, ge=KEEPALIVE_S_MIN, le=3600, description="a peer that answers no ping for that long counts as lost"
     )
 
     @field_validator("model_revision")
     @classmethod
-    def _is_printable(cls, name: str | None) -> str | None:
-        if name is not None and not name.isprintable():
-            raise ValueError("it has a control character; allowed: printable ones")
-        return name
+    def _is_revision(cls, name: str | None) -> str | None:
+        return check_printable(name)
 
     @field_validator("adapter")
     @classmethod
@@ -359,7 +376,7 @@ class PrefillSettings(NodeSettings):
     """Role prefill."""
 
     connect_timeout_s: float = Field(
-        10.0, gt=0, le=SECONDS_MAX, description="time limit for connecting a pair with a decode node"
+        10.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="time limit for connecting a pair with a decode node"
     )
     layer_groups: bool = Field(
         True,
@@ -389,7 +406,7 @@ class DecodeSettings(NodeSettings):
     )
     receive_limit_gb_per_s: float | None = Field(
         None,
-        gt=0,
+        ge=RATE_MIN,
         le=RATE_MAX,
         description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
     )
@@ -399,7 +416,10 @@ class DecodeSettings(NodeSettings):
         "float32, bfloat16, float16; the prefill nodes convert; default: such nodes are refused",
     )
     lease_s: float = Field(
-        300.0, gt=0, le=SECONDS_MAX, description="how long blocks stay reserved for KV that has not arrived"
+        300.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="how long blocks stay reserved for KV that has not arrived",
     )
 
     @property
@@ -425,6 +445,17 @@ def tokenizer_file(model: Path) -> Path:
     if not own.is_file() and model.resolve().parent == DEMO_MODELS:
         return DEMO_MODELS / "llama" / "tokenizer.json"
     return own
+
+
+def check_printable(name: str | None) -> str | None:
+    """The name, which others are shown.
+
+    Raises:
+        ValueError: it has a control character, or is no valid Unicode.
+    """
+    if name is not None and not name.isprintable():
+        raise ValueError("it has a control character, or a byte that is no UTF-8; allowed: printable characters")
+    return name
 
 
 def is_adapter_name(name: str) -> bool:

@@ -77,6 +77,11 @@ def client_access() -> ClientAccess:
     )
 
 
+def proxy_variables() -> dict[str, str]:
+    """The variables that name HTTP proxies, and hosts that are reached without one (`baton.proxies`)."""
+    return {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+
+
 def set_client_access(*, api_key: str | None, tls_ca: str | None) -> None:
     """Lets this process and its children reach gateways so; None leaves what the environment says."""
     given = {CLIENT_VARIABLES[0]: api_key, CLIENT_VARIABLES[1]: tls_ca}

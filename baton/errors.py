@@ -17,11 +17,13 @@ BatonError
 └── InternalError        a bug in Baton
 """
 
+import re
 from typing import ClassVar
 
 # The field of an `InternalError` about logits that are not finite, which some prompts may cause.
 LOGITS_FIELD = "logits"
 # Errors echo what others sent. Whoever passes an error on (a trailer, a message, a log line, stderr) can rely on these.
+_PATH_BYTE = re.compile("[\udc80-\udcff]")  # as Python decodes a byte of a path that is no UTF-8
 _TEXT_CHARACTERS_MAX, _VALUE_CHARACTERS_MAX, _ALLOWED_MAX = 4000, 256, 64
 
 
@@ -125,8 +127,19 @@ class InternalError(BatonError):
 
 
 def shortened(text: str, most: int) -> str:
-    """At most this many characters of the text, without its middle if need be; lone surrogates become `?`."""
-    if len(text) > most:
-        tail = most // 4
-        text = f"{text[: most - tail - 3]}...{text[-tail:]}"
-    return text if text.isascii() else text.encode(errors="replace").decode()
+    """At most this many characters of the text, without its middle if need be, as valid Unicode (`readable`)."""
+    text = _cut(text, most)
+    return text if text.isascii() else _cut(readable(text), most)
+
+
+def readable(text: str) -> str:
+    """The text as valid Unicode: a byte of a path that is no UTF-8 becomes `\\xe9`, any other lone surrogate `?`."""
+    named = _PATH_BYTE.sub(lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
+    return named.encode(errors="replace").decode()
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail - 3]}...{text[-tail:]}"

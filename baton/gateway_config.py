@@ -5,10 +5,19 @@ the tree of all settings.
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from baton.config import CommonSettings, ProcessSettings
-from baton.limits import COUNT_MAX, SECONDS_MAX, TOKENS_MAX
+from baton.config import CommonSettings, ProcessSettings, check_printable
+from baton.limits import (
+    COUNT_MAX,
+    DURATION_S_MIN,
+    KEEPALIVE_S_MIN,
+    PERIOD_S_MAX,
+    PERIOD_S_MIN,
+    SECONDS_MAX,
+    SIZE_MIB_MIN,
+    TOKENS_MAX,
+)
 from baton.types import LocalPolicy, Slo
 
 GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
@@ -63,11 +72,14 @@ class GatewaySettings(CommonSettings):
         description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
     )
     http_body_mib: float = Field(
-        32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request, and largest gRPC message"
+        32.0,
+        ge=SIZE_MIB_MIN,
+        le=_HTTP_BODY_MIB_MAX,
+        description="largest body of an HTTP request, and largest gRPC message",
     )
     failover_wait_s: float = Field(
         30.0,
-        gt=0,
+        ge=DURATION_S_MIN,
         le=SECONDS_MAX,
         description="how long a request waits for a decode node: one that has begun when its own was lost, a new one "
         "while nodes load",
@@ -82,14 +94,14 @@ class GatewaySettings(CommonSettings):
     )
     resolve_s: float = Field(
         5.0,
-        gt=0,
-        le=SECONDS_MAX,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
         description="interval at which names of nodes are resolved and their files read again",
     )
     link_retry_s: float = Field(
         60.0,
-        gt=0,
-        le=SECONDS_MAX,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
         description="interval at which a pair that was refused for its slow link is measured again",
     )
     balance_roles: bool = Field(
@@ -99,7 +111,7 @@ class GatewaySettings(CommonSettings):
     )
     balance_backlog_s: float = Field(
         2.0,
-        gt=0,
+        ge=DURATION_S_MIN,
         le=SECONDS_MAX,
         description="prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when "
         "its nodes use more than 80 % of their blocks or seats",
@@ -112,7 +124,7 @@ class GatewaySettings(CommonSettings):
         description="after a node has changed its role, or nodes came or went, balance_roles moves none for so long",
     )
     request_timeout_s: float = Field(
-        600.0, gt=0, le=SECONDS_MAX, description="deadline of a request whose client gives none"
+        600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of a request whose client gives none"
     )
     queue_s: float = Field(
         10.0,
@@ -122,13 +134,13 @@ class GatewaySettings(CommonSettings):
     )
     ttft_ms: float | None = Field(
         None,
-        gt=0,
+        ge=DURATION_S_MIN,
         le=1e3 * SECONDS_MAX,
         description="expected time to the first token of requests that state none; default: no bound",
     )
     tpot_ms: float | None = Field(
         None,
-        gt=0,
+        ge=DURATION_S_MIN,
         le=1e3 * SECONDS_MAX,
         description="expected mean time per further token of requests that state none; default: no bound",
     )
@@ -149,7 +161,7 @@ class GatewaySettings(CommonSettings):
     )
     trace_slow_s: float | None = Field(
         None,
-        gt=0,
+        ge=DURATION_S_MIN,
         le=SECONDS_MAX,
         description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
         "or was tried again; default: no bound",
@@ -157,14 +169,20 @@ class GatewaySettings(CommonSettings):
     access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(
-        10.0, gt=0, le=SECONDS_MAX, description="a prefill that reports no progress for that long is started again"
+        10.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a prefill that reports no progress for that long is started again",
     )
     decode_stall_s: float = Field(
-        30.0, gt=0, le=SECONDS_MAX, description="a decode node that sends nothing for that long counts as lost"
+        30.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a decode node that sends nothing for that long counts as lost",
     )
     keepalive_s: float = Field(
         GATEWAY_KEEPALIVE_S,
-        ge=0.6,  # servers refuse more than two pings a second
+        ge=KEEPALIVE_S_MIN,
         le=3600,
         description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
         "Python is busy answers",
@@ -179,6 +197,11 @@ class GatewaySettings(CommonSettings):
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
+
+    @field_validator("model_name")
+    @classmethod
+    def _is_model_name(cls, name: str | None) -> str | None:
+        return check_printable(name)
 
     @property
     def slo(self) -> Slo:
@@ -196,7 +219,10 @@ class PickerSettings(ProcessSettings):
         "Kubernetes",
     )
     resolve_s: float = Field(
-        5.0, gt=0, le=SECONDS_MAX, description="interval at which names of gateways are resolved and files read again"
+        5.0,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="interval at which names of gateways are resolved and files read again",
     )
     pool_metrics_port: int | None = Field(
         None,
@@ -206,10 +232,16 @@ class PickerSettings(ProcessSettings):
         "port, which works without TLS and keys only",
     )
     poll_s: float = Field(
-        0.25, ge=0.01, le=SECONDS_MAX, description="pause between two looks at one gateway's load and readiness"
+        0.25,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="pause between two looks at one gateway's load and readiness",
     )
     stale_s: float = Field(
-        3.0, gt=0, le=SECONDS_MAX, description="a gateway that has not answered for that long gets no requests"
+        3.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a gateway that has not answered for that long gets no requests",
     )
     fallbacks: int = Field(
         1,

@@ -2,18 +2,20 @@
 
 A log call gives figures as `extra={"fields": {...}}`, and long text that belongs to it as `extra={"lines": text}`. The
 request id comes from the task (`enter_request`), or from the fields. What others named, such as nodes and models,
-begins no line and moves no cursor.
+begins no line and moves no cursor. No line waits for whoever reads stderr (`baton.line_stream`).
 """
 
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Literal
+from typing import Literal, TextIO
 
+from baton.errors import readable
+from baton.line_stream import LineStream
 from baton.security.log_lines import escaped
 
 Format = Literal["text", "json"]
@@ -51,11 +53,37 @@ def set_up_logging(level: str, *, role: str, name: str = "", form: Format = "tex
         role: the program, such as gateway or decode_node.
         name: of this process, once it is known; `show_name` changes it.
     """
-    handler = logging.StreamHandler()
+    write_in_background("stderr")
+    handler = _Handler()
     handler.setFormatter(JsonLines(role, name) if form == "json" else TextLines(role, name))
     logging.basicConfig(level=max(_OTHERS, logging.getLevelName(level.upper())), handlers=[handler], force=True)
     for ours in _OURS:
         logging.getLogger(ours).setLevel(level.upper())
+
+
+def write_in_background(*names: Literal["stderr", "stdout"]) -> None:
+    """From now on, what this process writes to these streams waits for no reader; the rest of it, for at most some
+    seconds, when the process ends.
+
+    A stream that somebody has replaced, such as a test, stays.
+    """
+    for name in names:
+        own = getattr(sys, f"__{name}__")
+        if own is not None and getattr(sys, name) is own:
+            own.flush()
+            setattr(sys, name, LineStream(own.fileno(), encoding=own.encoding))
+
+
+def dropped_lines() -> int:
+    """Lines that this process has dropped because nobody read its stderr in time."""
+    return sys.stderr.dropped_total if isinstance(sys.stderr, LineStream) else 0
+
+
+def count_dropped_lines(count: Callable[[int], None]) -> None:
+    """Calls `count` with the number of lines dropped so far, and then whenever some are dropped, on any thread."""
+    if isinstance(sys.stderr, LineStream):
+        count(sys.stderr.dropped_total)
+        sys.stderr.on_dropped = count
 
 
 def show_name(name: str) -> None:
@@ -67,9 +95,31 @@ def show_name(name: str) -> None:
 
 def write_line(text: str) -> None:
     """Writes a line that is no log record to stderr, in one piece: `print` writes the line's end separately where
-    PYTHONUNBUFFERED is set, and lines of several processes then mix."""
-    sys.stderr.write(f"{text}\n")
+    PYTHONUNBUFFERED is set, and lines of several processes then mix. Control characters are escaped."""
+    sys.stderr.write(f"{escaped(text)}\n")
     sys.stderr.flush()
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to stderr. `logging.shutdown` waits for what is still to be written, for a bounded time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if isinstance(self.stream, LineStream):
+            self.stream.notice = self._notice
+
+    def flush(self) -> None:
+        if not isinstance(self.stream, LineStream):  # which would wait
+            super().flush()
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(self.stream, LineStream):
+            self.stream.drain()
+
+    def _notice(self, lines: int) -> str:
+        message = "%d lines dropped: nobody read this process's stderr in time"
+        return self.format(logging.LogRecord("baton", logging.WARNING, "", 0, message, (lines,), None))
 
 
 class _Lines(logging.Formatter):
@@ -115,11 +165,12 @@ class JsonLines(_Lines):
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "role": self.role,
-            "name": self.name,
-            "message": record.getMessage(),
+            "name": readable(self.name),
+            "message": readable(record.getMessage()),
         }
-        lines = [each for text in _further(self, record) for each in text.splitlines()]
-        return json.dumps({**self.fields(record), **own, **({"lines": lines} if lines else {})}, default=str)
+        lines = [readable(each) for text in _further(self, record) for each in text.splitlines()]
+        fields = {name: readable(each) if isinstance(each, str) else each for name, each in self.fields(record).items()}
+        return json.dumps({**fields, **own, **({"lines": lines} if lines else {})}, default=_text)
 
 
 def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[str]:
@@ -130,6 +181,10 @@ def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterato
         yield formatter.formatException(record.exc_info)
     if record.stack_info:
         yield record.stack_info
+
+
+def _text(value: object) -> str:
+    return readable(str(value))
 
 
 def _quoted(value: object) -> str:

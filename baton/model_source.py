@@ -4,16 +4,20 @@ huggingface_hub does the download: its bar, its cache, and its variables HF_HOME
 """
 
 import logging
+import os
 import re
 import sys
 import time
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.security.log_lines import escaped
 
 log = logging.getLogger("baton")
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w./-]*))?", re.ASCII)
+_PART_OF_HUB_NAME = re.compile(r"[\w-][\w.-]*(@[\w-][\w./-]*)?", re.ASCII)
+_CHECKPOINT = "give the original checkpoint, by directory or name on the hub: config.json, safetensors, tokenizer.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 # Weights in subfolders, and those named "consolidated", are the same weights in other formats.
@@ -30,12 +34,22 @@ def find_model(model: Path, *, weights: bool = True) -> Path:
         weights: whether the weights are needed; if not, only configuration, tokenizer and chat template are downloaded.
 
     Raises:
-        ConfigError: there is no such repository or revision, it may not be read, or it cannot be reached.
+        ConfigError: there is no such directory, repository or revision, it may not be read, it cannot be reached, or it
+            has no checkpoint in Hugging Face format.
     """
-    named = _HUB_NAME.fullmatch(str(model))
-    if model.is_dir() or named is None:
-        return model
-    return _download(named["repository"], named["revision"], weights=weights)
+    if os.path.isdir(model):
+        found = model
+    elif named := _HUB_NAME.fullmatch(str(model)):
+        found = _download(named["repository"], named["revision"], weights=weights)
+    else:
+        raise _no_model(model)
+    try:
+        os.stat(found / "config.json")
+    except FileNotFoundError:
+        raise _refuse(str(model), f"has no config.json{_of_gguf(found, str(model))}", _CHECKPOINT) from None
+    except OSError:
+        pass  # whoever reads it says why
+    return found
 
 
 def model_name(directory: Path) -> str:
@@ -43,7 +57,7 @@ def model_name(directory: Path) -> str:
     directory = directory.resolve()
     if directory.parent.name == "snapshots" and (cached := _CACHED.fullmatch(directory.parent.parent.name)):
         return f"{cached['owner']}/{cached['name']}"
-    return directory.name
+    return escaped(directory.name)
 
 
 def hub_commit(directory: Path) -> str:
@@ -96,6 +110,27 @@ def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
         ) from None
     log.info("%s is in %s after %.1f s", name, directory, time.monotonic() - since)
     return directory
+
+
+def _of_gguf(directory: Path, name: str) -> str:
+    try:
+        listed = os.listdir(directory)
+    except OSError:
+        listed = []
+    gguf = name.lower().endswith("-gguf") or any(each.endswith(".gguf") for each in listed)
+    return ", but GGUF files, which Baton does not read" if gguf else ""
+
+
+def _no_model(model: Path) -> ConfigError:
+    """Why the path, which is no directory, names no model."""
+    if model.suffix == ".gguf":
+        return _refuse(str(model), "is a GGUF file, which Baton does not read", _CHECKPOINT)
+    if os.path.lexists(model):
+        return _refuse(str(model), "is no directory", "give the directory that has the model's config.json")
+    if _PART_OF_HUB_NAME.fullmatch(str(model)):
+        cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
+        return _refuse(str(model), "is no directory, and no name of the hub without its owner", cure)
+    return _refuse(str(model), "does not exist", "give a directory, or a name of the hub such as Qwen/Qwen3-0.6B")
 
 
 def _refuse(name: str, why: str, cure: str) -> ConfigError:

@@ -1,8 +1,22 @@
-"""Reads a file that somebody named: whole, but never a pipe, which would wait, or a device, which may not end."""
+"""Reads and writes files that somebody named: regular ones only, never a pipe, which would wait, or a device.
+
+What is written appears whole or not at all, and takes the place of nothing but a regular file.
+"""
 
 import os
+import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def read_regular_file(path: Path, *, bytes_max: int) -> bytes:
@@ -19,3 +33,74 @@ def read_regular_file(path: Path, *, bytes_max: int) -> bytes:
         if status.st_size > bytes_max:
             raise OSError(0, f"it has {status.st_size} bytes, of at most {bytes_max}")
         return file.read(bytes_max + 1)
+
+
+def write_regular_file(path: Path, data: bytes | str, *, mode: int | None = None) -> None:
+    """Writes a new file, or a new content of a regular one, in one step.
+
+    Args:
+        data: text is written as UTF-8.
+        mode: who may read and write it; None: as before, or as usual for a new file.
+
+    Raises:
+        OSError: the path names something that is no regular file, or it cannot be written; nothing is changed then.
+    """
+    before = _regular_or_absent(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    part = f".{secrets.token_hex(8)}.part"
+    try:
+        descriptor = os.open(
+            part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode, dir_fd=folder
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                if before is not None:
+                    _keep_owner_and_mode(descriptor, before, mode)
+                file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
+            _regular_or_absent(path)  # it may be something else by now
+            os.rename(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(part, dir_fd=folder)
+            raise
+    finally:
+        os.close(folder)
+
+
+def check_can_write(path: Path) -> None:
+    """Finds before some long work that `write_regular_file` cannot write there.
+
+    Raises:
+        OSError: as `write_regular_file`.
+    """
+    _regular_or_absent(path)
+    folder = os.stat(path.parent)
+    if not stat.S_ISDIR(folder.st_mode):
+        raise OSError(0, f"{path.parent} is no directory")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OSError(0, f"nothing can be written into {path.parent}")
+
+
+def _regular_or_absent(path: Path) -> os.stat_result | None:
+    """What is known of the file; None: there is none.
+
+    Raises:
+        OSError: something else is there, or the path can be none.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        if not path.name:
+            raise OSError(0, "it is a directory") from None
+        return None
+    except ValueError:  # it has a NUL
+        raise OSError(0, "it is no path") from None
+    kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), None)
+    if kind is not None:
+        raise OSError(0, f"it is {kind}, no regular file")
+    return found
+
+
+def _keep_owner_and_mode(descriptor: int, before: os.stat_result, mode: int | None) -> None:
+    with suppress(PermissionError):  # of another user's file, which then becomes ours
+        os.fchown(descriptor, before.st_uid, before.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(before.st_mode) if mode is None else mode)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from baton.config import (
     CLIENT_VARIABLES,
@@ -21,8 +23,9 @@ from baton.config import (
 )
 from baton.errors import ConfigError, shortened
 from baton.gateway_config import GatewaySettings, PickerSettings
-from baton.logs import write_line
+from baton.logs import write_in_background, write_line
 from baton.security.log_lines import escaped
+from baton.supervisor import Supervisor
 
 _PREFIX = "BATON_"
 _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
@@ -31,6 +34,7 @@ _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-sepa
 _SHOWN_MAX = 200  # characters of a wrong value
 # Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
 _ALIKE = 0.87
+_OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound=ProcessSettings)
@@ -39,6 +43,7 @@ NodeRole = TypeVar("NodeRole", bound=NodeSettings)
 
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
     """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
+    write_in_background("stderr")
     flags = _parser(cls, program).parse_args(argv)
     given: dict[str, Any] = {
         name: ",".join(value) if name in _REPEATABLE else value
@@ -101,18 +106,23 @@ def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and variable(name) not in environ}
 
 
-def fail(program: str, error: ConfigError) -> NoReturn:
+def fail(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> NoReturn:
     """Ends the process because a setting proved wrong after start: one line, exit code 2."""
-    write_error(program, error)
+    write_error(program, error, supervisor)
     raise SystemExit(2)
 
 
-def write_error(program: str, error: ConfigError) -> None:
-    """Writes the line about a setting that proved wrong after start."""
+def write_error(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> None:
+    """Writes the line about a setting that proved wrong after start.
+
+    Args:
+        supervisor: shows the line in place of this process, once for all processes that have the same fault.
+    """
     text = str(error)
     if error.field in _SETTINGS and text.startswith(f"{error.field} "):
         text = f"{_where(error.field)}{text.removeprefix(error.field)}"
-    write_line(f"{program}: {text}")
+    if supervisor is None or not supervisor.failed(text):
+        write_line(f"{program}: {text}")
 
 
 def describe_validation_error(cls: type[ProcessSettings], error: ValidationError) -> list[str]:
@@ -122,9 +132,20 @@ def describe_validation_error(cls: type[ProcessSettings], error: ValidationError
         name = str(item["loc"][0]) if item["loc"] else "?"
         where = _where(name) if name in cls.model_fields else variable(name)
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in _OUT_OF_RANGE and (bounds := bounds_of(cls.model_fields[name])):
+            message += f"; allowed: {bounds[0]:.12g} to {bounds[1]:.12g}"
         allowed = shortened(escaped(message[:1].lower() + message[1:]), _SHOWN_MAX)
         lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
+
+
+def bounds_of(info: FieldInfo) -> tuple[float, float] | None:
+    """The least and the greatest value of a setting that is a number."""
+    least = next((each.ge for each in info.metadata if isinstance(each, Ge)), None)
+    greatest = next((each.le for each in info.metadata if isinstance(each, Le)), None)
+    if not isinstance(least, int | float) or not isinstance(greatest, int | float):
+        return None
+    return least, greatest
 
 
 class _Parser(argparse.ArgumentParser):

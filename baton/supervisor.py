@@ -83,6 +83,17 @@ class Supervisor:
             with suppress(OSError):
                 self._socket.send(json.dumps({"stage": stage, **more}).encode(), socket.MSG_DONTWAIT)
 
+    def failed(self, error: str) -> bool:
+        """Sends why this process cannot start or go on. Returns whether somebody shows it, so that this process need
+        not."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(json.dumps({"stage": "failed", "error": error}).encode(), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
     @staticmethod
     def _end_with_it(connection: socket.socket) -> None:
         with suppress(OSError):

@@ -19,6 +19,7 @@ import psutil
 
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
+from baton.regular_file import write_regular_file
 from baton.rpc.server import connect
 from bench.mortal_peer import STEPS, live, peers
 from bench.strangers import DecodeStrangers, PrefillStrangers
@@ -247,7 +248,7 @@ def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
         f"| {work} | {' | '.join(figures.get((work, name), '') for name in names)} |"
         for work in dict.fromkeys(row.work for row in moments)
     ]
-    path.write_text(path.read_text() + "\n".join(lines) + "\n")
+    write_regular_file(path, path.read_text() + "\n".join(lines) + "\n")
 
 
 _NODES = ("prefill_node", "decode_node")

@@ -23,6 +23,7 @@ import psutil
 import uvloop
 
 from baton.cli.processes import Process, Processes
+from baton.regular_file import write_regular_file
 from bench import bare_grpc, scripted_decode
 from bench.h2_client import GrpcConnection
 from bench.scripted_decode import FIRST_STEP_S, MODEL
@@ -222,7 +223,7 @@ def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
             cells[0] = found[0].cells()[2]
         lines.append(_line([name, work, *cells, any_row.cells()[-1]]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    write_regular_file(path, "\n".join(lines) + "\n")
 
 
 def _line(cells: Sequence[str]) -> str:

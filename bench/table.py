@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from baton.regular_file import write_regular_file
+
 _HEADS = ("what", "work", "measured", "rival", "share", "goal")
 
 
@@ -75,13 +77,13 @@ def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
     lines = [f"# {title}", "", _line(_HEADS), _line(["---"] * len(_HEADS))]
     lines += [_line(row.cells()) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    write_regular_file(path, "\n".join(lines) + "\n")
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
     """Writes a file for `read_json`; makes the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
+    write_regular_file(path, "[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
 
 
 def read_json(path: Path) -> list[Row]:

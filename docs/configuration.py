@@ -12,6 +12,7 @@ _INTRODUCTION = """# Configuration
 
 Each setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its settings.
 A wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
+Every number has a least and a greatest value; what is done again and again has a period of 0.05 s to a day.
 
 Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. `-P`
 keeps Python from importing modules of the working directory, where a `models.py` or a folder `gateway` would hide

@@ -15,6 +15,7 @@ from baton.gateway_config import GatewaySettings
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
+from gateway.connect_pace import ConnectPace
 from gateway.discovery.directory import Directory
 from gateway.discovery.sources import parse_places
 from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
@@ -69,6 +70,7 @@ class Connections:
         # Nobody is taken for a node of a role that its certificate does not allow.
         self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}
         self._keepalive_s = settings.keepalive_s
+        self._pace = ConnectPace()
         self._resolve_s = settings.resolve_s
         self._listing_changed = asyncio.Event()
         places = {_PREFILL: prefill, _DECODE: decode}
@@ -222,7 +224,14 @@ class Connections:
                 self.fleet.message_received(role, address, self._now_s())
 
         callbacks = WatchCallbacks(status, lost, cache, silent)
-        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
+        client = NodeClient(
+            address,
+            callbacks,
+            on_message,
+            keepalive_s=self._keepalive_s,
+            dial=self._dials[role],
+            pace=self._pace,
+        )
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(
             client.watch(), name=f"watch-{address}", context=self._context.copy()

@@ -17,6 +17,7 @@ from baton.gateway_config import GATEWAY_KEEPALIVE_S
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
+from gateway.connect_pace import ConnectPace
 from gateway.decode_session import DecodeSession
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -99,6 +100,7 @@ class NodeClient:
         on_message: called at every message of the session, as a sign of life.
         keepalive_s: a node that answers no ping for that long is lost.
         dial: credentials of the channel.
+        pace: of the attempts to reach nodes, shared with other clients.
     """
 
     def __init__(
@@ -109,20 +111,27 @@ class NodeClient:
         *,
         keepalive_s: float = GATEWAY_KEEPALIVE_S,
         dial: Dial | None = None,
+        pace: ConnectPace | None = None,
     ) -> None:
         self._address = address
         # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
         self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
-        self._channel = self._connect()
-        self._stub = node_pb2_grpc.NodeStub(self._channel)
-        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self._pace = pace or ConnectPace()
+        self._answered = False  # ever
+        self._silent = False
+        self._open()
         self._callbacks = callbacks
         self._on_message = on_message
         self._status_received = False  # on the present stream
         self._watching: asyncio.Task[str] | None = None
         self._calls: list[PrefillStream] = []
         self._session: DecodeSession | None = None
+
+    def _open(self) -> None:
+        self._channel = self._connect()
+        self._stub = node_pb2_grpc.NodeStub(self._channel)
+        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
 
     @property
     def busy(self) -> bool:
@@ -131,6 +140,7 @@ class NodeClient:
         return calls or (self._session is not None and self._session.num_held > 0)
 
     async def close(self) -> None:
+        self._set_silent(silent=False)
         if self._session is not None:
             await self._session.close(_CLOSED)
         await self._channel.close()
@@ -213,8 +223,24 @@ class NodeClient:
                 self._watching = tasks.create_task(self._watch_once())
             if not self._watching.cancelled():  # else the caller of `end_watch` has reported the reason
                 self._callbacks.lost(self._watching.result())
-            retry_s = _RETRY_S_MIN if self._status_received else min(2 * retry_s, _RETRY_S_MAX)
-            await asyncio.sleep(retry_s)
+            if self._status_received:
+                retry_s = _RETRY_S_MIN
+            else:
+                retry_s = min(2 * retry_s, _RETRY_S_MAX)
+                await self._rest()
+            await asyncio.sleep(self._pace.pause_s(retry_s))
+
+    async def _rest(self) -> None:
+        """The node did not answer. Its channel would connect again by itself, whatever the pace."""
+        self._set_silent(silent=True)
+        if not self.busy and (self._session is None or not self._session.open):
+            resting = self._channel
+            self._open()
+            await resting.close()
+
+    def _set_silent(self, *, silent: bool) -> None:
+        self._pace.silent += silent - self._silent
+        self._silent = silent
 
     def end_watch(self) -> None:
         """Ends the present Watch stream; `watch` then opens another one."""
@@ -229,37 +255,41 @@ class NodeClient:
 
     async def _watch_once(self) -> str:
         """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
-        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
+        call: _Watch | None = None
+        reading: asyncio.Future[object] | None = None
         following: asyncio.Task[None] | None = None
         try:
-            status = await self._first_status(call)
+            async with self._pace.turn(answered=self._answered):
+                call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
+                reading = asyncio.ensure_future(call.read())
+                await asyncio.wait([reading], timeout=_SILENT_S)
+            status = await self._first_status(reading)
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
-                self._status_received = True
+                self._status_received = self._answered = True
+                self._set_silent(silent=False)
                 self._callbacks.status(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
             return last_cause(error)
         finally:
-            call.cancel()
-            if following is not None:
-                following.cancel()
+            if call is not None:
+                call.cancel()
+            for task in (reading, following):
+                if task is not None:
+                    task.cancel()
         # The node has drained. It ended its session before, whose last messages may still be on their way.
         if self._session is not None:
             await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
 
-    async def _first_status(self, call: _Watch) -> object:
+    async def _first_status(self, reading: "asyncio.Future[object]") -> object:
         """Waits without a limit: a node that is gone answers no pings, and the call fails."""
-        reading = asyncio.ensure_future(call.read())
-        try:
-            while not reading.done():
-                await asyncio.wait([reading], timeout=_SILENT_S)
-                if not reading.done() and self._channel.get_state() is grpc.ChannelConnectivity.READY:
-                    self._callbacks.silent()
-            return reading.result()
-        finally:
-            reading.cancel()
+        while not reading.done():
+            if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+                self._callbacks.silent()
+            await asyncio.wait([reading], timeout=_SILENT_S)
+        return reading.result()
 
     async def _follow_cache(self) -> None:
         """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""

@@ -11,7 +11,7 @@ from functools import partial
 
 from baton.config import MIB
 from baton.gateway_config import GatewaySettings
-from baton.logs import show_name
+from baton.logs import count_dropped_lines, show_name
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets
 from baton.rpc.server import Address, GrpcServer, stop_on_signals
@@ -155,6 +155,7 @@ async def run(
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
         colleagues = colleagues or Alone()
+        count_dropped_lines(colleagues.board.tally.counter("baton_log_lines_dropped_total").add)
         traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
         tracer = await stack.enter_async_context(traces)
         serving = Serving(settings, model, connections, colleagues, tracer)

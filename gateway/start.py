@@ -10,7 +10,8 @@ from baton.file_limit import raise_file_limit
 from baton.gateway_config import GatewaySettings
 from baton.logs import set_up_logging
 from baton.model_source import find_model
-from baton.rpc.server import Address, check_advertised, write_ready_file
+from baton.ready_file import check_ready_file, write_ready_file
+from baton.rpc.server import Address, check_advertised
 from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from gateway import process, workers
@@ -24,8 +25,10 @@ log = logging.getLogger("baton")
 def start(settings: GatewaySettings) -> None:
     """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
+    supervisor = Supervisor(None)
     try:
         raise_file_limit()
+        check_ready_file(settings.ready_file)
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)
@@ -35,7 +38,7 @@ def start(settings: GatewaySettings) -> None:
             else:
                 _serve_alone(runner, settings, supervisor)
     except ConfigError as error:
-        fail(PROGRAM, error)
+        fail(PROGRAM, error, supervisor)
     except KeyboardInterrupt:
         log.info("interrupted")
 

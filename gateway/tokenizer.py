@@ -35,7 +35,8 @@ class TextTokenizer:
             cure = f"give the directory of a checkpoint with its tokenizer.json, {', '.join(OTHER_FORMS)}"
             raise ConfigError(f"{path} does not exist", field="model", value=directory, cure=cure)
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            # NOTE: the library opens no path that is not UTF-8.
+            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except BaseException as error:  # what the library raises for a file that it cannot read, its panics included
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise

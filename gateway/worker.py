@@ -84,6 +84,7 @@ class _Colleagues:
     async def follow(self) -> None:
         await self._line.run()
         log.error("the parent of this worker has ended: ending")
+        logging.shutdown()
         os._exit(1)
 
     def join(self, serving: Serving) -> None:

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from baton.environment import child_environment
 from baton.errors import ConfigError
 from baton.gateway_config import GatewaySettings
-from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken, write_ready_file
+from baton.ready_file import write_ready_file
+from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken
 from baton.supervisor import Supervisor
 from gateway.board import Board
 from gateway.colleagues import Line, Message

@@ -217,13 +217,14 @@ class _Tokenizer:
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            content = path.read_bytes()
+            tokenizer = Tokenizer.from_buffer(content)  # the library opens no path that is not UTF-8
             added = tokenizer.get_added_tokens_decoder()
             self.special = {token.content: token_id for token_id, token in added.items() if token.special}
             self.num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
             size = max(vocab_size, self.num_tokens)
             self.mask_words = mask_words(size)
-            self.library = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=size, eos_token=list(eos_token_ids))
+            self.library = LLTokenizer(content.decode(), n_vocab=size, eos_token=list(eos_token_ids))
         except Exception as error:
             raise InternalError(f"{path} cannot be used for grammars: {error}") from error
 

@@ -12,10 +12,12 @@ from typing import Annotated
 import typer
 
 from baton.cli.access import read_key, use
+from baton.cli.output import check_output
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.cli.up import ClusterOptions, local_cluster
 from baton.environment import client_access
 from baton.errors import InvalidRequest
+from baton.limits import COUNT_MAX, DURATION_S_MIN, SECONDS_MAX, TOKENS_MAX
 from baton.types import Slo
 from load.arrivals import Arrivals
 from load.goals import Goal, parse_goal
@@ -34,6 +36,7 @@ from load.workload import PRESETS, Replay, Span
 COMPARE = "compare"
 _DURATION_S = 60.0
 _WARMUP_S = 5.0
+_RATE_MIN, _RATE_MAX = 0.001, 1e6
 _FORMS = ", ".join(FORMS)
 _PRESETS = "; ".join(f"{name} is {prompts} in, {outputs} out" for name, (prompts, outputs) in PRESETS.items())
 _LOAD, _TIMES, _GOALS, _OUTPUT, _CLIENT = "Load", "When requests are sent", "Goals", "Results", "Client"
@@ -73,35 +76,54 @@ def bench(
         ),
     ] = None,
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="First tokens of each prompt that others have too.", rich_help_panel=_LOAD)
+        int,
+        typer.Option(
+            min=0, max=TOKENS_MAX, help="First tokens of each prompt that others have too.", rich_help_panel=_LOAD
+        ),
     ] = 0,
     shared_prefixes: Annotated[
-        int, typer.Option(min=1, help="How many different shared prefixes there are.", rich_help_panel=_LOAD)
+        int,
+        typer.Option(min=1, max=COUNT_MAX, help="How many different shared prefixes there are.", rich_help_panel=_LOAD),
     ] = 1,
     sessions: Annotated[
         int,
         typer.Option(
-            min=0, help="Conversations that take turns; each prompt continues its last one.", rich_help_panel=_LOAD
+            min=0,
+            max=COUNT_MAX,
+            help="Conversations that take turns; each prompt continues its last one.",
+            rich_help_panel=_LOAD,
         ),
     ] = 0,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
+            max=TOKENS_MAX,
             help="Most tokens of prompt and output together; longer requests are drawn again, or left out of a trace. "
             "Default: the model's context, if the server says it.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Default: the server's own.", rich_help_panel=_LOAD)
+        float | None, typer.Option(min=0, max=100, help="Default: the server's own.", rich_help_panel=_LOAD)
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help=f"Requests per second. Default: {DEFAULT_RATE:g}; a trace's own.", rich_help_panel=_TIMES),
+        typer.Option(
+            min=_RATE_MIN,
+            max=_RATE_MAX,
+            help=f"Requests per second. Default: {DEFAULT_RATE:g}; a trace's own.",
+            rich_help_panel=_TIMES,
+        ),
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(help="How much faster than recorded a trace is replayed.", rich_help_panel=_TIMES)
+        float | None,
+        typer.Option(
+            min=_RATE_MIN,
+            max=_RATE_MAX,
+            help="How much faster than recorded a trace is replayed.",
+            rich_help_panel=_TIMES,
+        ),
     ] = None,
     arrivals: Annotated[
         Arrivals, typer.Option(help="Distribution of the times between requests.", rich_help_panel=_TIMES)
@@ -109,6 +131,8 @@ def bench(
     burstiness: Annotated[
         float,
         typer.Option(
+            min=0.001,
+            max=1000,
             help="With gamma: squared coefficient of variation of the times between requests; 1 is Poisson, 4 comes in "
             "bursts.",
             rich_help_panel=_TIMES,
@@ -116,18 +140,30 @@ def bench(
     ] = 1.0,
     duration: Annotated[
         float | None,
-        typer.Option(min=0, help=f"Seconds of sending in each run. Default: {_DURATION_S:g}.", rich_help_panel=_TIMES),
+        typer.Option(
+            min=0,
+            max=SECONDS_MAX,
+            help=f"Seconds of sending in each run. Default: {_DURATION_S:g}.",
+            rich_help_panel=_TIMES,
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests of each run, instead of a duration.", rich_help_panel=_TIMES)
+        int | None,
+        typer.Option(min=1, max=COUNT_MAX, help="Requests of each run, instead of a duration.", rich_help_panel=_TIMES),
     ] = None,
     warmup: Annotated[
-        float, typer.Option(min=0, help="Seconds of load before, which do not count.", rich_help_panel=_TIMES)
+        float,
+        typer.Option(
+            min=0, max=SECONDS_MAX, help="Seconds of load before, which do not count.", rich_help_panel=_TIMES
+        ),
     ] = _WARMUP_S,
     seed: Annotated[
         int,
         typer.Option(
-            help="The same seed sends requests of the same lengths at the same times.", rich_help_panel=_TIMES
+            min=-(2**63),
+            max=2**63 - 1,
+            help="The same seed sends requests of the same lengths at the same times.",
+            rich_help_panel=_TIMES,
         ),
     ] = 0,
     slo: Annotated[
@@ -149,10 +185,10 @@ def bench(
         ),
     ] = False,
     precision: Annotated[
-        float, typer.Option(min=0.001, help="Relative, of the rate that is found.", rich_help_panel=_GOALS)
+        float, typer.Option(min=0.001, max=1, help="Relative, of the rate that is found.", rich_help_panel=_GOALS)
     ] = 0.05,
     max_runs: Annotated[
-        int, typer.Option(min=1, help="Most runs of a search, for each address.", rich_help_panel=_GOALS)
+        int, typer.Option(min=1, max=10_000, help="Most runs of a search, for each address.", rich_help_panel=_GOALS)
     ] = 60,
     send_slo: Annotated[
         bool,
@@ -163,7 +199,10 @@ def bench(
         ),
     ] = False,
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often the addresses of `compare` take turns.", rich_help_panel=_GOALS)
+        int,
+        typer.Option(
+            min=1, max=10_000, help="How often the addresses of `compare` take turns.", rich_help_panel=_GOALS
+        ),
     ] = 3,
     json: Annotated[
         Path | None, typer.Option(help="File for every request and all numbers.", rich_help_panel=_OUTPUT)
@@ -189,21 +228,35 @@ def bench(
         ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Client processes. Default: half of the cores.", rich_help_panel=_CLIENT)
+        int | None,
+        typer.Option(min=1, max=1024, help="Client processes. Default: half of the cores.", rich_help_panel=_CLIENT),
     ] = None,
     connections: Annotated[
-        int, typer.Option(min=1, help="gRPC connections of each process.", rich_help_panel=_CLIENT)
+        int, typer.Option(min=1, max=1024, help="gRPC connections of each process.", rich_help_panel=_CLIENT)
     ] = RunOptions.connections,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that a request may take.", rich_help_panel=_CLIENT)
+        float,
+        typer.Option(
+            min=DURATION_S_MIN, max=SECONDS_MAX, help="Seconds that a request may take.", rich_help_panel=_CLIENT
+        ),
     ] = RunOptions.timeout_s,
     drain: Annotated[
         float,
-        typer.Option(help="Seconds that requests may run on after the last was sent.", rich_help_panel=_CLIENT),
+        typer.Option(
+            min=0,
+            max=SECONDS_MAX,
+            help="Seconds that requests may run on after the last was sent.",
+            rich_help_panel=_CLIENT,
+        ),
     ] = RunOptions.drain_s,
     late_ms: Annotated[
         float,
-        typer.Option(help="The client was the limit if it is later than that (p99).", rich_help_panel=_CLIENT),
+        typer.Option(
+            min=DURATION_S_MIN,
+            max=1e3 * SECONDS_MAX,
+            help="The client was the limit if it is later than that (p99).",
+            rich_help_panel=_CLIENT,
+        ),
     ] = 1e3 * RunOptions.bound_s,
 ) -> None:
     """Load a server with requests at times that do not depend on its answers, and report latency and goodput.
@@ -220,9 +273,8 @@ def bench(
     comparing, names = _targets(targets or [])
     if plot_file is not None:
         check_plot(plot_file)
-    if json is not None and not json.parent.is_dir():
-        cure = "give a name in a directory that exists"
-        raise InvalidRequest(f"the results {json} cannot be written", field="json", value=json, cure=cure)
+    if json is not None:
+        check_output(json, field="json")
     if names and all(map(_is_file, names)):
         results = _from_files(names, goals)
     else:

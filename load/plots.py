@@ -1,5 +1,6 @@
 """Results as PNG. matplotlib is imported at use, because only plots need it."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.cli.output import check_output, write_output
 from baton.errors import ConfigError, InvalidRequest
 from load.records import Outcome, Record
 from load.results import Found, Results
@@ -22,13 +24,10 @@ def check_plot(path: Path) -> None:
         ConfigError: matplotlib is not installed.
         InvalidRequest: the file is no PNG, or its directory does not exist.
     """
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise InvalidRequest(
-            f"the plot {path} cannot be written",
-            field="plot",
-            value=path,
-            cure="give a name.png in a directory that exists",
-        )
+    if path.suffix != ".png":
+        cure = "give a name that ends in .png"
+        raise InvalidRequest(f"the plot {path} is no PNG", field="plot", value=path, cure=cure)
+    check_output(path, field="plot")
     _figure_module()
 
 
@@ -39,7 +38,9 @@ def plot(results: Results, path: Path) -> None:
         ConfigError: matplotlib is not installed.
     """
     figure = _rates(results.found, results) if results.found else _distributions(results)
-    figure.savefig(path, dpi=_DPI)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=_DPI)
+    write_output(path, png.getvalue(), field="plot")
 
 
 def _figure_module() -> ModuleType:

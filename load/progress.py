@@ -6,6 +6,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from baton.security.log_lines import escaped
 from load.runner import OnProgress
 from load.worker import Progress as Counts
 
@@ -35,7 +36,7 @@ class LoadProgress:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(f"baton: {line}", markup=False, soft_wrap=True)
+        self._console.print(f"baton: {escaped(line)}", markup=False, soft_wrap=True)
 
     def run(self, title: str, total: int) -> OnProgress:
         """Starts the bar of the next run, in place of the last one's."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import __version__
+from baton.cli.output import write_output
 from baton.errors import InvalidRequest
 from load.goals import Goal
 from load.metrics import SPREADS, Spread, Summary, summarize
@@ -135,7 +136,7 @@ class Results:
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(to_json(self), separators=(",", ":")) + "\n")
+        write_output(path, json.dumps(to_json(self), separators=(",", ":")) + "\n", field="json")
 
 
 def to_json(results: Results) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def read_results(path: Path) -> Results:
         InvalidRequest: the file is something else, or of another version.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", field="results", value=path) from None
     schema = found.get("schema") if isinstance(found, dict) else None

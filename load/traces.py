@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from baton.errors import InvalidRequest
+from baton.regular_file import write_regular_file
 
 MOONCAKE_PREFIX_TOKENS = 512  # per hash id, by the traces' description
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -56,7 +57,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """Writes Baton's own form: lines of JSON with the fields of `TraceRequest`."""
-    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
+    write_regular_file(path, "".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
 def _read(path: Path, file: TextIO) -> list[TraceRequest]:

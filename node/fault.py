@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from baton.settings_reader import write_error
+from baton.supervisor import Supervisor
 from engine.device.out_of_memory import describe_out_of_memory
 
 log = logging.getLogger("baton")
@@ -50,8 +51,9 @@ class Fault:
     def line(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
-    def log(self, program: str) -> None:
+    def log(self, program: str, supervisor: Supervisor | None = None) -> None:
+        """Writes it as the last line of this process; a wrong setting is shown by the supervisor where there is one."""
         if self.setting is not None:
-            write_error(f"{program}: {self.place}" if self.place else program, self.setting)
+            write_error(f"{program}: {self.place}" if self.place else program, self.setting, supervisor)
         elif self.reason:
             log.log(logging.ERROR if self.exit_code else logging.INFO, "%s", self.line, extra={"lines": self.lines})

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
+from baton.logs import dropped_lines
 from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
@@ -45,6 +46,7 @@ class NodeMetrics:
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()
+        yield Figure("baton_log_lines_dropped_total", dropped_lines())
         for outcome, count in self._switches.items():
             yield Figure("baton_role_switches_total", count, (outcome,))
         yield from self._of_load(status)

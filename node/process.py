@@ -20,13 +20,13 @@ from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
 from baton.model_source import find_model
+from baton.ready_file import check_ready_file, write_ready_file
 from baton.rpc.server import (
     Address,
     GrpcServer,
     check_advertised,
     listens_everywhere,
     stop_on_signals,
-    write_ready_file,
 )
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
@@ -81,7 +81,7 @@ def run_node(
         _run_process(program, settings, supervisor, role, kinds)
     except BaseException as error:  # noqa: BLE001  nothing is left to do but to log it
         fault = Fault.of(error)
-    fault.log(program)
+    fault.log(program, supervisor)
     exit_at_once(fault.exit_code)
 
 
@@ -93,6 +93,7 @@ def _run_process(
     kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
 ) -> None:
     raise_file_limit()
+    check_ready_file(settings.ready_file)
     Address.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)
     hosts = Hosts.of(settings)

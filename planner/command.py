@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.errors import InvalidRequest
+from baton.limits import COUNT_MAX, RATE_MAX, RATE_MIN
 from baton.model_source import find_model
 from load.arrivals import Arrivals
 from load.goals import DEFAULT_SHARE, Goal
@@ -38,13 +39,20 @@ def plan(
     model: Annotated[Path, typer.Option(help="Directory, or a name on the Hugging Face hub; only its config is read.")],
     gpu: Annotated[str, typer.Option(help=f"Of every node: {', '.join(GPUS)}.")] = "h200",
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="How many there are. Default: as few as serve --rate.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=COUNT_MAX, help="How many there are. Default: as few as serve --rate.", show_default=False
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second to serve; a trace's own by default.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, max=1e6, help="Requests per second to serve; a trace's own by default.")
+    ] = None,
     ttft: Annotated[str | None, typer.Option(help="Time to the first token, such as 400ms or 2s.")] = None,
     tpot: Annotated[str | None, typer.Option(help="Mean time per token after the first, such as 15ms.")] = None,
     gap: Annotated[str | None, typer.Option(help="The 99th percentile of a request's own gaps between tokens.")] = None,
-    share: Annotated[float, typer.Option(help="Percent of the requests that keep to the SLO.")] = 100 * DEFAULT_SHARE,
+    share: Annotated[
+        float, typer.Option(min=0.001, max=100, help="Percent of the requests that keep to the SLO.")
+    ] = 100 * DEFAULT_SHARE,
     workload: Annotated[str, typer.Option(help=f"Lengths of prompts and outputs: {_PRESETS}.")] = "chat",
     input_tokens: Annotated[str | None, typer.Option("--input", help=f"Tokens of prompts, such as {_FORMS}.")] = None,
     output_tokens: Annotated[str | None, typer.Option("--output", help="Tokens of outputs, in the same forms.")] = None,
@@ -53,7 +61,7 @@ def plan(
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs of one node. Default: as few as hold weights and a useful cache."),
+        typer.Option(min=1, max=64, help="GPUs of one node. Default: as few as hold weights and a useful cache."),
     ] = None,
     attention_data_parallel: Annotated[
         bool,
@@ -62,7 +70,10 @@ def plan(
         ),
     ] = False,
     redundant_experts: Annotated[
-        int, typer.Option(min=0, help="Copies of experts in each layer of every node; they take memory from the cache.")
+        int,
+        typer.Option(
+            min=0, max=1 << 16, help="Copies of experts in each layer of every node; they take memory from the cache."
+        ),
     ] = 0,
     costs_from: Annotated[
         list[str] | None,
@@ -75,7 +86,8 @@ def plan(
         Path | None, typer.Option(help="JSON with step costs, as `baton status --json` shows them.")
     ] = None,
     link_gb_per_s: Annotated[
-        float, typer.Option(min=0.001, help="Speed at which KV goes from a prefill node to decode nodes.")
+        float,
+        typer.Option(min=RATE_MIN, max=RATE_MAX, help="Speed at which KV goes from a prefill node to decode nodes."),
     ] = _DEFAULT_LINK_GB_PER_S,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter simulations, 8 % apart instead of 3.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

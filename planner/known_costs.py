@@ -123,7 +123,7 @@ def read_costs(path: Path) -> tuple[StepCosts, StepCosts]:
         ConfigError: the file cannot be read, or has another form.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         if "prefill" in found:
             return _costs(found["prefill"]), _costs(found["decode"])
         costs = _costs(found.get("step_costs", found))

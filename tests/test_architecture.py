@@ -58,6 +58,7 @@ WITHOUT_TORCH_MODULES = {
 # Modules without clock, task, thread, socket, randomness or torch: events go in, commands come out.
 PURE_MODULES = {
     "baton.block_keys",
+    "baton.proxies",
     "engine.events",
     "engine.launch_pace",
     "engine.scheduling.block_manager",

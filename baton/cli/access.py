@@ -40,6 +40,6 @@ def read_key(given: str) -> str:
     if not given.startswith("@"):
         return given
     try:
-        return Path(given[1:]).read_text().strip()
+        return Path(given[1:]).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the key cannot be read: {error}", field="api_key") from None

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from baton.errors import ConfigError
-from baton.security.keys import entry, new_key, read_keys
+from baton.regular_file import check_can_write, read_regular_file, write_regular_file
+from baton.security.keys import entry, new_key, parse_keys
+from baton.security.watched import FILE_BYTES_MAX
 
 
 def certs(
@@ -45,19 +47,27 @@ def key(
     """
     made = new_key()
     lines = entry(name, made, operator=operator)
-    temporary = file.with_name(f".{file.name}.part")
+    before = ""
     try:
-        before = file.read_text() if file.exists() else ""
-        temporary.write_text(before + ("\n" if before else "") + lines)
-        read_keys(temporary)
-        temporary.replace(file)
+        check_can_write(file)
+        before = _content(file)
+        after = before + ("\n" if before else "") + lines
+        parse_keys(after.encode(), file)
+        write_regular_file(file, after)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"cannot write {file}: {why}", field="file", value=file) from None
     except ConfigError:
-        temporary.unlink()
-        if before and f'[keys."{name}"]' in before:
+        if f'[keys."{name}"]' in before:
             cure = "choose another name, or edit the file"
             raise ConfigError(f"{file} has a key of {name} already", field="name", value=name, cure=cure) from None
         raise
     print(made)
+
+
+def _content(file: Path) -> str:
+    """Empty for a file that is yet to be made."""
+    try:
+        return read_regular_file(file, bytes_max=FILE_BYTES_MAX).decode()
+    except FileNotFoundError:
+        return ""

@@ -14,6 +14,8 @@ from rich.console import Console
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
+from baton.limits import TOKENS_MAX
+from baton.logs import write_line
 from baton.outputs import Event, Notice
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -25,15 +27,19 @@ def chat(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model; default: the one that is served.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of each answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens of each answer.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy. Default: of the model's generation_config.json.")
+        float | None, typer.Option(min=0, max=100, help="0 is greedy. Default: of the model's generation_config.json.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
+    ] = None,
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same answers.")
+    ] = None,
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
@@ -107,7 +113,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
                 answer.end(note="stopped")
             except BatonError as error:
                 answer.end()
-                print(f"baton: {error}", file=sys.stderr)
+                write_line(f"baton: {error}")
                 failed = not interactive
             else:
                 answer.end()

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from baton.environment import child_environment
+from baton.limits import RATE_MAX
 
 
 def doctor(
-    pairs: Annotated[int, typer.Option(min=1, help="How many peers a node on this machine will have.")] = 8,
-    min_gb_per_s: Annotated[float, typer.Option(min=0, help="Slowest acceptable link, in GB/s.")] = 0.3,
+    pairs: Annotated[int, typer.Option(min=1, max=4096, help="How many peers a node on this machine will have.")] = 8,
+    min_gb_per_s: Annotated[float, typer.Option(min=0, max=RATE_MAX, help="Slowest acceptable link, in GB/s.")] = 0.3,
 ) -> None:
     """Check whether this machine or pod can run a node. Prints one verdict per line."""
     command = [sys.executable, "-m", "node.doctor", f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}"]

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.output import check_output, write_output
 from baton.convert import expert_load_from_proto
-from baton.errors import InvalidRequest
 from baton.expert_load import ExpertLoad
+from baton.limits import SECONDS_MAX
 from baton.rpc.describe import expert_load as ask
 
 
@@ -16,7 +17,9 @@ def expert_load(
     node: Annotated[str, typer.Argument(help="host:port of a node with --expert-parallel.")],
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="Only the tokens of the coming seconds. Default: all since the node's start."),
+        typer.Option(
+            min=0, max=SECONDS_MAX, help="Only the tokens of the coming seconds. Default: all since the node's start."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File to write. Default: the standard output.", show_default=False)
@@ -26,14 +29,13 @@ def expert_load(
 
     As JSON by layer and expert, for the --expert-load of its next start.
     """
+    if output is not None:
+        check_output(output, field="output")
     text = f"{asyncio.run(_load(node, seconds)).model_dump_json()}\n"
     if output is None:
         print(text, end="")
-        return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {output}: {error.strerror}", field="output", value=str(output)) from None
+    else:
+        write_output(output, text, field="output")
 
 
 async def _load(node: str, seconds: float | None) -> ExpertLoad:

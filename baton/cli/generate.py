@@ -17,8 +17,11 @@ from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
 from baton.client import DEFAULT_TARGET, Client
 from baton.client_messages import Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton.limits import DURATION_S_MIN, SECONDS_MAX
+from baton.logs import write_line
 from baton.outputs import Completion, Finished, Notice
 from baton.revisions import describe_revision
+from baton.security.log_lines import escaped
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
@@ -40,9 +43,16 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; with --file, one per line, in order.")
     ] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
-    ttft_ms: Annotated[float | None, typer.Option(help="Expected time to the first token.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="Expected mean time per further token.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=DURATION_S_MIN, max=SECONDS_MAX, help="Seconds that each request may take.")
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected time to the first token.")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None,
+        typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected mean time per further token."),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help=f"Most tokens of output. Default: {SamplingParams.max_tokens}.")
     ] = None,
@@ -89,8 +99,6 @@ def generate(
     sampling = _sampling(given)
     if sum(way is not None for way in (prompt, token_ids, file)) != 1:
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
-    if timeout is not None and not timeout > 0:
-        raise typer.BadParameter(f"{timeout:g} is not above 0", param_hint="--timeout")
     options: Options = {"timeout_s": timeout, "ttft_s": _seconds(ttft_ms), "tpot_s": _seconds(tpot_ms)}
     if file is not None:
         failed = asyncio.run(_all(target, read_records(file), sampling, options, as_json=as_json))
@@ -109,7 +117,7 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
         async with Client(target) as client:
             async for event in client.generate(prompt, sampling, **options):
                 if isinstance(event, Notice):
-                    print(f"baton: {event.message}", file=sys.stderr)
+                    write_line(f"baton: {event.message}")
                     continue
                 print(event.text, end="", flush=True)
                 shown = True
@@ -218,7 +226,7 @@ def _print_result(notes: Console, record: Record, result: Completion | BatonErro
             print(result.text, flush=True)
     if isinstance(result, BatonError):
         # Through the console of the progress bar, which may share the terminal.
-        notes.print(f"baton: prompt {record.index + 1}: {result}", markup=False, soft_wrap=True)
+        notes.print(f"baton: prompt {record.index + 1}: {escaped(str(result))}", markup=False, soft_wrap=True)
 
 
 def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str, object]:

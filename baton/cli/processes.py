@@ -59,6 +59,7 @@ class Process:
         http: where a gateway serves HTTP, if it does.
         metrics: where its metrics are scraped, if they have a port.
         stage: what it does, such as "loading"; "ready" once it serves.
+        error: why it cannot start or go on, if it said so.
         done, total: measure of the stage; both 0 without one.
     """
 
@@ -69,6 +70,7 @@ class Process:
     http: str | None = None
     metrics: str | None = None
     stage: str = "starting"
+    error: str = ""
     done: int = 0
     total: int = 0
 
@@ -91,11 +93,11 @@ class Process:
 
 def check_running(processes: Iterable[Process]) -> None:
     """Raises:
-    ConfigError: a process has ended; its own message is on stderr.
+    ConfigError: a process has ended.
     """
     for process in processes:
         if process.popen.poll() is not None:
-            raise ConfigError(f"{process.name} ended {process.how}", cure="see its message above")
+            raise _why_ended(process)
 
 
 class _Reports:
@@ -216,7 +218,10 @@ class Processes:
     def _wait(self, processes: Sequence[Process], reached: Callable[[Process], bool], missing: str) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while waiting := [process for process in processes if not reached(process)]:
-            check_running(processes)
+            for process in processes:
+                if process.popen.poll() is not None:
+                    self.take_reports()
+                    raise _why_ended(process)
             if time.monotonic() > deadline:
                 raise ConfigError(f"{waiting[0].name} {missing} after {_READY_TIMEOUT_S:.0f} s")
             self._receive(0.05)
@@ -246,9 +251,17 @@ class Processes:
                 process.popen.wait()
 
 
+def _why_ended(process: Process) -> ConfigError:
+    """The process's own error, which other processes may have too, or that it ended."""
+    if process.error:
+        return ConfigError(process.error)
+    return ConfigError(f"{process.name} ended {process.how}", cure="see its message above")
+
+
 def _apply(process: Process, report: dict[str, object]) -> None:
     process.stage = str(report["stage"])
     process.done, process.total = int(str(report.get("done", 0))), int(str(report.get("total", 0)))
+    process.error = str(report.get("error", process.error))
     process.address = str(report.get("address", process.address))
     if (http := report.get("http")) is not None:
         process.http = str(http)

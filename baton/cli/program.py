@@ -1,5 +1,7 @@
 """Runs a command line: its errors are one line on stderr each, and its exit code says what kind it was."""
 
+import io
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +25,9 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
     Args:
         program: its name in messages.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Paths, names and texts may have characters that a terminal or a locale lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(list(arguments), prog_name=program, standalone_mode=False)
     except _UsageError as error:

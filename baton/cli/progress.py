@@ -16,6 +16,7 @@ from rich.text import Text
 
 from baton.cli.processes import Process, Running
 from baton.environment import child_environment
+from baton.security.log_lines import escaped
 
 
 class ClusterProgress:
@@ -49,7 +50,7 @@ class ClusterProgress:
             self._live = None
 
     def say(self, line: str) -> None:
-        self._print(f"baton: {line}")
+        self._print(f"baton: {escaped(line)}")
 
     def update(self, processes: Sequence[Process]) -> None:
         """Shows what the processes last reported."""

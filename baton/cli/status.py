@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Annotated
@@ -19,6 +18,7 @@ from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.convert import phase_name, role_name
 from baton.errors import BatonError, shortened
+from baton.logs import write_line
 from baton.revisions import Member, describe_revision, mixture, revision_of
 from baton.security.log_lines import escaped
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
@@ -109,7 +109,7 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
                 cluster = await _ask(target)
             except BatonError as error:
                 if live is None:
-                    print(f"baton: {error}", file=sys.stderr, flush=True)
+                    write_line(f"baton: {error}")
                 else:
                     live.update(Text(str(error), style="red"), refresh=True)
             else:

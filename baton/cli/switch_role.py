@@ -8,6 +8,7 @@ import typer
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
+from baton.limits import SECONDS_MAX
 from protos.baton.v1 import common_pb2
 
 
@@ -27,7 +28,9 @@ def role(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     grace_s: Annotated[
         float | None,
-        typer.Option(min=0, help="How long running requests may take to finish; the others go on elsewhere."),
+        typer.Option(
+            min=0, max=SECONDS_MAX, help="How long running requests may take to finish; the others go on elsewhere."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Even if no other node of its present role is left.")] = False,
     api_key: ApiKey = None,

@@ -1,7 +1,6 @@
 """`baton top`: a gateway's cluster in the terminal, live."""
 
 import asyncio
-import io
 import signal
 import sys
 from time import monotonic
@@ -27,23 +26,17 @@ _LASTING = (ConfigError, PermissionDenied, Unauthenticated)
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.2, 3600.0
 
 
-def _checked(interval: float) -> float:
-    if not _INTERVAL_S_MIN <= interval <= _INTERVAL_S_MAX:  # also false for nan
-        raise typer.BadParameter(f"{interval:g} is not between {_INTERVAL_S_MIN:g} and {_INTERVAL_S_MAX:g} seconds")
-    return interval
-
-
 def top(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
-    interval: Annotated[float, typer.Option(callback=_checked, help="Seconds between frames.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(min=_INTERVAL_S_MIN, max=_INTERVAL_S_MAX, help="Seconds between frames.")
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame without colours; so do pipes.")] = False,
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
     """Show the cluster with latencies and slow requests, live."""
     use(api_key, tls_ca)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack our characters, or those of names
     console = Console(highlight=False)
     if once or not console.is_terminal or console.is_dumb_terminal:
         _print(asyncio.run(_ask(target)))

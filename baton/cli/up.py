@@ -20,13 +20,15 @@ from baton.client import DEFAULT_PORT, Client
 from baton.config import DEMO_MODELS, NodeSettings
 from baton.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
-from baton.logs import write_line
+from baton.limits import TOKENS_MAX
+from baton.logs import write_in_background, write_line
 from baton.model_source import find_model
 from baton.security.log_lines import escaped
 from baton.types import LocalPolicy, SamplingParams
 from protos.baton.v1 import common_pb2
 
 _PAIRED_TIMEOUT_S = 60.0
+_NODES_MAX = 256  # of each role, on one machine
 # Nodes on one GPU divide what a single node would use.
 _GPU_SHARE = NodeSettings.model_fields["gpu_memory_fraction"].default
 
@@ -224,8 +226,8 @@ async def _until_paired(
 
 
 def up(
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = ClusterOptions.prefill,
-    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = ClusterOptions.decode,
+    prefill: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
+    decode: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
     model: Annotated[
         Path | None,
         typer.Option(help="Directory, or name on the Hugging Face hub (owner/name@revision); default: a demo model."),
@@ -250,13 +252,19 @@ def up(
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of weights and activations: auto, float32, bfloat16, float16.")
     ] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="GPUs or processes of each node.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, max=64, help="GPUs or processes of each node.")
+    ] = None,
     prefill_kv_cache_layout: Annotated[
         str | None, typer.Option(help="KV layout of prefill nodes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
     ] = None,
     decode_kv_cache_layout: Annotated[str | None, typer.Option(help="KV layout of decode nodes.")] = None,
-    prefill_block_size: Annotated[int | None, typer.Option(help="Token slots per block on prefill nodes.")] = None,
-    decode_block_size: Annotated[int | None, typer.Option(help="Token slots per block on decode nodes.")] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Token slots per block on prefill nodes.")
+    ] = None,
+    decode_block_size: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Token slots per block on decode nodes.")
+    ] = None,
     local_policy: Annotated[
         LocalPolicy | None, typer.Option(help="Where prompts are prefilled; default: elastic.")
     ] = None,
@@ -268,6 +276,7 @@ def up(
 
     All other settings of nodes and gateway are taken from BATON_* variables.
     """
+    write_in_background("stderr", "stdout")
     options = ClusterOptions(
         prefill=prefill,
         decode=decode,
@@ -298,7 +307,7 @@ def up(
 def demo(
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
+    max_tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="How many tokens to generate.")] = 80,
 ) -> None:
     """Start a cluster, send one prompt, print its receipt, stop."""
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
@@ -331,7 +340,9 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         if ended is None:
             time.sleep(0.2)
             continue
+        processes.take_reports()
         line = f"{ended.name} at {ended.address} (pid {ended.pid}) ended {ended.how}"
+        line += f": {ended.error}" if ended.error else ""
         if ended.program == "gateway":
             raise ConfigError(line)
         _report(f"{line}; the cluster goes on without it")

@@ -150,6 +150,9 @@ C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 METRICS: tuple[Metric, ...] = (
     Metric("baton_build_info", G, "",
            "1; the labels have what runs", (*ALL, *PICKER), (_VERSION, _PYTHON)),
+    Metric("baton_log_lines_dropped_total", C, "lines",
+           "Lines of the log that were dropped because nobody read the process's stderr in time, or its disk was full",
+           (*ALL, *PICKER)),
     # ---- how full
     Metric("baton_num_requests_running", G, "requests",
            "Requests that run: at a gateway, outputs on nodes or on their way; on a node, those in engine steps", ALL),

@@ -4,13 +4,12 @@ Health: the empty service name stands for live, each service's own name for read
 """
 
 import asyncio
-import json
+import logging
 import os
 import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.config import KEEPALIVE_S
 from baton.errors import ConfigError
+from baton.proxies import Proxy
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
@@ -69,11 +69,14 @@ def channel_options(
     ]
 
 
-def connect(address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None) -> grpc.aio.Channel:
+def connect(
+    address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None, proxy: Proxy | None = None
+) -> grpc.aio.Channel:
     """A channel with our options. It reconnects fast, because nodes restart.
 
     Args:
         dial: its credentials; None: without TLS.
+        proxy: None: directly, whatever the environment says, as between processes of the cluster.
     """
     options: list[tuple[str, Any]] = [
         *channel_options(keepalive_s=keepalive_s),
@@ -83,10 +86,16 @@ def connect(address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None
         ("grpc.enable_retries", 0),
         # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.
         ("grpc.use_local_subchannel_pool", 1),
+        *proxy_options(proxy),
     ]
     if dial is not None:
         return dial.channel(address, options)
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def proxy_options(proxy: Proxy | None) -> list[tuple[str, Any]]:
+    """Options of a channel through this proxy; None: through none. gRPC by itself does what the environment says."""
+    return [("grpc.enable_http_proxy", int(proxy is not None)), *([("grpc.http_proxy", proxy.url)] if proxy else [])]
 
 
 @dataclass(frozen=True)
@@ -252,28 +261,6 @@ def _add_port(
     return port
 
 
-def write_ready_file(path: Path | None, *, address: str, http: str | None = None, metrics: str | None = None) -> None:
-    """Writes the file that shows that this process is ready, atomically.
-
-    Args:
-        http: address of its HTTP server.
-        metrics: where its metrics are scraped.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    if path is None:
-        return
-    temporary = path.parent / f"{path.name}.part"
-    try:
-        ready = {"address": address, "http": http, "metrics": metrics, "pid": os.getpid()}
-        temporary.write_text(json.dumps(ready) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
-        raise ConfigError(message, field="ready_file", value=path, cure="name a file in a writable folder") from None
-
-
 def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
     """An event that SIGTERM or SIGINT sets: this one, or a new one. A second signal ends the process at once."""
     event = asyncio.Event() if event is None else event
@@ -281,6 +268,7 @@ def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
 
     def on_signal(number: int) -> None:
         if event.is_set():
+            logging.shutdown()
             os._exit(128 + number)
         event.set()
 

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from baton.environment import client_access
+from baton.environment import client_access, proxy_variables
 from baton.errors import ConfigError
+from baton.proxies import Proxy, proxy_for
 from baton.security.exposure import is_loopback
 from baton.security.pem import Files, read_pems
 from baton.security.tls import Dial
@@ -32,6 +33,11 @@ def dial_gateway(target: str, *, api_key: str | None = None, tls_ca: str | Path 
         return Dial(metadata=metadata)
     files = Files(None, None, None if str(tls_ca) == SYSTEM else Path(tls_ca), ca_field="client_ca")
     return Dial(Watched(files.paths, lambda: read_pems(files)), metadata=metadata)
+
+
+def client_proxy(target: str) -> Proxy | None:
+    """The proxy through which a client reaches host:port; None: directly, as on this machine in any case."""
+    return None if is_local(target) else proxy_for(target, proxy_variables())
 
 
 def is_local(target: str) -> bool:

@@ -4,7 +4,6 @@ A cluster should get its certificates from whatever issues them there, with the 
 """
 
 import ipaddress
-import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import ConfigError
+from baton.regular_file import check_can_write, write_regular_file
 from baton.security.roles import Role, dns_names_of, uri_of
 
 CA_CERT, CA_KEY = "ca.crt", "ca.key"
@@ -38,11 +38,7 @@ class Pair:
     def write(self, folder: Path, name: str) -> None:
         """Writes NAME.crt and NAME.key, which only the owner may read, each in one step."""
         for suffix, data, mode in ((".key", self.key, 0o600), (".crt", self.cert, 0o644)):
-            temporary = folder / f".{name}{suffix}.part"
-            temporary.unlink(missing_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(data)
-            temporary.replace(folder / f"{name}{suffix}")
+            write_regular_file(folder / f"{name}{suffix}", data, mode=mode)
 
 
 class Authority:
@@ -114,7 +110,14 @@ class Authority:
 
 
 def write_set(folder: Path, *, hosts: Sequence[str], days: float) -> None:
-    """Writes a whole set into an existing folder; takes the CA that is there, or makes one."""
+    """Writes a whole set into an existing folder; takes the CA that is there, or makes one.
+
+    Raises:
+        OSError: a file cannot be written; then none is.
+    """
+    for name in ("ca", *Role, CLIENTS):
+        for suffix in (".key", ".crt"):
+            check_can_write(folder / f"{name}{suffix}")
     if (folder / CA_KEY).exists() and (folder / CA_CERT).exists():
         authority = Authority.read(folder)
     else:

@@ -79,8 +79,15 @@ def read_keys(path: Path) -> KeyFile:
     """Raises:
     ConfigError: the file cannot be read, or is no table of keys.
     """
+    return parse_keys(read_file(path, FIELD), path)
+
+
+def parse_keys(data: bytes, path: Path) -> KeyFile:
+    """What a file has, or is to have. Raises:
+    ConfigError: it is no table of keys.
+    """
     try:
-        table = tomllib.loads(read_file(path, FIELD).decode())
+        table = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:  # of TOML, of its encoding, or of a number of 5,000 digits
         raise _wrong(path, f"is not TOML: {error}") from None
     if unknown := set(table) - {"limits", "keys"}:

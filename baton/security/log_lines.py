@@ -1,6 +1,6 @@
 """Texts for log lines and screens that nobody can forge, and that show no prompt."""
 
-from baton.errors import BatonError, InvalidRequest, shortened
+from baton.errors import BatonError, InvalidRequest, readable, shortened
 
 
 def loggable(error: BatonError) -> str:
@@ -11,9 +11,10 @@ def loggable(error: BatonError) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with \\n, \\x1b, \\u2028 and the like in place of characters that are not printed."""
+    """The text with \\n, \\x1b, \\u2028 and the like in place of characters that are not printed, as valid Unicode."""
     if text.isprintable():
         return text
+    text = readable(text)
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 

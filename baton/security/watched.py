@@ -16,7 +16,7 @@ T = TypeVar("T")
 log = logging.getLogger("baton")
 
 _LOOK_EVERY_S = 1.0
-_FILE_BYTES_MAX = 16 << 20  # a bundle of every public CA has 200 kB
+FILE_BYTES_MAX = 16 << 20  # a bundle of every public CA has 200 kB
 
 
 class Watched(Generic[T]):
@@ -85,7 +85,7 @@ def read_file(path: Path, field: str) -> bytes:
         ConfigError: it cannot be read.
     """
     try:
-        return read_regular_file(path, bytes_max=_FILE_BYTES_MAX)
+        return read_regular_file(path, bytes_max=FILE_BYTES_MAX)
     except OSError as error:
         message = f"{variable(field)} ({flag(field)}) is {str(path)!r}, which cannot be read: {error.strerror}"
         raise ConfigError(message, field=field, value=path, cure="name a file that this process may read") from None

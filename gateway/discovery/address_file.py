@@ -4,8 +4,9 @@ import logging
 import os
 
 from baton.errors import ConfigError
+from baton.regular_file import read_regular_file
 from baton.rpc.server import Address
-from gateway.discovery.sources import ListFile
+from gateway.discovery.sources import ADDRESSES_MAX, ListFile
 
 log = logging.getLogger("baton")
 
@@ -25,9 +26,10 @@ class AddressFile:
         try:
             self._read_if_changed()
         except (OSError, ConfigError, UnicodeDecodeError) as error:
-            if self._seen != str(error):
-                log.warning("%s is not read, and its last %d addresses stay: %s", self._path, len(self._last), error)
-            self._seen = str(error)
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            if self._seen != why:
+                log.warning("%s is not read, and its last %d addresses stay: %s", self._path, len(self._last), why)
+            self._seen = why
         return self._last
 
     def _read_if_changed(self) -> None:
@@ -35,9 +37,11 @@ class AddressFile:
         found = os.stat(self._path)
         stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
         if stamp != self._seen:
-            with self._path.open("rb") as file:
-                text = file.read(_BYTES_MAX).decode()
+            text = read_regular_file(self._path, bytes_max=_BYTES_MAX).decode()
             lines = (line.partition("#")[0] for line in text.splitlines())
             parts = [part.strip() for line in lines for part in line.split(",")]
-            self._last = tuple(Address.parse(part, field=str(self._path)) for part in parts if part)
+            listed = [part for part in parts if part]
+            if len(listed) > ADDRESSES_MAX:
+                raise ConfigError(f"it lists {len(listed)} addresses", allowed=(f"at most {ADDRESSES_MAX}",))
+            self._last = tuple(Address.parse(part, field=str(self._path)) for part in listed)
             self._seen = stamp

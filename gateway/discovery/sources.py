@@ -7,6 +7,9 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.rpc.server import Address
 
+# Of one setting. Each node is a connection, and a stream of statuses to every gateway.
+ADDRESSES_MAX = 4096
+
 FORMS = ("host:port", "file:///path", "k8s://namespace/service:port")
 
 _SERVICE = re.compile(r"k8s://(?P<namespace>[^/:]*)/(?P<service>[^/:]+):(?P<port>[^/:]+)")
@@ -46,7 +49,11 @@ def parse_places(text: str, *, field: str) -> tuple[Place, ...]:
     Raises:
         ConfigError: one of them has none of the forms.
     """
-    return tuple(_parse_place(part.strip(), field) for part in text.split(",") if part.strip())
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) > ADDRESSES_MAX:
+        message = f"{field} lists {len(parts)} addresses"
+        raise ConfigError(message, field=field, value=len(parts), allowed=(f"at most {ADDRESSES_MAX}",))
+    return tuple(_parse_place(part, field) for part in parts)
 
 
 def _parse_place(text: str, field: str) -> Place:

@@ -11,6 +11,7 @@ from typing import Self
 from baton.errors import ConfigError
 from baton.gateway_config import PickerSettings
 from baton.rpc.server import Address
+from gateway.connect_pace import ConnectPace
 from gateway.discovery.directory import Directory
 from gateway.discovery.sources import FORMS, parse_places
 from gateway.picker.choice import Choice, Report
@@ -44,6 +45,7 @@ class Gateways:
         self._directory = Directory(places, self._changed.set)
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, str] = {}  # by address, why
+        self._pace = ConnectPace()
         self._asked: set[str] = set()
         self._known = asyncio.Event()
         self.upkeep: asyncio.Task[None]
@@ -82,11 +84,13 @@ class Gateways:
                 self._changed.clear()
 
     async def _follow(self, address: str) -> None:
+        answered = False
         while True:
-            asked_s = monotonic()
             try:
-                async with asyncio.timeout(self._settings.stale_s):
+                async with self._pace.turn(answered=answered), asyncio.timeout(self._settings.stale_s):
+                    asked_s = monotonic()
                     page = await _get(self._door(address))
+                answered = True
                 self._choice.report(address, read_report(page, asked_s))
                 self._note(address, None)
             except TimeoutError:
@@ -96,7 +100,9 @@ class Gateways:
                 self._note(address, getattr(error, "strerror", None) or str(error))
             self._asked.add(address)
             self._note_known()
-            await asyncio.sleep(self._settings.poll_s)
+            self._pace.silent = len(self._silent)
+            pause_s = self._settings.poll_s
+            await asyncio.sleep(self._pace.pause_s(pause_s) if address in self._silent else pause_s)
 
     def _door(self, address: str) -> Address:
         found = Address.parse(address, field="pool")

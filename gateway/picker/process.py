@@ -12,8 +12,9 @@ from baton.file_limit import raise_file_limit
 from baton.gateway_config import PickerSettings
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
+from baton.ready_file import check_ready_file, write_ready_file
 from baton.rpc import sockets
-from baton.rpc.server import Address, GrpcServer, stop_on_signals, write_ready_file
+from baton.rpc.server import Address, GrpcServer, stop_on_signals
 from baton.security.exposure import check_exposed
 from baton.security.guard import OpenGuard
 from baton.security.pem import Files
@@ -39,6 +40,7 @@ def start(settings: PickerSettings) -> None:
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
     try:
         raise_file_limit()
+        check_ready_file(settings.ready_file)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings, Supervisor(settings.supervisor)))
     except ConfigError as error:

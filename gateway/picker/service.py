@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError, Overloaded
+from baton.logs import dropped_lines
 from baton.metrics.declared import Role
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
@@ -50,6 +51,7 @@ class CountedPicks:
         return await join(self._exposition.pages(self._tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
+        yield Figure("baton_log_lines_dropped_total", dropped_lines())
         for state, number in zip(("ready", "not_ready"), self._choice.count(monotonic()), strict=True):
             yield Figure("baton_pick_gateways", number, (state,))
 

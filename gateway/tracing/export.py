@@ -16,6 +16,8 @@ import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from baton.metrics.tally import Tally
+from baton.rpc.server import proxy_options
+from baton.security.access import client_proxy
 from baton.tracing.environment import Collector
 
 log = logging.getLogger("baton")
@@ -155,7 +157,8 @@ class Exporter:
 
 
 def _channel(collector: Collector) -> grpc.aio.Channel:
-    options = [("grpc.max_reconnect_backoff_ms", 5000)]
+    # A collector may be far away, as a gateway may be from its clients.
+    options = [("grpc.max_reconnect_backoff_ms", 5000), *proxy_options(client_proxy(collector.target))]
     if not collector.tls:
         return grpc.aio.insecure_channel(collector.target, options=options)
     roots = None if collector.certificate is None else Path(collector.certificate).read_bytes()

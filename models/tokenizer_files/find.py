@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
+from baton.regular_file import write_regular_file
 from models.config.file import ConfigFile, read_regular
 from models.tokenizer_files import byte_pairs, sentencepiece_model
 
@@ -116,9 +117,7 @@ def _folders() -> Iterator[Path]:
 def _write(path: Path, text: str) -> bool:
     """Whether there is a whole file now. Other processes may write the same at the same time."""
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_regular_file(path, text)
     except OSError:
         return False
     return True

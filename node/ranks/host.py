@@ -15,7 +15,8 @@ from baton import __version__
 from baton.config import NodeSettings
 from baton.environment import child_environment
 from baton.errors import BatonError, ConfigError, PeerRefused
-from baton.rpc.server import GrpcServer, write_ready_file
+from baton.ready_file import write_ready_file
+from baton.rpc.server import GrpcServer
 from baton.security.peers import PeerTls
 from baton.supervisor import Supervisor
 from node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line

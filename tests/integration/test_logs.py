@@ -1,7 +1,9 @@
 """What real processes log of a request that fails: its id and the cause, at the door and on the node; and nothing of
-one that is served."""
+one that is served. None of them waits for whoever reads its log."""
 
+import fcntl
 import json
+import os
 import re
 import urllib.error
 import urllib.request
@@ -51,3 +53,28 @@ def test_a_failed_request_is_found_by_its_id_at_the_door_and_on_its_node(tmp_pat
     assert " WARNING request failed: " in line
     assert " request_id=broken " in line
     assert " reason=INTERNAL " in line
+
+
+def test_a_log_that_nobody_reads_stops_no_process_and_loses_no_line(tmp_path: Path) -> None:
+    pipes = {}
+    for name in ("node", "gateway"):
+        (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / name / "stderr")
+        pipes[name] = os.open(tmp_path / name / "stderr", os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(pipes[name], fcntl.F_SETPIPE_SZ, 4096)
+    with machines() as started:
+        nodes = started.nodes(("decode", {"log_level": "debug"}), outputs=tmp_path / "node")
+        gateway = started.gateway([], nodes, local_policy="local", access_log="true", outputs=tmp_path / "gateway")
+        for number in range(50):
+            assert complete(gateway.http, f"request-{number}", 5) == 200
+        with urllib.request.urlopen(f"{gateway.http}/metrics?name[]=baton_log_lines_dropped_total") as answer:
+            assert answer.read().splitlines()[-1].endswith(b" 0.0")
+        os.set_blocking(pipes["gateway"], True)
+        served = []
+        with open(pipes.pop("gateway")) as lines:
+            while len(served) < 50:
+                served += re.findall(r" request_id=(request-\d+) ", lines.readline())
+            assert served == [f"request-{number}" for number in range(50)]
+            assert started.end(gateway) == 0
+        assert started.end(nodes[0]) == 0  # with a pipe that is still full
+    os.close(pipes.pop("node"))

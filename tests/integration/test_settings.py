@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.client import Client
+from baton.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.warm import run_warm
 
@@ -149,3 +151,16 @@ def test_variables_that_leave_ucx_no_transport_are_named() -> None:
     line = error_line(run_warm("decode_node", "--model", str(LLAMA), UCX_TLS="none_such"), "decode_node")
     assert "UCX cannot start: No such device" in line
     assert "UCX_TLS" in line
+
+
+async def test_a_cluster_serves_whatever_proxies_the_environment_names(
+    start: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy"):
+        for each in (name, name.upper()):
+            monkeypatch.setenv(each, "http://127.0.0.1:9")
+    nodes = start.nodes(("prefill", {}), ("decode", {}))
+    gateway = start.gateway(nodes[:1], nodes[1:])
+    async with Client(gateway.address) as client:
+        served = await client.complete(list(range(5, 100)), SamplingParams(max_tokens=4))
+    assert served.receipt.path == "remote"

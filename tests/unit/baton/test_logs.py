@@ -4,10 +4,12 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,15 @@ def test_nothing_that_others_named_forges_a_line() -> None:
     assert as_json("lost %s", FORGED)["message"] == f"lost {FORGED}"
     (line,) = as_text("plain: Zürich, 東京")
     assert line.endswith("plain: Zürich, 東京")
+
+
+def test_a_path_that_is_no_utf_8_is_shown_by_its_bytes() -> None:
+    path = Path(os.fsdecode(b"caf\xe9"))
+    (line,) = as_text("lost %s", path, extra={"fields": {"path": path}})
+    assert line.endswith(r'lost caf\xe9 path="caf\\xe9"')
+    record = as_json("lost %s", path, extra={"fields": {"path": path, "name": str(path)}, "lines": str(path)})
+    found = (record["message"], record["path"], record["lines"])
+    assert found == (r"lost caf\xe9", r"caf\xe9", [r"caf\xe9"])
 
 
 def test_lines_of_an_error_follow_indented_or_in_a_list() -> None:

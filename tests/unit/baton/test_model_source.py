@@ -1,6 +1,7 @@
 """`--model` as a directory, or as a name on the hub. huggingface_hub reads its variables once, so it runs in a process
 of its own, against a small hub on this machine."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,9 +112,9 @@ def test_a_directory_is_itself_even_if_its_name_could_be_a_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "owner" / "model").mkdir(parents=True)
+    (tmp_path / "owner" / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert find_model(Path("owner/model")) == Path("owner/model")
-    assert find_model(tmp_path / "missing") == tmp_path / "missing"  # the reader of config.json names it
     assert model_name(Path("owner/model")) == "model"
 
 
@@ -124,3 +125,36 @@ def test_the_name_of_a_cached_snapshot_is_that_of_its_repository() -> None:
 def test_errors_are_configuration_errors() -> None:
     with pytest.raises(ConfigError, match="no-such-owner-of-ours"):
         find_model(Path("no-such-owner-of-ours./x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpt2", "is no directory, and no name of the hub without its owner; give a directory, or the whole name"),
+        ("gpt2@main", "no name of the hub without its owner"),
+        ("llama.gguf", "is a GGUF file, which Baton does not read; give the original checkpoint"),
+        ("/no/such/llama.gguf", "is a GGUF file"),
+        ("file", "is no directory; give the directory that has the model's config.json"),
+        ("/no/such/model", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("", "has no config.json"),
+        ("empty", "has no config.json; give the original checkpoint"),
+        ("quantized", "has no config.json, but GGUF files, which Baton does not read; give the original checkpoint"),
+    ],
+)
+def test_what_is_no_model_is_said_with_what_to_give(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "model-Q4_K_M.gguf").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        find_model(Path(name))
+    assert why in str(caught.value)
+    assert str(caught.value).startswith("BATON_MODEL (--model) is ")
+
+
+def test_a_model_is_named_printably() -> None:
+    assert model_name(Path(os.fsdecode(b"/models/caf\xe9\n"))) == r"caf\xe9\n"

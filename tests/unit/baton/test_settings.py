@@ -1,17 +1,25 @@
 """Settings that are lists or times, the tokenizer of the demo models, and the environment of child processes."""
 
+import math
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from annotated_types import Le
+from typer.main import get_command
 
+from baton.cli import program
+from baton.cli.program import new_app
 from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file
 from baton.environment import child_environment
 from baton.gateway_config import GatewaySettings, PickerSettings
-from baton.settings_reader import misspelled_variables, read_settings
+from baton.limits import DURATION_S_MIN, PERIOD_S_MIN
+from baton.settings_reader import bounds_of, read_settings
+from baton.types import SamplingParams
+from load.command import bench
+from planner.command import plan
 
 
 def test_a_decode_node_lists_the_dtypes_that_it_accepts() -> None:
@@ -70,110 +78,53 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("cls", [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings])
-def test_every_number_has_an_upper_limit(cls: type[ProcessSettings]) -> None:
-    numbers = {
-        name: field.metadata
-        for name, field in cls.model_fields.items()
-        if {int, float} & {field.annotation, *get_args(field.annotation)}
-    }
-    assert [name for name, limits in numbers.items() if not any(isinstance(each, Le) for each in limits)] == []
+ROLES = [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings]
+PERIODS = {"resolve_s", "link_retry_s", "poll_s"}  # of what is done again and again
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--num-blocks", "1" + "0" * 30),
-        ("--num-blocks", "1" + "0" * 5000),
-        ("--threads", "1000000000000"),
-        ("--staging-slots", "10000000000000"),
-        ("--kv-cache-mib", "10000000000000000000"),
-        ("--max-waiting", "10000000000000000000"),
-        ("--lease-s", "1e300"),
-    ],
-)
-def test_a_number_that_nothing_could_hold_is_one_short_line(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read_settings(DecodeSettings, "decode_node", [flag, value])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"({flag}) is '1" in line
-    assert len(line) < 500
+@pytest.mark.parametrize("cls", ROLES)
+def test_every_number_has_a_least_and_a_greatest_value(cls: type[ProcessSettings]) -> None:
+    for name, field in cls.model_fields.items():
+        if not {int, float} & {field.annotation, *get_args(field.annotation)}:
+            continue
+        bounds = bounds_of(field)
+        assert bounds is not None, name
+        least, greatest = bounds
+        assert math.isfinite(least), name
+        assert math.isfinite(greatest), name
+        assert field.default is None or least <= field.default <= greatest, name
+        if name.endswith(("_s", "_ms")):
+            assert least == 0 or least >= (PERIOD_S_MIN if name in PERIODS else DURATION_S_MIN), name
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("BATON_BLOKSIZE", "BATON_BLOCK_SIZE"),
-        ("BATON_PREFIL", "BATON_PREFILL"),
-        ("BATON_TTFT", "BATON_TTFT_MS"),
-        ("BATON_CACHE_LAYOUT", "BATON_KV_CACHE_LAYOUT"),
-    ],
-)
-def test_a_misspelled_variable_is_refused_with_the_name_that_was_meant(
-    name: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(name, "32")
-    with pytest.raises(SystemExit) as ended:
-        read_settings(DecodeSettings, "decode_node", [])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"decode_node: {name} is no setting; did you mean {nearest}?\n"
+@pytest.mark.parametrize("value", ["1e-300", "0", "-1", "1e300", "inf", "nan"])
+def test_a_number_out_of_range_is_refused_with_the_range(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for cls, flag in ((GatewaySettings, "--resolve-s"), (PickerSettings, "--poll-s")):
+        with pytest.raises(SystemExit) as ended:
+            read_settings(cls, "gateway", [flag, value])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"({flag}) is '{value}'" in line
+        assert line.endswith("; allowed: 0.05 to 86400")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "VERSION",
-        "HOME",
-        "LOG",
-        "LOG_DIR",
-        "LOG_FILE",
-        "LOG_FORMAT",
-        "DEBUG",
-        "ENV",
-        "CONFIG",
-        "CACHE_DIR",
-        "IMAGE",
-        "IMAGE_TAG",
-        "PORT",
-        "HOST",
-        "URL",
-        "ENDPOINT",
-        "TOKEN",
-        "NODE_NAME",
-        "POD_NAME",
-        "POD_IP",
-        "MODEL_PATH",
-        "MODEL_CACHE",
-        "GATEWAY",
-        "GATEWAY_URL",
-        "PREFILL_URL",
-        "DECODE_URL",
-        "PREFILL_REPLICAS",
-        "DECODE_NODES",
-        "HTTP_PORT",
-        "METRICS_PORT",
-        "WORKER_ID",
-        "DEVICE_ID",
-        "API_TOKEN",
-        "API_URL",
-        "JWT_SECRET",
-        "CERT_DIR",
-        "TEST",
-        "PROFILE",
-    ],
-)
-def test_names_that_users_have_for_their_own_purposes_are_not_misspelled(name: str) -> None:
-    assert misspelled_variables({f"BATON_{name}": "x"}) == {}
-
-
-@pytest.mark.parametrize(
-    "name", ["BATON_GATEWAY_SERVICE_HOST", "BATON_GATEWAY_PORT_7000_TCP", "BATON_DECODE_PORT", "BATON_WORKERS"]
-)
-def test_variables_of_kubernetes_and_of_other_processes_are_none_of_a_nodes_business(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "tcp://10.0.0.1:7000")
-    assert read_settings(DecodeSettings, "decode_node", []).block_size == 16
+def test_every_number_of_a_command_has_a_least_and_a_greatest_value() -> None:
+    commands = dict(get_command(program()).commands)  # type: ignore[attr-defined]
+    for name, command in (("bench", bench), ("plan", plan)):
+        app = new_app()
+        app.command()(command)
+        commands[name] = get_command(app)
+    of_sampling = {field.name for field in fields(SamplingParams)}  # `generate` sends no wrong one
+    found = 0
+    for name, command in commands.items():
+        for option in command.params:
+            about = getattr(option, "type_descriptor", None)
+            annotation = None if about is None else about.annotation
+            if not {int, float} & {annotation, *get_args(annotation)}:
+                continue
+            if name == "generate" and option.name in of_sampling:
+                continue
+            found += 1
+            assert option.min is not None, (name, option.name)
+            assert option.max is not None, (name, option.name)
+    assert found > 30

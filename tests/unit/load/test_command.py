@@ -17,8 +17,8 @@ from load.command import bench
         (("a:1", "--slo", "ttft=5"), "is no time above 0"),
         (("a:1", "--workload", "talk"), "allowed: chat, long"),
         (("a:1", "--trace", "missing.jsonl"), "there is no trace missing.jsonl"),
-        (("a:1", "--plot", "a.svg"), "give a name.png"),
-        (("a:1", "--json", "missing/a.json"), "the results missing/a.json cannot be written"),
+        (("a:1", "--plot", "a.svg"), "give a name that ends in .png"),
+        (("a:1", "--json", "missing/a.json"), "cannot write missing/a.json"),
         (("missing.json",), "missing.json cannot be read"),
     ],
 )

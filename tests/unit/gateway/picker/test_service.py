@@ -31,7 +31,7 @@ from gateway.picker.service import SERVICE_NAME
 from protos.ext_proc import external_processor_pb2 as pb
 from protos.ext_proc import external_processor_pb2_grpc
 
-FAST = {"poll_s": 0.01, "resolve_s": 0.01, "stale_s": 600.0}
+FAST = {"poll_s": 0.05, "resolve_s": 0.05, "stale_s": 600.0}
 
 
 @dataclass

@@ -1,0 +1,107 @@
+"""However many addresses do not answer, few are tried at once; those that have answered do not wait for the others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway import connect_pace
+from gateway.connect_pace import ConnectPace
+from gateway.node_clients import NodeClient, WatchCallbacks
+
+BOUND_S = 60.0
+MANY = 200
+
+
+class Strange:
+    """A server that is no node: it never answers, or answers as an HTTP server does; counts its connections."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self.open = self.most_open = self.total = 0
+        self.enough = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.total += 1
+        self.most_open = max(self.most_open, self.open)
+        if self.total > connect_pace._TURNS + 8:
+            self.enough.set()
+        try:
+            while await reader.read(1 << 16):
+                writer.write(self._answer)
+        except OSError:
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+@asynccontextmanager
+async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
+    """Clients of many addresses at which the same server listens."""
+    pace = ConnectPace()
+    callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True)
+    addresses = [f"127.0.{number // 250}.{number % 250 + 1}:{port}" for number in range(MANY)]
+    clients = [NodeClient(address, callbacks, lambda: None, pace=pace) for address in addresses]
+    watches = [asyncio.create_task(client.watch()) for client in clients]
+    yield clients
+    for watch in watches:
+        watch.cancel()
+    await asyncio.wait(watches)
+    await asyncio.gather(*(client.close() for client in clients))
+    assert pace.silent == 0
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
+async def test_few_connections_are_open_to_addresses_that_do_not_answer(answer: bytes) -> None:
+    strange = Strange(answer)
+    async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
+        async with watching(server.sockets[0].getsockname()[1]):
+            await asyncio.wait_for(strange.enough.wait(), BOUND_S)
+        assert strange.most_open <= connect_pace._TURNS + 1  # an old one may end while the next begins
+
+
+async def test_an_address_that_has_answered_does_not_wait_for_its_turn() -> None:
+    pace = ConnectPace()
+    async with AsyncTurns(pace, connect_pace._TURNS):
+        async with pace.turn(answered=True):
+            pass
+        waiting = asyncio.create_task(AsyncTurns(pace, 1).__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, BOUND_S)
+
+
+class AsyncTurns:
+    """Holds so many turns."""
+
+    def __init__(self, pace: ConnectPace, count: int) -> None:
+        self._turns = [pace.turn(answered=False) for _ in range(count)]
+
+    async def __aenter__(self) -> None:
+        for turn in self._turns:
+            await turn.__aenter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        for turn in self._turns:
+            await turn.__aexit__(None, None, None)
+
+
+async def test_a_turn_that_failed_is_taken_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect_pace, "_REST_S", 0.0)
+    pace = ConnectPace()
+    for _ in range(3 * connect_pace._TURNS):
+        with pytest.raises(OSError, match="refused"):
+            async with pace.turn(answered=False):
+                raise OSError("refused")
+
+
+def test_the_more_addresses_do_not_answer_the_longer_are_the_pauses() -> None:
+    pace = ConnectPace()
+    assert pace.pause_s(1.0) == 1.0
+    pace.silent = 20
+    assert pace.pause_s(1.0) == 1.0
+    pace.silent = 2000
+    assert 2000 / pace.pause_s(1.0) <= connect_pace._RETRIES_PER_S

@@ -1,6 +1,6 @@
 """A digest of every byte of a checkpoint's tensors, which threads compute while the weights load.
 
-Definition. A tensor's number is the SHA-256 of its name, dtype and shape, and of the SHA-256 of each 16 MiB of its data.
+Definition. A tensor's number is the SHA-256 of name, dtype and shape and of the SHA-256 of each 16 MiB of data.
 The content digest is the sum of all tensors' numbers, mod 2**256: it does not depend on how they are spread over files.
 """
 

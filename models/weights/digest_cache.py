@@ -1,6 +1,6 @@
 """Content digests of files that were hashed before, in one small file of the user's cache directory.
 
-An entry holds for a file of the same place, inode, size and times. Whatever is wrong with the cache, it only costs time:
+An entry holds for a file of the same place, inode, size and times. A wrong cache costs time only:
 files are hashed again.
 """
 

@@ -1,4 +1,4 @@
-"""The content digest: every byte counts, equal copies are equal however stored, and a cache is never trusted wrongly."""
+"""The content digest: every byte counts, equal copies are equal however stored, and a cache is no authority."""
 
 import os
 import shutil

@@ -30,9 +30,9 @@ class NodeDescription:
     """A node as its peers see it.
 
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
-    content digest equals all, because older versions have none. `shape`,
-    `package_version`, `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ
-    where the receiver accepts conversion and neither node is batch-invariant; index and state are never converted.
+    content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
+    `attention_data_parallel` may differ. The dtype of `spec` may differ where the receiver accepts conversion and
+    neither node is batch-invariant; index and state are never converted.
 
     Attributes:
         spec: the whole model's, not that of one rank's part.

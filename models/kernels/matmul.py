@@ -13,6 +13,7 @@ Legend: M rows, N columns, K the summed axis, H heads.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,10 +34,21 @@ _ALIGNMENT = 64  # bytes; of torch's memory on a CPU, and of its widest vectors
 _GROUP_M = 16
 
 
+class _Alike(NamedTuple):
+    """What a CPU's library can choose its method by, besides the number of rows."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+    num_threads: int
+
+
 @dataclass
 class _Probe:
-    """Rows in each call of a CPU's library; 0: not known yet."""
+    """Rows in each call of a CPU's library with such weights; 0: not known yet."""
 
+    weights: _Alike
     at_once: int = 0
 
 
@@ -107,8 +119,8 @@ def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> N
 
 def _rows_at_once(weight_HKN: Tensor) -> int:
     """How many rows a CPU's library gets in one call with this weight: as many as it computes all alike, or one."""
-    shape, strides = tuple(weight_HKN.shape), weight_HKN.stride()
-    probe = _probe_of(shape, strides, weight_HKN.dtype, weight_HKN.data_ptr() % _ALIGNMENT, torch.get_num_threads())
+    shape, strides, address = tuple(weight_HKN.shape), weight_HKN.stride(), weight_HKN.data_ptr() % _ALIGNMENT
+    probe = _probe_of(_Alike(shape, strides, weight_HKN.dtype, address, torch.get_num_threads()))
     if probe.at_once == 0:
         drawn = weight_HKN.numel() <= _DRAWN_NUMBERS
         weight = torch.empty_strided(shape, strides, dtype=weight_HKN.dtype).normal_() if drawn else weight_HKN
@@ -128,9 +140,8 @@ def _computes_rows_alike(weight_HKN: Tensor) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _probe_of(*_alike: object) -> "_Probe":
-    """The probe of all weights that are alike in these values, so a CPU's library cannot tell them apart."""
-    return _Probe()
+def _probe_of(alike: "_Alike") -> "_Probe":
+    return _Probe(alike)
 
 
 @lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer

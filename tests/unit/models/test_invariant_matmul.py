@@ -59,6 +59,7 @@ def test_on_a_cpu_so_it_has_at_every_depth() -> None:
                 assert torch.equal(some, together[start : start + num_rows]), (depth, num_columns, start)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_so_it_has_where_the_library_computes_rows_of_a_block_in_different_ways() -> None:
     """In a process of its own: MKL reads which instructions it may use when it is loaded. With those of old CPUs it
     computes some rows of a block otherwise, as on other CPUs with other sizes."""

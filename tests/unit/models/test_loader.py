@@ -154,7 +154,6 @@ TIED = [
         "gemma3n",
         "gemma4-experts",
         "opt-no-biases-no-final-norm-tied-projections",
-        "granite-hybrid",
     ),
     *("granite-tied-biases", "qwen3-next-dense-layers-between-tied", "gpt-neox-in-sequence-no-attention-biases"),
 ]

@@ -14,16 +14,21 @@ from torch.nn import functional
 _TANH_CUBE = 0.044715  # of gelu's approximation
 
 
+def widened(x: Tensor) -> Tensor:
+    """In float32, or in the dtype that it has if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def sigmoid(x: Tensor) -> Tensor:
     if x.is_cuda:
         return torch.sigmoid(x)
-    return torch.exp(-x.float()).add_(1).reciprocal_().to(x.dtype)
+    return torch.exp(-widened(x)).add_(1).reciprocal_().to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
     if x.is_cuda:
         return functional.silu(x)
-    wide = x.float()
+    wide = widened(x)
     return sigmoid(wide).mul_(wide).to(x.dtype)
 
 
@@ -34,7 +39,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """
     if x.is_cuda:
         return functional.gelu(x, approximate=approximate)
-    wide = x.float()
+    wide = widened(x)
     if approximate == "tanh":
         inner = wide * wide * wide * _TANH_CUBE
         inner.add_(wide).mul_(math.sqrt(2 / math.pi)).tanh_()

@@ -147,8 +147,9 @@ def _seen(query_lens_R: NDArray[np.int32], seq_lens_R: NDArray[np.int32]) -> NDA
 
 def index_scores(q_THD: Tensor, weights_TH: Tensor, k_SD: Tensor) -> Tensor:
     """[T, S] float32: the sum over heads of weight * relu(q . k)."""
-    dots_THS = torch.matmul(q_THD.float(), k_SD.float().t()).relu_()
-    return torch.matmul(weights_TH.unsqueeze(1), dots_THS).squeeze(1)
+    # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+    dots_THS = torch.matmul(q_THD.to(torch.float32, copy=True), k_SD.float().t()).relu_()
+    return torch.matmul(weights_TH.clone().unsqueeze(1), dots_THS).squeeze(1)
 
 
 def best_keys(scores_TS: Tensor, seq_lens_T: Tensor, top_k: int) -> Tensor:

@@ -47,6 +47,17 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def cache_directory() -> Path | None:
+    """Baton's part of the user's cache directory, which need not exist; None: there is no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(given).is_absolute():  # the standard ignores other values
+        return Path(given) / "baton"
+    try:
+        return Path.home() / ".cache" / "baton"
+    except RuntimeError:
+        return None
+
+
 def visible_gpus() -> int:
     """Number of GPUs that a child process would see."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")

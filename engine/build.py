@@ -44,7 +44,7 @@ from engine.device.step_costs import (
 )
 from engine.expert_plan import check_same_plan, plan_experts
 from engine.request import ModelFacts
-from engine.same_model import check_same_config, check_same_files
+from engine.same_model import check_same_config, check_same_files, hashing_content
 from engine.state_room import choose_state_slots
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
@@ -201,7 +201,7 @@ def build_runner(
     identity = model_identity(settings.model, config, load_format=settings.load_format)
     tokenizer = tokenizer_json(settings.model)
     check_same_files(parallel, settings.model, identity, tokenizer, device)
-    with allocating("the weights"):
+    with allocating("the weights"), hashing_content(parallel, settings, device) as content:
         model = load_model(
             settings.model,
             config,
@@ -214,6 +214,7 @@ def build_runner(
             parallel=parallel,
             progress=progress,
         )
+        identity = replace(identity, content_digest=content())
     known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
     facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
 

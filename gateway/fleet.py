@@ -20,6 +20,7 @@ from gateway.node_costs import current_costs
 from gateway.placement import Placement, place
 from gateway.prefix_index import PrefixIndex
 from gateway.request import Request
+from gateway.revisions import differs_from_copies
 from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
@@ -133,13 +134,14 @@ class Fleet:
                 ChangeRole(address, role, info.role),
             ]
         commands: list[FleetCommand] = []
-        foreign = self._foreign(info.model)
+        others = (each for each in self.nodes() if each is not node)
+        foreign = self._foreign(info.model) or differs_from_copies(info.model, role, others)
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape
             commands.append(LogLine(f"{info.name}: connected, {address}, KV {shape.layout} x {shape.block_size}"))
-            if foreign:
-                commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
+        if foreign and (restarted or node.detail != foreign):
+            commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
         if restarted:
             commands.append(DropSession(role, address, "it was restarted"))
             self.breakers.forget(node.incarnation)

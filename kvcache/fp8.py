@@ -16,8 +16,8 @@ def quantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor
     """`values` in a cache's dtype. Only an fp8 cache has a scale; None is 1."""
     if dtype not in FP8:
         return values.to(dtype)
-    # A product, as in the kernels: it costs less than a quotient, and many numbers share one scale.
-    values = values.float() if scale is None else values.float() * scale.reciprocal()
+    # A quotient, as in vLLM: times a rounded reciprocal, some numbers are stored one step apart.
+    values = values.float() if scale is None else values.float() / scale
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
 

@@ -29,9 +29,10 @@ def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> 
 class NodeDescription:
     """A node as its peers see it.
 
-    Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap. `shape`,
-    `package_version`, `tensor_parallel_size` and `attention_data_parallel` may differ. The dtype of `spec` may differ
-    where the receiver accepts conversion and neither node is batch-invariant; index and state are never converted.
+    Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
+    content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
+    `attention_data_parallel` may differ. The dtype of `spec` may differ where the receiver accepts conversion and
+    neither node is batch-invariant; index and state are never converted.
 
     Attributes:
         spec: the whole model's, not that of one rank's part.
@@ -52,6 +53,7 @@ class NodeDescription:
     tensor_parallel_size: int = 1
     converted_kv_dtypes: tuple[str, ...] = ()
     attention_data_parallel: bool = False
+    content_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class WirePlan:
 
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
+_DAMAGED = "one copy of the weights is damaged or edited: compare its files with their publisher's, and copy it again"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
 _NOT_INVARIANT = "or both without BATON_BATCH_INVARIANT (--batch-invariant)"
 _CONVERT = "or the decode node with BATON_KV_CONVERT_FROM (--kv-convert-from) set to the prefill node's kv dtype"
@@ -131,6 +134,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         for name in _IDENTITY_FIELDS
         if getattr(ours, name) != getattr(theirs, name)
     ]
+    if not mismatches and (mismatch := _content_mismatch(ours, theirs)):
+        mismatches.append(mismatch)
     mismatches += _spec_mismatches(ours.spec, theirs.spec, _SPEC_CURES)
     for name in ("index", "state"):
         mismatches += _part_mismatches(name, getattr(ours.spec, name), getattr(theirs.spec, name))
@@ -201,6 +206,12 @@ def _dtype_mismatch(ours: NodeDescription, theirs: NodeDescription, *, converts:
     elif not (ours.batch_invariant or theirs.batch_invariant) and any(dtype in DTYPE_BYTES for dtype in dtypes):
         cure = f"{_SAME_DTYPE}, {_CONVERT}"
     return Mismatch("dtype", *dtypes, cure)
+
+
+def _content_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:
+    """Of copies of one model that differ in some bytes."""
+    digests = ours.content_digest, theirs.content_digest
+    return None if "" in digests or digests[0] == digests[1] else Mismatch("content_digest", *digests, _DAMAGED)
 
 
 def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:

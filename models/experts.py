@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from models.elementwise import widened
 from models.expert_counts import LayerCounts
 from models.expert_places import LayerPlaces
 from models.kernels.expert_places import find_places
@@ -204,5 +205,12 @@ def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callabl
 
 
 def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """The sum of each token's experts, always in the same order, independent of other tokens in the batch."""
-    return torch.einsum("tkd,tk->td", out_TKD, weights_TK.to(out_TKD.dtype))
+    """The sum of each token's experts in the order of its choices, in float32, rounded once.
+
+    NOTE: no product of matrices. On a CPU the method of a batched product depends on the number of tokens.
+    """
+    wide_TKD, wide_TK1 = widened(out_TKD), widened(weights_TK.to(out_TKD.dtype)).unsqueeze(-1)
+    sum_TD = wide_TKD[:, 0] * wide_TK1[:, 0]
+    for choice in range(1, out_TKD.shape[1]):
+        sum_TD += wide_TKD[:, choice] * wide_TK1[:, choice]
+    return sum_TD.to(out_TKD.dtype)

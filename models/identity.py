@@ -27,19 +27,25 @@ _ALWAYS_HASHED = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model's identity. `name` is for people; nodes compare the other fields."""
+    """A model's identity. `name` is for people; nodes compare the other fields.
+
+    Attributes:
+        weights_digest: over names, shapes, dtypes and samples, as every release has it.
+        content_digest: over every byte of the weights; empty while it is not known.
+    """
 
     name: str
     architecture: str
     config_digest: str
     weights_digest: str
+    content_digest: str = ""
 
 
 def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "safetensors") -> ModelIdentity:
-    """The identity of the checkpoint in `directory`.
+    """The identity of the checkpoint in `directory`, without its content digest (`models.weights.content_digest`).
 
     Reads headers and at most 4 KiB of each tensor. Training changes every part of every tensor, so two trained
-    revisions never agree on these bytes; a hand edit of a few rows can go unseen. How tensors are spread over files
+    revisions never agree on these bytes; damage and hand edits can go unseen here. How tensors are spread over files
     does not matter.
 
     Raises:

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, silu
+from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 
+from models.elementwise import gelu, silu
 from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
 from models.parallel import ParallelModule, TensorParallel

@@ -22,6 +22,7 @@ from models.expert_places import ExpertPlacement, place_experts
 
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
 _VOCABULARY_ROWS = 16
+_NO_TEXT = 1 << 62  # above every number of a text
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,18 @@ class TensorParallel:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
         return int(smallest.item())
 
-    def agree(self, text: str, device: torch.device) -> bool:
+    def agree(self, text: str | None, device: torch.device) -> bool:
         """Whether all ranks have this text. All get the same answer. The host waits.
 
         Args:
+            text: None: this rank has none and agrees with all; some rank has one.
             device: of tensors that the group takes.
         """
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-        return self.smallest(number, device) == -self.smallest(-number, device)
+        low = high = _NO_TEXT
+        if text is not None:
+            low = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+            high = -low
+        return self.smallest(low, device) == -self.smallest(high, device)
 
 
 SINGLE = TensorParallel()

@@ -36,6 +36,7 @@ _TEXTS = (
     "model.architecture",
     "model.config_digest",
     "model.weights_digest",
+    "model.content_digest",
     "model.name",
     "model.revision_name",
     "cache_spec.dtype",

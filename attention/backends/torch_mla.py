@@ -156,8 +156,9 @@ class TorchMLA:
             key_start, key_stop = lens.key_start_loc_cpu[request : request + 2]
             if key_start == key_stop:
                 continue
-            k_HDS = k_SHD[key_start:key_stop].permute(1, 2, 0).float()
-            v_HSV = v_SHV[key_start:key_stop].transpose(0, 1).float()
+            # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+            k_HDS = k_SHD[key_start:key_stop].permute(1, 2, 0).to(torch.float32, copy=True)
+            v_HSV = v_SHV[key_start:key_stop].transpose(0, 1).to(torch.float32, copy=True)
             for start in range(query_start, query_stop, _PIECE_TOKENS):
                 stop = min(start + _PIECE_TOKENS, query_stop)
                 unseen = (query_stop - stop) if causal else 0

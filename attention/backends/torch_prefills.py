@@ -122,7 +122,9 @@ def attend_prefills(
             k_1KSD, v_1KSD = (_heads_first(kv_TKD, request.keys) for kv_TKD in own_kv)
         for piece in request.pieces:
             queries, keys = slice(piece.query_start, piece.query_stop), slice(piece.key_start, piece.key_stop)
-            tensors = q_1HTD[:, :, queries], k_1KSD[:, :, keys], v_1KSD[:, :, keys]
+            # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+            q_piece = q_1HTD[:, :, queries].clone(memory_format=torch.contiguous_format)
+            tensors = q_piece, k_1KSD[:, :, keys], v_1KSD[:, :, keys]
             if not piece.num_keys:
                 out[queries].zero_()
             elif fused:

@@ -149,6 +149,6 @@ def _convert_kernel(
     if from_8_bits and not to_8_bits:
         values_RE *= scale
     if to_8_bits and not from_8_bits:
-        values_RE *= tl.div_rn(1.0, scale)
+        values_RE = tl.div_rn(values_RE, scale)
     converted_RE = to_fp8(values_RE, dtype, INTERPRETED) if to_8_bits else values_RE.to(dtype)
     tl.store(target_ptr + target_R[:, None] + in_head_RE, converted_RE, mask=converted_R1)

@@ -153,7 +153,7 @@ def _store_tile(
     if dtype == tl.float8e4nv or dtype == tl.float8e5:
         values_TE = values_TE.to(tl.float32)
         if scale_ptr is not None:
-            values_TE *= tl.div_rn(1.0, tl.load(scale_ptr))
+            values_TE = tl.div_rn(values_TE, tl.load(scale_ptr))
         tl.store(into_ptrs_TE, to_fp8(values_TE, dtype, INTERPRETED), mask=written_TE)
     else:
         tl.store(into_ptrs_TE, values_TE.to(dtype), mask=written_TE)

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from attention.backend import AttentionBackend
 from attention.layer import Attention
@@ -18,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
+from models.elementwise import gelu
 from models.families.bloom_config import BloomSwitches
 from models.layers import LayerNorm
 from models.linear import Linear

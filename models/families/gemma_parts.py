@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, rms_norm
+from torch.nn.functional import embedding, rms_norm
 
 from attention.backend import AttentionBackend
 from attention.layer import Attention
@@ -17,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.config.model_config import GQAConfig
+from models.elementwise import gelu
 from models.layers import RMSNorm
 from models.linear import FusedLinear, Linear
 from models.parallel import ParallelModule

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, pad, relu, silu
+from torch.nn.functional import embedding, relu
 
 from attention.backend import AttentionBackend
 from attention.layer import Attention
@@ -20,13 +20,13 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
+from models.elementwise import gelu, silu
 from models.families.bloom import GroupedQKV
 from models.families.layer_norm_config import Activation, LayerNormSwitches, Projection
 from models.layers import Embedding, LayerNorm
 from models.linear import FusedLinear, InputsFirstLinear, Linear
 from models.parallel import ParallelModule
 
-_CPU_CHANNELS = 64  # a multiple of the numbers that a CPU's vector instructions compute at once
 _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         Activation.GELU: gelu,
@@ -105,29 +105,19 @@ def _linear(switches: LayerNormSwitches) -> type[Linear]:
 
 
 class PlainMLP(nn.Module):
-    """An MLP of two layers.
-
-    Attributes:
-        batch_invariant: a row's result has the same bits in any batch.
-    """
+    """An MLP of two layers."""
 
     def __init__(
         self, size: int, intermediate_size: int, switches: LayerNormSwitches, *, dtype: torch.dtype, bias: bool
     ) -> None:
         super().__init__()
-        self.batch_invariant = False
         self.activate = _FUNCTIONS[switches.activation]
         self.up_proj = _linear(switches)(size, intermediate_size, dtype=dtype, bias=bias)
         self.down_proj = _linear(switches)(intermediate_size, size, dtype=dtype, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         up_TI = self.up_proj(x_TD)
-        if self.batch_invariant and not up_TI.is_cuda:
-            # A CPU computes the last few numbers of a tensor by another method: with this padding there are none.
-            out_TI = self.activate(pad(up_TI, (0, -up_TI.shape[1] % _CPU_CHANNELS)))[:, : up_TI.shape[1]]
-        else:
-            out_TI = self.activate(up_TI)
-        out_TD: Tensor = self.down_proj(out_TI)
+        out_TD: Tensor = self.down_proj(self.activate(up_TI))
         return out_TD
 
 

@@ -19,6 +19,7 @@ from kvcache.cache import PagedKVCache
 from models.blocks import CenteredNorm, NormsAfter, NormsAround, ParallelHalves
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import GQAConfig, ModelConfig, QKNorm
+from models.elementwise import sigmoid
 from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
@@ -85,7 +86,7 @@ class LlamaAttention(ParallelModule):
             qkv_TX[:, : self.q_size].mul_(rotation.query_scale_T1)
         out_THC = self._attended(qkv_TX, rotation if self.turns else None, kv_cache, metadata)
         out_TX = out_THC.flatten(1)
-        out_TD: Tensor = self.o_proj(out_TX if gate_TX is None else out_TX * torch.sigmoid(gate_TX))
+        out_TD: Tensor = self.o_proj(out_TX if gate_TX is None else out_TX * sigmoid(gate_TX))
         return out_TD
 
     def _without_gate(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ the state of one channel, X channel of the convolution, W its width.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.config.model_config import RecurrentConfig
+from models.elementwise import silu
 from models.families.llama import LlamaAttention
 from models.families.mamba_config import MambaSwitches
 from models.linear import Linear

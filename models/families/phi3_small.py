@@ -18,6 +18,7 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
+from models.elementwise import sigmoid
 from models.families.bloom import GroupedQKV
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.layers import LayerNorm
@@ -54,7 +55,7 @@ def gegelu(gate_up: Tensor, limit: float | None) -> Tensor:
     gate_TI, up_TI = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     if limit is not None:
         gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
-    out_TI: Tensor = gate_TI * torch.sigmoid(1.702 * gate_TI) * (up_TI + 1)
+    out_TI: Tensor = gate_TI * sigmoid(1.702 * gate_TI) * (up_TI + 1)
     return out_TI
 
 

@@ -5,27 +5,51 @@ adds 16 products at a time (an fma of float32: one), and the choice of these pro
 and columns. So the tile may depend on the number of rows, for fast reading at 1 row and fast arithmetic at 8192. All
 tiles must use one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is never split.
 `tests/gpu/test_batch_invariant.py` checks every tile on the hardware. A CPU's library chooses its method by the number
-of rows, so rows go to it in blocks of a fixed number.
+of rows, so rows go to it in blocks of a fixed number; where it computes the rows of a block in different ways, which a
+probe of each shape finds, they go to it one by one.
 
 Legend: M rows, N columns, K the summed axis, H heads.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonlib.launch import bound, interpreted
 
 # Rows in each call of a CPU's library. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
 _CPU_ROWS = 16
+# Of each shape of weights at least so many results are compared, or as many as there are columns.
+_PROBED_NUMBERS = 256
+# Weights up to this size are drawn for the probe: an adapter's may be zero, which would hide a difference.
+_DRAWN_NUMBERS = 1 << 22
+_ALIGNMENT = 64  # bytes; of torch's memory on a CPU, and of its widest vectors
 # Consecutive tiles have the same columns for this many tiles of rows, so weights stay in the L2 cache.
 _GROUP_M = 16
+
+
+class _Alike(NamedTuple):
+    """What a CPU's library can choose its method by, besides the number of rows."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+    num_threads: int
+
+
+@dataclass
+class _Probe:
+    """Rows in each call of a CPU's library with such weights; 0: not known yet."""
+
+    weights: _Alike
+    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,12 +108,40 @@ def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor)
 
 def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
     num_rows = x_HMK.shape[1]
-    # Copied even where blocks are whole: the library's method may depend on a row's address.
-    padded_HMK = pad(x_HMK, (0, 0, 0, -num_rows % _CPU_ROWS)).contiguous()
-    for start in range(0, num_rows, _CPU_ROWS):
-        product_HMN = torch.bmm(padded_HMK[:, start : start + _CPU_ROWS].contiguous(), weight_HKN)
-        stop = min(start + _CPU_ROWS, num_rows)
-        out_HMN[:, start:stop] = product_HMN[:, : stop - start]
+    at_once = _rows_at_once(weight_HKN)
+    for start in range(0, num_rows, at_once):
+        stop = min(start + at_once, num_rows)
+        # A new block each time: the library's method may depend on an address.
+        block_HMK = x_HMK.new_zeros(x_HMK.shape[0], at_once, x_HMK.shape[2])
+        block_HMK[:, : stop - start] = x_HMK[:, start:stop]
+        out_HMN[:, start:stop] = torch.bmm(block_HMK, weight_HKN)[:, : stop - start]
+
+
+def _rows_at_once(weight_HKN: Tensor) -> int:
+    """How many rows a CPU's library gets in one call with this weight: as many as it computes all alike, or one."""
+    shape, strides, address = tuple(weight_HKN.shape), weight_HKN.stride(), weight_HKN.data_ptr() % _ALIGNMENT
+    probe = _probe_of(_Alike(shape, strides, weight_HKN.dtype, address, torch.get_num_threads()))
+    if probe.at_once == 0:
+        drawn = weight_HKN.numel() <= _DRAWN_NUMBERS
+        weight = torch.empty_strided(shape, strides, dtype=weight_HKN.dtype).normal_() if drawn else weight_HKN
+        probe.at_once = _CPU_ROWS if _computes_rows_alike(weight) else 1
+    return probe.at_once
+
+
+def _computes_rows_alike(weight_HKN: Tensor) -> bool:
+    """Whether equal rows of a block have results with equal bits, wherever in the block they are."""
+    heads, channels, columns = weight_HKN.shape
+    for _ in range(max(1, _PROBED_NUMBERS // (heads * columns))):
+        row_H1K = torch.empty(heads, 1, channels, dtype=weight_HKN.dtype).normal_()
+        product_HMN = torch.bmm(row_H1K.expand(-1, _CPU_ROWS, -1).contiguous(), weight_HKN)
+        if not torch.equal(product_HMN, product_HMN[:, :1].expand_as(product_HMN)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _probe_of(alike: "_Alike") -> "_Probe":
+    return _Probe(alike)
 
 
 @lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer

@@ -14,7 +14,6 @@ from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, ModelConfig
 from models.quantization.fp8 import E4M3
 from models.weights.checkpoint import StoredTensor
-from models.weights.names import HEAD
 from models.weights.share import Share
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_tensor
@@ -77,8 +76,6 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     """Whether published checkpoints hold the tensor although this model does not need it."""
     if name.endswith(_NO_WEIGHTS):
         return True
-    if name == HEAD:  # a second copy of a tied embedding; `check_tied_head` checks that it is one
-        return config.tie_word_embeddings
     if config.mtp_layers and name.startswith(("model.mtp_", "mtp.")):  # ERNIE's and Qwen's multi-token prediction
         return True
     if name.startswith("model.mtp."):  # LongCat's, which no field of its config mentions
@@ -104,12 +101,27 @@ def _expected_dtypes(allowed: tuple[str, ...]) -> str:
     return f"known are {', '.join(allowed)}"
 
 
+def take_tied_head(
+    stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], *, head: str, embedding: str
+) -> tuple[Mapping[str, StoredTensor], StoredTensor | None]:
+    """(The tensors that fill the model, a second copy of its embedding or None), for a model with a tied head.
+
+    Checkpoints have the one tensor under the embedding's name, the head's, or both.
+    """
+    if head in views or head not in stored:
+        return stored, None
+    others = {name: tensor for name, tensor in stored.items() if name != head}
+    if embedding in others:
+        return others, stored[head]
+    return {**others, embedding: stored[head]}, None
+
+
 def check_tied_head(head: StoredTensor, embedding: Tensor, share: Share | None) -> None:
     part = head if share is None else head.part(share.dim, *share.ranges)
     if torch.equal(read_tensor(part).to(embedding), embedding[: part.shape[0]]):
         return
     raise ConfigError(
-        f"{HEAD} in {head.file.name} differs from the embedding that config.json ties it to",
+        f"{head.name} in {head.file.name} differs from the embedding that config.json ties it to",
         field="tie_word_embeddings",
         value=True,
         allowed=("false",),

@@ -43,7 +43,7 @@ from models.quantization.replace import (
 )
 from models.ungated_experts import SquaredReluExperts
 from models.weights.checkpoint import StoredTensor, read_checkpoint
-from models.weights.checkpoint_check import check_tensors, check_tied_head
+from models.weights.checkpoint_check import check_tensors, check_tied_head, take_tied_head
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.expert_names import in_our_names
 from models.weights.kv_scales import (
@@ -53,7 +53,7 @@ from models.weights.kv_scales import (
     scale_views,
     without_scales,
 )
-from models.weights.names import HEAD, LANGUAGE_MODEL, renamed
+from models.weights.names import EMBEDDING, HEAD, LANGUAGE_MODEL, renamed
 from models.weights.share import Share
 from models.weights.shares import Shares
 from models.weights.tensor_reader import read_into
@@ -146,6 +146,8 @@ def load_model(
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
         stored = in_our_names(stored, views)
         stored = without_zero_biases(stored, views)
+        head, embedding = checkpoint_name(HEAD), checkpoint_name(EMBEDDING)
+        stored, tied_head = take_tied_head(stored, views, head=head, embedding=embedding)
         kv_scales = scale_views(model, stored, checkpoint_name)
         refuse_scales_of_another_format(kv_scales, kv_dtype)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
@@ -154,8 +156,8 @@ def load_model(
         parts = [part for name, view in views.items() for part in _cut(stored[name], view, shares.of(name))]
         read_into(parts, progress)
         check_scales(kv_scales)
-        if HEAD in stored and HEAD not in views:
-            check_tied_head(stored[HEAD], model.model.embed_tokens.weight, shares.of(HEAD))
+        if tied_head is not None:
+            check_tied_head(tied_head, model.model.embed_tokens.weight, shares.of(embedding))
     finish_quantized(model, weight_scales)
     for module in model.modules():
         if isinstance(module, MLAAttention | DeltaMixer):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-HEAD = "lm_head.weight"
+# As our modules have them; `checkpoint_prefixes` of some families rename them.
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # What multimodal models have before the names of their language models.
 LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 

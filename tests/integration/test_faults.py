@@ -5,9 +5,11 @@ blocks.
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from baton.types import SamplingParams
 from protos.baton.v1 import common_pb2, node_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.damaged_weights import zero
 from tests.integration.cluster import (
     DEADLINE_S,
     DEEPSEEK,
@@ -329,6 +332,33 @@ async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
 
 
 # ---- pairs and drains
+
+
+@pytest.mark.parametrize(("num_bytes", "share"), [(64 << 10, 0.5), (1, 0.4), (8, 0.9)])
+async def test_a_damaged_copy_of_the_weights_is_refused_before_traffic(
+    start: Machines,
+    reference: Reference,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    num_bytes: int,
+    share: float,
+) -> None:
+    damaged = tmp_path / "llama"
+    shutil.copytree(LLAMA, damaged)
+    zero(damaged, num_bytes=num_bytes, share=share)
+    prefill, decode = start.nodes(("prefill", {**NODE, "model": damaged}), ("decode", NODE))
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer")
+    for node in (prefill, decode):
+        refused = await until_status(node, lambda last: any(peer.mismatches for peer in last.peers))
+        (mismatch,) = refused.peers[0].mismatches
+        assert mismatch.field == "content_digest"
+        assert "damaged" in mismatch.cure
+    result = await generate(gateway, prompts[0], GREEDY)
+    assert (result.proof.path, result.token_ids) == (RequestPath.LOCAL, reference.greedy(prompts[0], 12).token_ids)
+    async with connect(gateway.address) as channel:
+        seen = await GenerationStub(channel).ClusterStatus(pb.ClusterStatusRequest())
+    (detail,) = [node.detail for node in seen.nodes if node.address == prefill.address]
+    assert "its weights differ in some bytes from those of" in detail
 
 
 async def test_nodes_that_cannot_work_together_are_refused_before_traffic(

@@ -94,6 +94,6 @@ def for_cache(values, dtype: tl.constexpr, scale_ptr, INTERPRETED: tl.constexpr)
     values = values.to(tl.float32)
     if dtype == tl.float8e4nv or dtype == tl.float8e5:
         if scale_ptr is not None:
-            values *= tl.div_rn(1.0, tl.load(scale_ptr))
+            values = tl.div_rn(values, tl.load(scale_ptr))
         return to_fp8(values, dtype, INTERPRETED)
     return round_to(values, dtype, INTERPRETED)

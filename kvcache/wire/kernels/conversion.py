@@ -118,7 +118,7 @@ def _gather_converted_kernel(
             parts_R = (rows_R // rows_of_part).to(tl.int32)
             scale_ptrs_R = scales_ptr + parts_R // KV_FACTOR * scale_stride_L + parts_R % KV_FACTOR
             scales_R = tl.load(scale_ptrs_R, mask=in_payload_R, other=1.0)
-            values_RW *= tl.div_rn(1.0, scales_R)[:, None]
+            values_RW = tl.div_rn(values_RW, scales_R[:, None])
         converted_RW = to_fp8(values_RW, dtype, INTERPRETED)
     else:
         converted_RW = round_to(values_RW, dtype, INTERPRETED)

@@ -26,6 +26,10 @@ def test_what_nodes_compare_is_part_of_it(field: str) -> None:
     assert revision_of(changed(**{field: "other"})) != revision_of(MODEL)
 
 
+def test_a_content_digest_which_older_versions_lack_is_no_part_of_it() -> None:
+    assert revision_of(changed(content_digest="aa")) == revision_of(MODEL)
+
+
 def test_a_node_that_was_never_reached_has_none() -> None:
     assert revision_of(common_pb2.ModelIdentity()) == ""
 

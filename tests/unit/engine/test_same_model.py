@@ -10,6 +10,7 @@ from baton.config import NodeSettings
 from baton.errors import ConfigError
 from engine.build import build_runner
 from models.parallel import TensorParallel
+from tests.damaged_weights import zero
 from tests.ranks import run_ranks
 from tests.unit.models.tiny import save_tiny
 
@@ -18,7 +19,9 @@ def load_parts(rank: TensorParallel, hosts: list[tuple[Path, Path]]) -> list[str
     """What a rank says that loads its part from its host's directory, each of these times."""
     said = []
     for models in hosts:
-        settings = NodeSettings(model=models[rank.rank], device="cpu", num_blocks=4, tensor_parallel_size=2)
+        settings = NodeSettings(
+            model=models[rank.rank], device="cpu", num_blocks=4, tensor_parallel_size=2, num_hosts=2
+        )
         try:
             build_runner(settings, parallel=rank)
             said.append("")
@@ -30,6 +33,10 @@ def load_parts(rank: TensorParallel, hosts: list[tuple[Path, Path]]) -> list[str
 def retrained(model: Path) -> None:
     file = model / "model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def damaged(model: Path) -> None:
+    zero(model, num_bytes=64)
 
 
 def with_another_norm(model: Path) -> None:
@@ -45,7 +52,7 @@ def test_all_ranks_have_the_same_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_tiny("llama-llama3-tied", model)
     hosts = [(model, model)]
-    for change in (retrained, with_another_norm, with_a_tokenizer):
+    for change in (retrained, damaged, with_another_norm, with_a_tokenizer):
         other = tmp_path / change.__name__
         shutil.copytree(model, other)
         change(other)
@@ -54,6 +61,7 @@ def test_all_ranks_have_the_same_model(tmp_path: Path) -> None:
     expected = [
         "",
         "the ranks have models with different weights",
+        "the ranks have models with different bytes of the weights",
         "the ranks have models with different configurations",
         "the ranks have models with different tokenizers",
     ]

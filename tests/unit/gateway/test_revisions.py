@@ -14,7 +14,8 @@ from gateway.figures import GatewayMetrics
 from gateway.fleet_node import FleetNode
 from gateway.request_machine import RequestMachine
 from gateway.revisions import serving_revisions, serving_versions
-from tests.unit.gateway.fleets import SmallFleet, request, rules
+from protos.baton.v1 import node_pb2
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, request, rules
 from tests.unit.gateway.served import LENGTH, Served, Words, accepted, only, token
 
 
@@ -53,6 +54,44 @@ def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() ->
     fleet.connect("d2", 1.0)
     fleet.decodes["d2"].detail = "another model"
     assert serving_versions(fleet.nodes()) == {__version__, "0.1"}
+
+
+def report_content(fleet: SmallFleet, node: str, digest: str, *, weights: str = "weights") -> str:
+    """The node's status says that its weights have this content digest; returns why it is not used."""
+    role, nodes = (DECODE, fleet.decodes) if node.startswith("d") else (PREFILL, fleet.prefills)
+    told = node_pb2.NodeStatus()
+    told.CopyFrom(nodes[node].status)
+    told.info.model.content_digest, told.info.model.weights_digest = digest, weights
+    fleet.status_received(role, node, told, 1.0)
+    return nodes[node].detail
+
+
+def test_a_copy_that_differs_from_most_others_in_some_bytes_serves_nothing() -> None:
+    fleet = SmallFleet(1, 2)
+    assert report_content(fleet, "p1", "aa") == ""
+    assert report_content(fleet, "d1", "aa") == ""
+    refused = report_content(fleet, "d2", "0f")
+    assert "differ in some bytes from those of node-11, node-21 (content digest 0f, theirs aa)" in refused
+    assert not fleet.decodes["d2"].serves
+    assert report_content(fleet, "d2", "aa") == ""
+
+
+@pytest.mark.parametrize("digests", [{"p1": "bb", "d1": "aa"}, {"p1": "aa", "d1": "bb"}, {"d1": "aa", "d2": "bb"}])
+def test_of_two_copies_all_gateways_choose_the_same_and_one_that_can_serve(digests: dict[str, str]) -> None:
+    for order in (list(digests), list(digests)[::-1]):
+        fleet = SmallFleet(1, 2)
+        for node in (*order, *order):  # each reports again once both are known
+            report_content(fleet, node, digests[node])
+        nodes = {**fleet.prefills, **fleet.decodes}
+        assert [node for node in digests if nodes[node].serves] == ["d1"]
+
+
+def test_other_weights_and_older_nodes_are_no_damaged_copies() -> None:
+    fleet = SmallFleet(1, 2)
+    report_content(fleet, "p1", "bb")
+    assert report_content(fleet, "d1", "aa", weights="others") == ""
+    assert report_content(fleet, "d2", "") == ""
+    assert fleet.prefills["p1"].serves
 
 
 def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:

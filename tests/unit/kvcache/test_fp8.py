@@ -43,6 +43,19 @@ def test_the_nearest_number_is_stored(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_numbers_are_divided_by_their_scale_as_in_vllm(dtype: torch.dtype) -> None:
+    """Times a rounded reciprocal, one of some thousand numbers is stored one step apart."""
+    values, apart = every_bfloat16(), 0
+    values = values[values.isfinite()].float()
+    largest = torch.finfo(dtype).max
+    for scale in torch.linspace(0.011, 3.1, 40):
+        stored = quantize(values, scale, dtype)
+        assert torch.equal(stored, (values / scale).clamp(-largest, largest).to(dtype))
+        apart += int((stored != (values * (1 / scale)).clamp(-largest, largest).to(dtype)).sum())
+    assert apart > 0
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_reading_gives_back_every_number_that_was_stored(dtype: torch.dtype) -> None:
     stored = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     finite = stored.float().isfinite()

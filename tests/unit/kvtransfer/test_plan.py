@@ -148,6 +148,25 @@ def test_no_conversion_is_offered_to_batch_invariant_nodes() -> None:
     assert "--kv-convert-from" not in mismatch.cure
 
 
+def test_a_damaged_copy_of_the_same_model_is_refused_with_its_cure() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        agree(replace(NODE, content_digest="aa"), replace(NODE, content_digest="bb"))
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("content_digest", "aa", "bb")
+    assert "damaged" in mismatch.cure
+
+
+def test_a_node_of_a_version_without_content_digest_still_pairs() -> None:
+    known = replace(NODE, content_digest="aa")
+    assert agree(known, NODE) == agree(NODE, known) == agree(known, known) == agree(NODE, NODE)
+
+
+def test_other_weights_are_one_mismatch_although_their_content_differs_too() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        agree(replace(NODE, content_digest="aa"), replace(NODE, content_digest="bb", weights_digest="other"))
+    assert [item.field for item in refused.value.mismatches] == ["weights_digest"]
+
+
 def test_every_mismatch_is_listed() -> None:
     theirs = replace(NODE, weights_digest="other", spec=replace(SPEC, num_layers=2, dtype="float32"), wire_oldest=9)
     theirs = replace(theirs, wire_newest=9)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,30 @@ def test_a_request_has_the_same_logits_alone_and_in_any_batch(name: str, tmp_pat
     save_tiny(name, tmp_path)
     model = Invariant(tmp_path, device="cpu", dtype="float32")
     assert differences(model, LENGTHS, SIZES) == {size: [] for size in SIZES}
+
+
+ODD = {"hidden_size": 60, "intermediate_size": 50}
+ODD_SIZES = [
+    ("qwen3-moe", {"hidden_size": 54, "num_experts": 9, "num_experts_per_tok": 9, "moe_intermediate_size": 27}),
+    ("gemma3", {**ODD, "head_dim": 22}),
+    ("llama", {**ODD, "head_dim": 14}),
+    ("mistral-window", {**ODD, "head_dim": 30}),
+    ("gemma2", {**ODD, "head_dim": 22}),
+    ("gemma3n", {**ODD, "hidden_size_per_layer_input": 7}),
+    ("gemma4-wide-mlps", {**ODD, "hidden_size_per_layer_input": 7}),
+    ("gpt2", {"n_embd": 60, "n_inner": 50}),
+    ("deepseek-v2", {**ODD, "kv_lora_rank": 22, "v_head_dim": 11, "qk_nope_head_dim": 13, "moe_intermediate_size": 27}),
+    ("gpt-oss", {**ODD, "head_dim": 22}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), ODD_SIZES, ids=[name for name, _ in ODD_SIZES])
+def test_so_it_has_with_sizes_that_no_vector_instruction_divides(
+    name: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path, changed=sizes)
+    model = Invariant(tmp_path, device="cpu", dtype="float32")
+    assert differences(model, LENGTHS, SIZES[1:]) == {size: [] for size in SIZES[1:]}
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v2"])

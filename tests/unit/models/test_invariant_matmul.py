@@ -1,10 +1,16 @@
 """Products that do not depend on the other rows: to the last bit on a CPU; the kernels multiply in the interpreter."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from baton.config import SOURCE_ROOT
+from baton.environment import child_environment
+from models.experts import weighted_sum
 from models.kernels.matmul import (
     TILES,
     Tile,
@@ -41,6 +47,37 @@ def test_on_a_cpu_a_row_has_the_same_bits_among_any_other_rows(
         rtol=2e-2 if dtype is torch.bfloat16 else 1e-5,
         atol=1e-1 if dtype is torch.bfloat16 else 1e-4,
     )
+
+
+def test_on_a_cpu_so_it_has_at_every_depth() -> None:
+    for depth in range(1, 131):
+        for num_columns in (1, 2, 3, 9, 16, 31):
+            x, weight = random(35, depth, seed=depth), random(num_columns, depth, seed=num_columns)
+            together = multiply_invariant(x, weight)
+            for start, num_rows in ((0, 1), (1, 1), (15, 2), (33, 1), (17, 18)):
+                some = multiply_invariant(x[start : start + num_rows], weight)
+                assert torch.equal(some, together[start : start + num_rows]), (depth, num_columns, start)
+
+
+@pytest.mark.slow
+def test_on_a_cpu_so_it_has_where_the_library_computes_rows_of_a_block_in_different_ways() -> None:
+    """In a process of its own: MKL reads which instructions it may use when it is loaded. With those of old CPUs it
+    computes some rows of a block otherwise, as on other CPUs with other sizes."""
+    environment = child_environment(MKL_ENABLE_INSTRUCTIONS="SSE4_2", OMP_NUM_THREADS="1")
+    script = (
+        "from tests.unit.models import test_invariant_matmul as tests\ntests.test_on_a_cpu_so_it_has_at_every_depth()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=SOURCE_ROOT, check=True, timeout=300)
+
+
+def test_a_token_s_experts_add_up_to_the_same_bits_among_any_other_tokens() -> None:
+    for size in (*range(1, 131, 3), 54):
+        for num_choices in (1, 2, 8, 9):
+            out, weights = random(23, num_choices, size), random(23, num_choices, seed=1)
+            together = weighted_sum(out, weights)
+            for token in (0, 1, 2, 22):
+                alone = weighted_sum(out[token : token + 1].clone(), weights[token : token + 1].clone())
+                assert torch.equal(alone[0], together[token]), (size, num_choices)
 
 
 def test_on_a_cpu_a_row_of_a_head_has_the_same_bits_among_any_other_rows() -> None:

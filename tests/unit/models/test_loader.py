@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
 from models.config.reader import read_config
 from models.weights.loader import checkpoint_views, load_model
+from models.weights.names import EMBEDDING, HEAD, renamed
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
 
@@ -55,7 +57,7 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | 
     """A copy of a checkpoint whose tensors went through `change`."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     tensors = load_file(target / "model.safetensors")
-    save_file(change(tensors) or tensors, target / "model.safetensors")
+    save_file(change(tensors) or tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
@@ -142,6 +144,57 @@ def test_copy_of_a_tied_embedding_is_ignored_but_another_head_is_refused(tmp_pat
     with pytest.raises(ConfigError, match=r"lm_head\.weight in model\.safetensors differs") as caught:
         load(rewritten(source, tmp_path / "other", lambda tensors: add_head(tensors, 0.5)))
     assert caught.value.field == "tie_word_embeddings"
+
+
+TIED = [
+    *("llama-llama3-tied", "gpt-oss-tied-yarn-no-biases", "falcon-rw", "bloom", "mixtral-window-tied", "gpt2", "mpt"),
+    *(
+        "cohere",
+        "gemma2",
+        "gemma3n",
+        "gemma4-experts",
+        "opt-no-biases-no-final-norm-tied-projections",
+    ),
+    *("granite-tied-biases", "qwen3-next-dense-layers-between-tied", "gpt-neox-in-sequence-no-attention-biases"),
+]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_embedding_may_be_saved_under_the_head_s_name_only(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_tiny(name, source)
+    model = load(source)
+    assert model.lm_head is None
+    embedding, head = (renamed(path, model.checkpoint_prefixes) for path in (EMBEDDING, HEAD))
+
+    def move(tensors: Tensors) -> None:
+        tensors[head] = tensors.pop(embedding)
+
+    moved = load(rewritten(source, tmp_path / "moved", move))
+    assert torch.equal(moved.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_transformers_loads_a_tied_embedding_under_the_head_s_name_too(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = save_tiny("llama-llama3-tied", source)
+
+    def move(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    moved = LlamaForCausalLM.from_pretrained(rewritten(source, tmp_path / "moved", move))
+    assert torch.equal(moved.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_model_without_embedding_and_head_names_what_is_missing(ties: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_tiny("llama-llama3-tied" if ties else "llama", source)
+
+    def drop(tensors: Tensors) -> None:
+        del tensors["model.embed_tokens.weight"]
+
+    with pytest.raises(ConfigError, match=r"missing: model\.embed_tokens\.weight"):
+        load(rewritten(source, tmp_path / "dropped", drop))
 
 
 def as_published(path: str) -> str:

@@ -220,9 +220,14 @@ def architecture_of(family: str) -> str:
     return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
 
 
-def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
-    """Saves the model to `directory` and returns transformers' own."""
+def save_tiny(name: str, directory: Path, *, changed: Mapping[str, Any] | None = None, **save_options: Any) -> Any:
+    """Saves the model to `directory` and returns transformers' own.
+
+    Args:
+        changed: fields of the config with other values.
+    """
     family, fields = TINY[name]
+    fields = {**fields, **(changed or {})}
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}{_CONFIG_SUFFIX.get(family, 'Config')}")(**fields)
     # NOTE: transformers' eager attention adds Falcon's distances twice, in the mask and to the scores; its default not.

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from baton.errors import InvalidRequest
 from gateway.http.errors import Refused
+from gateway.http.head import check_content
 
 _DEPTH_MAX = 128  # arrays and objects within each other
 _VALUES_MAX = 1 << 19  # each costs Python far more time than its bytes, and the event loop waits
@@ -39,14 +40,9 @@ async def read_body(chunks: AsyncIterator[bytes], headers: Mapping[str, str], *,
     """Reads the body, of declared or of unknown length.
 
     Raises:
-        Refused: 413 as soon as it is too large; 415 for another media type.
+        Refused: 413 as soon as it is too large; 415 for another media type, charset or coding.
     """
-    media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        cure = "send the header content-type: application/json"
-        raise Refused(
-            415, "unsupported_media_type", f"the body is {media_type!r}", allowed=("application/json",), cure=cure
-        )
+    check_content(headers)
     declared = headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > bytes_max:
         raise _too_large(bytes_max)

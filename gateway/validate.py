@@ -4,8 +4,9 @@ import re
 import secrets
 import unicodedata
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
+from typing import Protocol
 
 from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
@@ -95,11 +96,24 @@ def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
     return Outputs(drawn, n)
 
 
-def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
-    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+class Lists(Protocol):
+    """Sampling parameters of Baton's or of vLLM's messages: those that are lists."""
+
+    @property
+    def stop(self) -> Sized: ...
+
+    @property
+    def stop_token_ids(self) -> Sized: ...
+
+    @property
+    def logit_bias(self) -> Sized: ...
+
+
+def check_lengths(given: Lists) -> None:
+    """Refuses long lists before anything reads them.
 
     Raises:
-        InvalidRequest: names the field, its value, and what is allowed.
+        InvalidRequest: names the list.
     """
     for name, listed in (("logit_bias", given.logit_bias), ("stop_token_ids", given.stop_token_ids)):
         if len(listed) > _LISTED_TOKENS_MAX:
@@ -108,6 +122,15 @@ def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> Samp
     if len(given.stop) > _STOP_STRINGS_MAX:
         allowed = (f"up to {_STOP_STRINGS_MAX}",)
         raise InvalidRequest(f"{len(given.stop)} stop strings", field="stop", value=len(given.stop), allowed=allowed)
+
+
+def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+
+    Raises:
+        InvalidRequest: names the field, its value, and what is allowed.
+    """
+    check_lengths(given)
     sampling = sampling_from_proto(given)
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
@@ -241,7 +264,8 @@ def check_prompt_given(request: pb.GenerateRequest) -> None:
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:
-    for stop in stops:
+    for number, stop in enumerate(stops, 1):
         if len(stop) > _STOP_STRING_CHARACTERS_MAX:
+            message = f"stop string {number} has {len(stop)} characters"
             allowed = (f"up to {_STOP_STRING_CHARACTERS_MAX} characters",)
-            raise InvalidRequest(f"a stop string has {len(stop)} characters", field="stop", value=stop, allowed=allowed)
+            raise InvalidRequest(message, field="stop", value=stop, allowed=allowed)

@@ -29,9 +29,7 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
         raise Refused(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", allowed=allowed)
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
         allowed = ("host", "host:port")
-        raise Refused(
-            400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed
-        )
+        raise Refused(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if codings and b",".join(codings).strip().lower() != b"chunked":
         message = f"the body's transfer-encoding is {codings[0].decode('latin-1')!a}"

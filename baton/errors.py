@@ -3,6 +3,7 @@
 BatonError
 ├── ConfigError          a setting is wrong; the process ends with exit code 2
 ├── InvalidRequest       a value of a request is wrong
+│   └── ContextOverflow  the prompt leaves no room for an output
 ├── Unauthenticated      the caller has not shown who it is, or its key or certificate is not valid
 ├── PermissionDenied     the caller may not do that
 ├── UnknownModel         no gateway or node serves the model
@@ -74,6 +75,29 @@ class ConfigError(BatonError):
 
 class InvalidRequest(BatonError):
     reason = "INVALID_REQUEST"
+
+
+class ContextOverflow(InvalidRequest):
+    """Its message has OpenAI's words: client libraries shorten a conversation, or take another model, by them.
+
+    Args:
+        tokens: of the prompt, or fewer.
+        max_context_tokens: of prompt and output together.
+        at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
+    """
+
+    def __init__(
+        self, tokens: int, max_context_tokens: int, *, field: str, cure: str = "", at_least: bool = False
+    ) -> None:
+        has = f"at least {tokens}" if at_least else str(tokens)
+        message = (
+            f"This model's maximum context length is {max_context_tokens} tokens. However, your prompt has {has} "
+            "tokens, and the output needs 1 or more"
+        )
+        allowed = (f"1 to {max_context_tokens - 1} tokens",)
+        super().__init__(message, field=field, value=tokens, allowed=allowed, cure=cure)
+        self.tokens = tokens
+        self.max_prompt_tokens = max_context_tokens - 1
 
 
 class Unauthenticated(BatonError):

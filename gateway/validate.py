@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.convert import sampling_from_proto
-from baton.errors import InvalidRequest
+from baton.errors import ContextOverflow, InvalidRequest
 from baton.types import AdapterRef, SamplingParams
 from gateway.model import ServedModel
 from gateway.reply import OutputEnd
@@ -144,13 +144,14 @@ def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field:
     """Refuses what is not worth tokenizing.
 
     Raises:
-        InvalidRequest: the text has more bytes than the longest tokens of a whole context.
+        ContextOverflow: the text has more bytes than the longest tokens of a whole context.
     """
     limit = max_context_tokens * model.tokenizer.longest_token_bytes
     size = len(text) if len(text) > limit or 4 * len(text) <= limit else len(text.encode())
     if size > limit:
-        allowed = (f"up to {limit} bytes, the most that {max_context_tokens} tokens can have",)
-        raise InvalidRequest(f"{field} has {size} bytes or more", field=field, value=size, allowed=allowed)
+        least = -(-size // model.tokenizer.longest_token_bytes)
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow(least, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def check_truncation(request: pb.GenerateRequest) -> int | None:
@@ -179,16 +180,11 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_tokens: int) -> None:
     """Raises:
-    InvalidRequest: so many tokens leave no room for an output.
+    ContextOverflow: so many tokens leave no room for an output.
     """
     if num_tokens >= max_context_tokens:
-        raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens",
-            field="prompt",
-            value=num_tokens,
-            allowed=(f"1 to {max_context_tokens - 1} tokens",),
-            cure=too_long_cure(model, max_context_tokens=max_context_tokens),
-        )
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow(num_tokens, max_context_tokens, field="prompt", cure=cure)
 
 
 def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:

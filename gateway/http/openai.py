@@ -104,7 +104,11 @@ def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_lo
 
 
 def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
-    return LogprobWriter(call.serving.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    return LogprobWriter(
+        call.serving.model.tokenizer,
+        as_ids=body.return_tokens_as_token_ids,
+        skip_special_tokens=body.skip_special_tokens,
+    )
 
 
 async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
@@ -156,7 +160,9 @@ def _completion_choice(
     """`echo` is the prompt in front of the output, `echoed` the logprobs of its tokens."""
     hidden = body.max_tokens == 0
     tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [*echoed, *(() if hidden else output.tokens)]
-    logprobs = CompletionLogprobs(shape.logprobs).write(tokens) if shape.logprobs is not None else None
+    logprobs = None
+    if shape.logprobs is not None:
+        logprobs = CompletionLogprobs(shape.logprobs, with_prompt=body.echo).write(tokens)
     return {
         "index": index,
         "text": echo + ("" if hidden else output.text),

@@ -18,7 +18,7 @@ BatonError
 └── InternalError        a bug in Baton
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 # The field of an `InternalError` about logits that are not finite, which some prompts may cause.
 LOGITS_FIELD = "logits"
@@ -78,26 +78,30 @@ class InvalidRequest(BatonError):
 
 
 class ContextOverflow(InvalidRequest):
-    """Its message has OpenAI's words: client libraries shorten a conversation, or take another model, by them.
+    """`of` makes one with OpenAI's words: client libraries shorten a conversation, or take another model, by them.
 
-    Args:
+    Attributes:
         tokens: of the prompt, or fewer.
-        max_context_tokens: of prompt and output together.
-        at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
+        max_prompt_tokens: that leave room for an output.
     """
 
-    def __init__(
-        self, tokens: int, max_context_tokens: int, *, field: str, cure: str = "", at_least: bool = False
-    ) -> None:
+    tokens = 0
+    max_prompt_tokens = 0
+
+    @classmethod
+    def of(cls, tokens: int, max_context_tokens: int, *, field: str, cure: str = "", at_least: bool = False) -> Self:
+        """Args:
+        at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
+        """
         has = f"at least {tokens}" if at_least else str(tokens)
         message = (
             f"This model's maximum context length is {max_context_tokens} tokens. However, your prompt has {has} "
             "tokens, and the output needs 1 or more"
         )
         allowed = (f"1 to {max_context_tokens - 1} tokens",)
-        super().__init__(message, field=field, value=tokens, allowed=allowed, cure=cure)
-        self.tokens = tokens
-        self.max_prompt_tokens = max_context_tokens - 1
+        made = cls(message, field=field, value=tokens, allowed=allowed, cure=cure)
+        made.tokens, made.max_prompt_tokens = tokens, max_context_tokens - 1
+        return made
 
 
 class Unauthenticated(BatonError):

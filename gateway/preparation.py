@@ -231,7 +231,7 @@ def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, 
     # Where a text is cut changes some tokens there, never half of all.
     if num_tokens > 2 * max_context_tokens:
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
-        raise ContextOverflow(num_tokens // 2, max_context_tokens, field=field, cure=cure, at_least=True)
+        raise ContextOverflow.of(num_tokens // 2, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:

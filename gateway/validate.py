@@ -151,7 +151,7 @@ def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field:
     if size > limit:
         least = -(-size // model.tokenizer.longest_token_bytes)
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
-        raise ContextOverflow(least, max_context_tokens, field=field, cure=cure, at_least=True)
+        raise ContextOverflow.of(least, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def check_truncation(request: pb.GenerateRequest) -> int | None:
@@ -184,7 +184,7 @@ def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_toke
     """
     if num_tokens >= max_context_tokens:
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
-        raise ContextOverflow(num_tokens, max_context_tokens, field="prompt", cure=cure)
+        raise ContextOverflow.of(num_tokens, max_context_tokens, field="prompt", cure=cure)
 
 
 def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:

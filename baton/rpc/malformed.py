@@ -21,29 +21,47 @@ import grpc
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
 from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
+from baton.rpc.message_size import is_too_much
 from baton.rpc.status import abort
 
 log = logging.getLogger("baton")
 
 _WRITE_ENDS_S = 0.05
+_FIELDS_MAX = 1 << 14
+_NUMBERS_MAX = 1 << 19  # token ids, as many as a body of HTTP may have values
 
 
 @dataclass(frozen=True)
 class _Malformed:
-    """Takes the place of a message that cannot be parsed."""
+    """Takes the place of a message that cannot be parsed, or is not."""
 
     size_bytes: int
+    why: str = "cannot be parsed"
 
 
 class RefuseMalformed(WrapHandlers):
-    """Gives each call a status of ours."""
+    """Gives each call a status of ours.
+
+    Args:
+        bounded: messages with more fields than a client's request needs count as malformed, and are not parsed.
+    """
+
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__()
+        self._bounded = bounded
 
     def wrap(self, handler: Any, method: str) -> Handler:
         parse = handler.request_deserializer
         if parse is None:
             return handler  # type: ignore[no-any-return]  # takes any bytes
 
+        descriptor = parse.__self__.DESCRIPTOR if self._bounded else None
+
         def parse_or_mark(data: bytes) -> Any:
+            if descriptor is not None and is_too_much(
+                data, descriptor, fields_max=_FIELDS_MAX, numbers_max=_NUMBERS_MAX
+            ):
+                return _Malformed(len(data), f"has more than {_FIELDS_MAX} fields or {_NUMBERS_MAX} token ids")
             try:
                 return parse(data)
             except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
@@ -178,6 +196,6 @@ def _error_of(causes: list[BaseException], error: Exception, method: str) -> Bat
 def _check(request: Any, method: str) -> None:
     """Raises: InvalidRequest: the message could not be parsed."""
     if isinstance(request, _Malformed):
-        message = f"the message of {request.size_bytes} bytes for {method} cannot be parsed"
+        message = f"the message of {request.size_bytes} bytes for {method} {request.why}"
         cure = "send the protobuf message that the method takes; reflection describes it"
         raise InvalidRequest(message, field="message", cure=cure)

@@ -159,6 +159,7 @@ class GrpcServer:
         protection: None: without TLS, and whoever connects may call everything.
         health_listen: host:port of a second server without TLS, with the health service only; "off": none.
         receive_bytes_max: of one message; a larger one is refused with RESOURCE_EXHAUSTED.
+        bounded: messages have no more fields than requests of clients need (`RefuseMalformed`).
     """
 
     def __init__(
@@ -171,9 +172,10 @@ class GrpcServer:
         protection: Protection | None = None,
         health_listen: str = "off",
         receive_bytes_max: int = MESSAGE_BYTES_MAX,
+        bounded: bool = False,
     ) -> None:
         options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=receive_bytes_max)
-        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(bounded=bounded)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))
         self.grpc = grpc.aio.server(interceptors=interceptors, options=options)

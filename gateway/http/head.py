@@ -25,8 +25,8 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
         raise Refused(501, "not_implemented", "this is no proxy: it has no method CONNECT")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        allowed = ("one header host",)
-        raise Refused(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", allowed=allowed)
+        cure = "send one header host"
+        raise Refused(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", cure=cure)
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
         allowed = ("host", "host:port")
         raise Refused(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)

@@ -50,8 +50,8 @@ def read_request(request: oip.ModelInferRequest) -> Asked:
     check_version(request.model_version)
     for field, given in (("inputs", request.inputs), ("outputs", request.outputs), ("parameters", request.parameters)):
         if len(given) > _GIVEN_MAX:
-            message, allowed = f"{field} has {len(given)} elements", (f"up to {_GIVEN_MAX}",)
-            raise InvalidRequest(message, field=field, value=len(given), allowed=allowed)
+            allowed = (f"up to {_GIVEN_MAX}",)
+            raise InvalidRequest(f"{field} has {len(given)} elements", field=field, value=len(given), allowed=allowed)
     unknown = [output.name for output in request.outputs if output.name not in OUTPUTS]
     if unknown:
         raise InvalidRequest(

@@ -98,6 +98,7 @@ CALLS: dict[type[Model], dict[str, Any]] = {
     MessagesRequest: {"max_tokens": 5, "messages": [HI]},
     CountTokensRequest: {"messages": [HI]},
 }
+ODD: list[Any] = [None, -1, "", [], [-1], {}]
 HOSTILE: list[dict[str, Any]] = [
     KEYS,
     {"stream_options": KEYS, "stream": True},
@@ -127,7 +128,7 @@ HOSTILE: list[dict[str, Any]] = [
         {name: [wrong] * MANY}
         for name in ("prompt", "stop", "stop_sequences", "stop_token_ids", "tools", "messages", "input", "system",
                      "tokens", "documents", "guided_choice", "include", "modalities", "output_token_ids")
-        for wrong in (None, -1, "", [], [-1], {})
+        for wrong in ODD
     ),
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 BatonError
 ├── ConfigError          a setting is wrong; the process ends with exit code 2
 ├── InvalidRequest       a value of a request is wrong
+│   └── ContextOverflow  the prompt leaves no room for an output
 ├── Unauthenticated      the caller has not shown who it is, or its key or certificate is not valid
 ├── PermissionDenied     the caller may not do that
 ├── UnknownModel         no gateway or node serves the model
@@ -18,7 +19,7 @@ BatonError
 """
 
 import re
-from typing import ClassVar
+from typing import ClassVar, Self
 
 # The field of an `InternalError` about logits that are not finite, which some prompts may cause.
 LOGITS_FIELD = "logits"
@@ -76,6 +77,33 @@ class ConfigError(BatonError):
 
 class InvalidRequest(BatonError):
     reason = "INVALID_REQUEST"
+
+
+class ContextOverflow(InvalidRequest):
+    """`of` makes one with OpenAI's words: client libraries shorten a conversation, or take another model, by them.
+
+    Attributes:
+        tokens: of the prompt, or fewer.
+        max_prompt_tokens: that leave room for an output.
+    """
+
+    tokens = 0
+    max_prompt_tokens = 0
+
+    @classmethod
+    def of(cls, tokens: int, max_context_tokens: int, *, field: str, cure: str = "", at_least: bool = False) -> Self:
+        """Args:
+        at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
+        """
+        has = f"at least {tokens}" if at_least else str(tokens)
+        message = (
+            f"This model's maximum context length is {max_context_tokens} tokens. However, your prompt has {has} "
+            "tokens, and the output needs 1 or more"
+        )
+        allowed = (f"1 to {max_context_tokens - 1} tokens",)
+        made = cls(message, field=field, value=tokens, allowed=allowed, cure=cure)
+        made.tokens, made.max_prompt_tokens = tokens, max_context_tokens - 1
+        return made
 
 
 class Unauthenticated(BatonError):

@@ -56,6 +56,8 @@ Step = tuple[Event, list[Command]]  # what the machine gets, and what it answers
 class _Words:
     """A detokenizer that costs nothing."""
 
+    held = ""
+
     def push(self, *token_ids: int) -> str:
         return " word" * len(token_ids)
 

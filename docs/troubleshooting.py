@@ -19,9 +19,12 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         " all.",
     ),
     errors.InvalidRequest: (
-        "A value of the request is wrong: an unknown parameter, a number out of range, a prompt longer than the"
-        " context.",
+        "A value of the request is wrong: an unknown parameter or a number out of range.",
         "Change the field that the error names. Trying again unchanged does not help.",
+    ),
+    errors.ContextOverflow: (
+        "The prompt fills the context, so that there is no room for an output.",
+        "Shorten the prompt, or keep its last tokens with `truncate_prompt_tokens`.",
     ),
     errors.Unauthenticated: (
         "The gateway has keys and got none, or one that it does not know; or a process showed no valid certificate.",

@@ -12,7 +12,7 @@ from typing import TypeVar
 import orjson
 
 from baton.convert import slo_from_proto
-from baton.errors import InvalidRequest
+from baton.errors import ContextOverflow
 from baton.security import identity
 from baton.types import AdapterRef, SamplingParams
 from gateway.chat.json_request import chat_of_message
@@ -250,7 +250,7 @@ def encode(
 
 def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, field: str, salt: str) -> None:
     """Raises:
-    InvalidRequest: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
+    ContextOverflow: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
     """
     stop = CHARACTERS_PER_TOKEN * max_context_tokens
     if len(text) <= stop:
@@ -258,10 +258,8 @@ def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, 
     num_tokens = len(model.tokenizer.encode(text[:stop], add_special_tokens=False, salt=salt))
     # Where a text is cut changes some tokens there, never half of all.
     if num_tokens > 2 * max_context_tokens:
-        what = f"{field} has {len(text)} characters, and the first {stop} of them are {num_tokens} tokens"
-        allowed = (f"1 to {max_context_tokens - 1} tokens",)
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
-        raise InvalidRequest(what, field=field, value=len(text), allowed=allowed, cure=cure)
+        raise ContextOverflow.of(num_tokens // 2, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:

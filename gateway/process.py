@@ -93,6 +93,7 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
         protection=protect_door(pems, door),
         health_listen=settings.health_listen,
         receive_bytes_max=int(settings.http_body_mib * MIB),
+        bounded=True,
     )
     metrics = sockets.bind(settings.metrics_listen, field="metrics_listen", shared=shared)
     return Bound(server, bind(settings.http_listen, shared=shared), metrics, door, pems)

@@ -7,13 +7,16 @@ from typing import Protocol
 from baton.convert import receipt_to_proto, usage_to_proto
 from baton.errors import InvalidRequest
 from baton.types import Receipt, SamplingParams, Usage
-from gateway.stop import StopStrings
+from gateway.stop import Passed, StopStrings
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 
 class Detokenizing(Protocol):
     """Turns one output's tokens into text, as `gateway.detokenizer.Detokenizer` does."""
+
+    @property
+    def held(self) -> str: ...
 
     def push(self, *token_ids: int) -> str: ...
 
@@ -37,6 +40,7 @@ class Reply:
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop) if sampling.stop else None
+        self._searched = 0  # characters of the detokenizer's held text that were searched for stop strings
         self._begun = False  # the first message was taken
         self._stopped = False  # by a stop string: no text after it is shown
         self._tokens: list[common_pb2.Token] = []  # until `take`, as are the next three
@@ -61,7 +65,7 @@ class Reply:
             return [self._detokenizer.push(token_id) for token_id in shown], end
         texts = []
         for count, token_id in enumerate(shown, 1):
-            passed = self._stops.push(self._detokenizer.push(token_id), may_stop=count > self._sampling.min_tokens)
+            passed = self._pass_on(self._stops, token_id, may_stop=count > self._sampling.min_tokens)
             texts.append(passed.text)
             if passed.stop is None:
                 continue
@@ -97,14 +101,28 @@ class Reply:
         if self._stops is None:
             self._shown.append(token_id)
             return end
-        text = self._detokenizer.push(token_id)
         # As with stop tokens, a stop string counts only if it is complete once min_tokens tokens have come.
-        passed = self._stops.push(text, may_stop=self.completion_tokens > self._sampling.min_tokens)
+        passed = self._pass_on(self._stops, token_id, may_stop=self.completion_tokens > self._sampling.min_tokens)
         self._text += passed.text
         if passed.stop is None:
             return end
         self._stopped = True
         return OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
+
+    def _pass_on(self, stops: StopStrings, token_id: int, *, may_stop: bool) -> Passed:
+        """The text of a token. A stop string counts as soon as the tokens so far decode to it, even if the detokenizer
+        holds its last characters back."""
+        was_valid = bool(self._detokenizer.held)
+        text, searched = self._detokenizer.push(token_id), self._searched
+        held = self._detokenizer.held
+        if held:
+            self._searched = len(held)
+            if may_stop and stops.would_stop(held, searched=searched):
+                return stops.push(self._detokenizer.finish(), searched=searched)
+        elif text:
+            self._searched = 0
+            return stops.push(text, may_stop=may_stop, searched=searched if was_valid else 0)
+        return Passed("")
 
     def take(self) -> pb.GenerateResponse | None:
         """Returns the message with the tokens added since the last call; None: there are none."""
@@ -134,5 +152,8 @@ class Reply:
         )
 
     def _held_back(self) -> str:
+        searched = self._searched if self._detokenizer.held else 0
         text = self._detokenizer.finish()
-        return text if self._stops is None else self._stops.push(text).text + self._stops.finish()
+        if self._stops is None:
+            return text
+        return self._stops.push(text, searched=searched).text + self._stops.finish()

@@ -26,13 +26,18 @@ class StopStrings:
         self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._longest = max(map(len, self._beginnings), default=0)
 
-    def push(self, text: str, *, may_stop: bool = True) -> Passed:
+    def would_stop(self, text: str, *, searched: int = 0) -> bool:
+        """Whether this text would complete a stop string if it came next; `searched` as in `push`."""
+        return self._find(self._held + text, len(self._held) + searched) is not None
+
+    def push(self, text: str, *, may_stop: bool = True, searched: int = 0) -> Passed:
         """Takes the text of some more tokens.
 
         Args:
             may_stop: whether a stop string that this text completes counts; one that it only begins may count later.
+            searched: characters of the text at its beginning that complete no stop string that counts.
         """
-        new_from = len(self._held)
+        new_from = len(self._held) + searched
         text = self._held + text
         found = self._find(text, new_from) if may_stop else None
         if found is None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, shortened
 from gateway.control_tokens import with_aliases
-from gateway.detokenizer import Detokenizer, token_texts
+from gateway.detokenizer import Detokenizer, byte_tokens, token_texts
 from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
 from models.tokenizer_files.find import OTHER_FORMS, tokenizer_json
@@ -61,6 +61,7 @@ class TextTokenizer:
             raise ConfigError(f"{path} cannot encode: {error}", field="model", value=directory) from error
         self._pieces = TokenPieces(self._tokenizer)
         self._texts = {skip: token_texts(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
+        self._byte_tokens = {skip: byte_tokens(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.longest_token_bytes = max(self._pieces.longest_bytes, *map(len, self.aliases.values()), 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -106,8 +107,18 @@ class TextTokenizer:
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for the output that follows this prompt."""
-        texts = self._texts[skip_special_tokens]
-        return Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens, texts=texts)
+        return Detokenizer(
+            self._tokenizer,
+            prompt,
+            skip_special_tokens=skip_special_tokens,
+            texts=self._texts[skip_special_tokens],
+            byte_tokens=self._byte_tokens[skip_special_tokens],
+        )
+
+    def text_after(self, *, is_prompt: bool, skip_special_tokens: bool) -> Detokenizer:
+        """Makes the text of tokens that begin a prompt, or that follow some word."""
+        before = [] if is_prompt else self._encoder.encode("a", add_special_tokens=False, salt="")
+        return self.detokenizer(before, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in a text; of a special token those of its name; none for no token."""

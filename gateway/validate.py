@@ -4,11 +4,12 @@ import re
 import secrets
 import unicodedata
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
+from typing import Protocol
 
 from baton.convert import sampling_from_proto
-from baton.errors import InvalidRequest
+from baton.errors import ContextOverflow, InvalidRequest
 from baton.types import AdapterRef, SamplingParams
 from gateway.model import ServedModel
 from gateway.reply import OutputEnd
@@ -95,11 +96,24 @@ def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
     return Outputs(drawn, n)
 
 
-def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
-    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+class Lists(Protocol):
+    """Sampling parameters of Baton's or of vLLM's messages: those that are lists."""
+
+    @property
+    def stop(self) -> Sized: ...
+
+    @property
+    def stop_token_ids(self) -> Sized: ...
+
+    @property
+    def logit_bias(self) -> Sized: ...
+
+
+def check_lengths(given: Lists) -> None:
+    """Refuses long lists before anything reads them.
 
     Raises:
-        InvalidRequest: names the field, its value, and what is allowed.
+        InvalidRequest: names the list.
     """
     for name, listed in (("logit_bias", given.logit_bias), ("stop_token_ids", given.stop_token_ids)):
         if len(listed) > _LISTED_TOKENS_MAX:
@@ -108,6 +122,15 @@ def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> Samp
     if len(given.stop) > _STOP_STRINGS_MAX:
         allowed = (f"up to {_STOP_STRINGS_MAX}",)
         raise InvalidRequest(f"{len(given.stop)} stop strings", field="stop", value=len(given.stop), allowed=allowed)
+
+
+def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+
+    Raises:
+        InvalidRequest: names the field, its value, and what is allowed.
+    """
+    check_lengths(given)
     sampling = sampling_from_proto(given)
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
@@ -121,13 +144,14 @@ def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field:
     """Refuses what is not worth tokenizing.
 
     Raises:
-        InvalidRequest: the text has more bytes than the longest tokens of a whole context.
+        ContextOverflow: the text has more bytes than the longest tokens of a whole context.
     """
     limit = max_context_tokens * model.tokenizer.longest_token_bytes
     size = len(text) if len(text) > limit or 4 * len(text) <= limit else len(text.encode())
     if size > limit:
-        allowed = (f"up to {limit} bytes, the most that {max_context_tokens} tokens can have",)
-        raise InvalidRequest(f"{field} has {size} bytes or more", field=field, value=size, allowed=allowed)
+        least = -(-size // model.tokenizer.longest_token_bytes)
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow.of(least, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def check_truncation(request: pb.GenerateRequest) -> int | None:
@@ -156,16 +180,11 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_tokens: int) -> None:
     """Raises:
-    InvalidRequest: so many tokens leave no room for an output.
+    ContextOverflow: so many tokens leave no room for an output.
     """
     if num_tokens >= max_context_tokens:
-        raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens",
-            field="prompt",
-            value=num_tokens,
-            allowed=(f"1 to {max_context_tokens - 1} tokens",),
-            cure=too_long_cure(model, max_context_tokens=max_context_tokens),
-        )
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow.of(num_tokens, max_context_tokens, field="prompt", cure=cure)
 
 
 def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
@@ -241,7 +260,8 @@ def check_prompt_given(request: pb.GenerateRequest) -> None:
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:
-    for stop in stops:
+    for number, stop in enumerate(stops, 1):
         if len(stop) > _STOP_STRING_CHARACTERS_MAX:
+            message = f"stop string {number} has {len(stop)} characters"
             allowed = (f"up to {_STOP_STRING_CHARACTERS_MAX} characters",)
-            raise InvalidRequest(f"a stop string has {len(stop)} characters", field="stop", value=stop, allowed=allowed)
+            raise InvalidRequest(message, field="stop", value=stop, allowed=allowed)

@@ -72,18 +72,26 @@ class MetricsPort:
             pass  # it asked nothing that has an answer, or has left
 
     async def _answer(self, head: bytes) -> bytes:
-        method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
-        path, _, query = rest.partition(b" ")[0].partition(b"?")
-        if path != b"/metrics":
-            return _response("404 Not Found", b"this port has /metrics only\n")
-        if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"GET it\n")
-        response = _response("200 OK", await self._page(names_of(query.decode(errors="replace"))), CONTENT_TYPE)
-        return response if method == b"GET" else response[: response.index(b"\r\n\r\n") + 4]
+        line, *fields = head.split(b"\r\n")
+        method, _, rest = line.partition(b" ")
+        target, _, version = rest.partition(b" ")
+        path, _, query = target.partition(b"?")
+        hosts = sum(field.lower().startswith(b"host:") for field in fields)
+        if hosts > 1 or (not hosts and version == b"HTTP/1.1"):  # RFC 9112, section 3.2
+            answer = _response("400 Bad Request", b"send one header Host\n")
+        elif path != b"/metrics":
+            answer = _response("404 Not Found", b"this port has /metrics only\n")
+        elif method not in (b"GET", b"HEAD"):
+            answer = _response("405 Method Not Allowed", b"GET it\n", fields="Allow: GET, HEAD\r\n")
+        else:
+            page = await self._page(names_of(query.decode(errors="replace")))
+            answer = _response("200 OK", page, content_type=CONTENT_TYPE)
+        return answer if method != b"HEAD" else answer[: answer.index(b"\r\n\r\n") + 4]
 
 
-def _response(status: str, body: bytes, content_type: str = "text/plain; charset=utf-8") -> bytes:
+def _response(status: str, body: bytes, *, content_type: str = "text/plain; charset=utf-8", fields: str = "") -> bytes:
     head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n{fields}"
+        "Connection: close\r\n\r\n"
     )
     return head.encode() + body

@@ -21,23 +21,28 @@ import grpc
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
 from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
+from baton.rpc.message_size import is_too_much
 from baton.rpc.status import abort, too_large
 
 log = logging.getLogger("baton")
 
 _WRITE_ENDS_S = 0.05
+_FIELDS_MAX = 1 << 14
+_NUMBERS_MAX = 1 << 19  # token ids, as many as a body of HTTP may have values
 
 
 @dataclass(frozen=True)
 class _Malformed:
-    """Takes the place of a message that cannot be parsed or is too large.
+    """Takes the place of a message that is not parsed.
 
     Args:
-        bytes_max: the limit that it exceeds; None: it cannot be parsed.
+        bytes_max: the limit that it exceeds; None: it is not too large.
+        why: what else is wrong with it.
     """
 
     size_bytes: int
     bytes_max: int | None = None
+    why: str = "cannot be parsed"
 
 
 class RefuseMalformed(WrapHandlers):
@@ -45,20 +50,29 @@ class RefuseMalformed(WrapHandlers):
 
     Args:
         bytes_max: of one message.
+        bounded: messages with more fields than a client's request needs count as malformed, and are not parsed.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, *, bounded: bool = False) -> None:
         super().__init__()
         self._bytes_max = bytes_max
+        self._bounded = bounded
 
     def wrap(self, handler: Any, method: str) -> Handler:
         parse = handler.request_deserializer
         if parse is None:
             return handler  # type: ignore[no-any-return]  # takes any bytes
 
+        descriptor = parse.__self__.DESCRIPTOR if self._bounded else None
+
         def parse_or_mark(data: bytes) -> Any:
             if len(data) > self._bytes_max:
                 return _Malformed(len(data), self._bytes_max)
+            if descriptor is not None and is_too_much(
+                data, descriptor, fields_max=_FIELDS_MAX, numbers_max=_NUMBERS_MAX
+            ):
+                why = f"has more than {_FIELDS_MAX} fields or {_NUMBERS_MAX} token ids"
+                return _Malformed(len(data), why=why)
             try:
                 return parse(data)
             except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
@@ -195,6 +209,6 @@ def _check(request: Any, method: str) -> None:
     if isinstance(request, _Malformed):
         if request.bytes_max is not None:
             raise too_large(request.size_bytes, method, bytes_max=request.bytes_max)
-        message = f"the message of {request.size_bytes} bytes for {method} cannot be parsed"
+        message = f"the message of {request.size_bytes} bytes for {method} {request.why}"
         cure = "send the protobuf message that the method takes; reflection describes it"
         raise InvalidRequest(message, field="message", cure=cure)

@@ -172,6 +172,7 @@ class GrpcServer:
         health_listen: host:port of a second server without TLS, with the health service only; "off": none.
         receive_bytes_max: of one message; a larger one is refused as a wrong message, and one of more than twice that
             with gRPC's own RESOURCE_EXHAUSTED.
+        bounded: messages have no more fields than requests of clients need (`RefuseMalformed`).
     """
 
     def __init__(
@@ -184,10 +185,11 @@ class GrpcServer:
         protection: Protection | None = None,
         health_listen: str = "off",
         receive_bytes_max: int = MESSAGE_BYTES_MAX,
+        bounded: bool = False,
     ) -> None:
         taken = _TAKEN_TO_REFUSE * receive_bytes_max
         options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=taken)
-        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max, bounded=bounded)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))
         self.grpc = grpc.aio.server(interceptors=interceptors, options=options)

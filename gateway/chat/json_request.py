@@ -11,6 +11,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.types import Grammar
 from gateway.chat.types import ChatRequest, NamedTool, ToolChoice
+from gateway.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
 from protos.baton.v1 import generation_pb2 as pb
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,6 +20,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 MESSAGES_MAX = 100_000
 TOOLS_MAX = 1024
+_KEY_CHARACTERS = 80
 STRINGS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
 
 
@@ -71,13 +73,14 @@ def _parse(text: str, field: str) -> Any:
     if not text:
         return None
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text.encode())
+    except KeyTwice as error:
+        key = error.key[:_KEY_CHARACTERS]
+        raise InvalidRequest(f"{field} has the key {key!r} twice", field=field, value=key) from None
+    except TooMuchJson as error:
+        raise InvalidRequest(f"{field} has {error}", field=field, allowed=(error.allowed,)) from None
+    except NotJson as error:
         raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _wrong(field: str, value: object, allowed: str, cure: str = "") -> InvalidRequest:

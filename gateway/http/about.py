@@ -11,8 +11,10 @@ from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.page import names_of
 from baton.types import AdapterRef
 from gateway.chat.json_request import chat_request
+from gateway.chat.types import ChatRequest
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
+from gateway.http.checking import checked
 from gateway.http.counting import encode_chat
 from gateway.node_choice import no_node
 from gateway.revisions import serving_revisions
@@ -28,15 +30,15 @@ async def model(call: Call) -> Response:
 
 
 async def tokenize(call: Call) -> Response:
-    body = await call.read(TokenizeBody)
+    body, chat = await call.read_as(_understand_tokenize)
     call.field_names = {"text": "prompt"}
     serving = call.serving
     serving.check_name(body.model)
-    if body.prompt is not None:
-        token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens, is_request=True)
-    else:
-        chat = chat_request(body.model_dump(exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}))
+    if chat is not None:
         token_ids = await encode_chat(serving, chat, is_request=True)
+    else:
+        text = body.prompt or ""
+        token_ids = await serving.encode(text, add_special_tokens=body.add_special_tokens, is_request=True)
     tokenizer = serving.model.tokenizer
     return _json(
         {
@@ -46,6 +48,11 @@ async def tokenize(call: Call) -> Response:
             "token_strs": [tokenizer.token_text(token) for token in token_ids] if body.return_token_strs else None,
         }
     )
+
+
+def _understand_tokenize(value: dict[str, Any]) -> tuple[TokenizeBody, ChatRequest | None]:
+    body = checked(TokenizeBody, value)
+    return body, None if body.messages is None else chat_request(dict(body))
 
 
 async def detokenize(call: Call) -> Response:

@@ -151,8 +151,10 @@ class App:
         method, path = request.method, request.url.path
         if error.status_code == 405:
             message = f"{path} does not have the method {method}"
-            allow = (error.headers or {}).get("allow", "").replace("GET", "GET, HEAD")
-            refused = Refused(405, "method_not_allowed", message, headers={"allow": allow})
+            methods = set(Headers(error.headers).get("allow", "").split(", "))
+            allowed = tuple(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+            headers = {"allow": ", ".join(allowed)}
+            refused = Refused(405, "method_not_allowed", message, allowed=allowed, headers=headers)
             return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
         return self._error(request.scope, Refused(error.status_code, "not_found", message, cure="see /docs"))

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.http.body import Body
-from gateway.http.checking import Biases, Items
+from gateway.http.checking import TEXT_OR_OBJECT, Biases, Items, Model, Stops, by_shape, tag
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
@@ -19,8 +18,33 @@ _PROMPTS_MAX = 1024
 
 IGNORED = "accepted and ignored"
 
+TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], tag("text")] | Annotated[dict[str, Any], tag("object")],
+    TEXT_OR_OBJECT,
+]
 
-class StreamOptions(Body):
+
+def _prompt_shape(value: object) -> str | None:
+    """By the first element, so that an error names the first one that is different."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[Text, tag("text")]
+    | Annotated[Items[Text], Field(max_length=_PROMPTS_MAX), tag("texts")]
+    | Annotated[TokenIds, tag("ids")]
+    | Annotated[Items[TokenIds], Field(max_length=_PROMPTS_MAX), tag("lists")],
+    by_shape(_prompt_shape, "a string, token ids, or a list of either"),
+]
+
+
+class StreamOptions(Model):
     """What else a stream has."""
 
     include_usage: bool = Field(False, description="a last chunk with the usage")
@@ -28,7 +52,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(Model):
     """A named JSON Schema."""
 
     name: str = ""
@@ -37,7 +61,7 @@ class JsonSchemaFormat(Body):
     strict: bool | None = Field(None, description=f"{IGNORED}: a schema is always obeyed")
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Model):
     """What the output must be."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -53,10 +77,10 @@ class ResponseFormat(Body):
         return self
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Model):
     """What the output must be, in vLLM's words; one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: TextOrObject | None = Field(None, alias="json")
     regex: Text | None = None
     choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: Text | None = None
@@ -66,7 +90,7 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = Field(None, description=IGNORED)
 
 
-class GenerationBody(Body):
+class GenerationBody(Model):
     """Fields of every request for an output."""
 
     model: str = Field("", description="default: the served model")
@@ -82,7 +106,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Biases | None = None
-    stop: Text | Items[Text] | None = None
+    stop: Stops | None = None
     stop_token_ids: Items[Uint32] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: Uint32 | None = None
@@ -102,7 +126,7 @@ class GenerationBody(Body):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: TextOrObject | None = None
     guided_regex: Text | None = None
     guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
     guided_grammar: Text | None = None
@@ -156,7 +180,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Items[dict[str, Any]] = Field([])
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(None, description="a variable of the template; none: no reasoning")
     include_reasoning: bool = True
@@ -186,12 +210,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: (
-        Text
-        | Annotated[Items[Text], Field(min_length=1, max_length=_PROMPTS_MAX)]
-        | TokenIds
-        | Annotated[Items[TokenIds], Field(min_length=1, max_length=_PROMPTS_MAX)]
-    )
+    prompt: Prompt
     max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = Field(False, description="begin with the prompt")
@@ -218,11 +237,12 @@ class CompletionBody(GenerationBody):
         """One or more prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [part for part in self.prompt if isinstance(part, int)]
-        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Model):
     """POST /tokenize: of a text, or of a conversation."""
 
     model: str = ""
@@ -242,7 +262,7 @@ class TokenizeBody(Body):
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Model):
     """POST /detokenize"""
 
     model: str = ""

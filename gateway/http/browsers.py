@@ -9,6 +9,7 @@ import ipaddress
 from collections.abc import Mapping
 
 from gateway.http.errors import Refused
+from gateway.http.head import JSON_TYPE, unsupported
 
 _CURE = "set keys (BATON_API_KEYS), or have the proxy send the address that it connects to as the host"
 
@@ -27,8 +28,7 @@ def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: st
         allowed = ("localhost", "an IP address")
         raise Refused(403, "foreign_host", message, field="host", allowed=allowed, cure=_CURE)
     if method == "POST" and "content-type" not in headers:
-        cure = "send the header content-type: application/json"
-        raise Refused(415, "unsupported_media_type", "the body has no type", allowed=("application/json",), cure=cure)
+        raise unsupported("the body has no type", JSON_TYPE, f"send the header content-type: {JSON_TYPE}")
 
 
 def _is_own(host: str, listen_host: str) -> bool:

@@ -24,7 +24,8 @@ from baton.tracing.context import TraceContext, read_context
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
 from gateway.fleet import Fleet
-from gateway.http.body import AnyBody, check, parse_object, read_body, shown
+from gateway.http.body import parse_object, read_body
+from gateway.http.checking import M, checked, short
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.http.extras import set_slo
 from gateway.serving import Serving, Skip
@@ -39,7 +40,7 @@ KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to t
 REQUEST_ID = "baton.request_id"
 RAW_SEND = "baton.send"
 
-_SMALL_BODY = 1 << 18  # bytes
+_SMALL_BODY = 1 << 16  # bytes; the largest one of the costliest shape holds the event loop for milliseconds
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -147,9 +148,9 @@ class Call:
         """What is left of the time that the client allows; None: it does not say."""
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
-    async def read(self, model: type[AnyBody]) -> AnyBody:
+    async def read(self, model: type[M]) -> M:
         """The body as a checked model; raises as `read_as`."""
-        return await self.read_as(lambda value: check(model, value))
+        return await self.read_as(lambda value: checked(model, value))
 
     async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
         """What `understand` makes of the JSON object that is the body. Pure; a large body is read in a thread, so that
@@ -405,5 +406,5 @@ def _positive(name: str, given: str, unit: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise InvalidRequest(f"{name} is {shown(given)}", field=name, value=shown(given), allowed=(f"{unit} above 0",))
+        raise InvalidRequest(f"{name} is {short(given)}", field=name, value=short(given), allowed=(f"{unit} above 0",))
     return value

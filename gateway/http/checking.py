@@ -4,9 +4,10 @@ Unions are tagged by a function, so that an error names the one shape that was m
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
 from pydantic import Tag as PydanticTag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -14,16 +15,40 @@ from baton.errors import InvalidRequest
 
 _VALUE_CHARS_MAX = 100
 _FIELD_CHARS_MAX = 200
+_ALIKE = 0.8  # of 1: temprature and max_token are above, foo and text below
 
 # Marks tags of unions in pydantic's locations, so that they are left out of field names.
 _TAG = "~"
 _UNSUPPORTED = "unsupported"
+_UNKNOWN = "unknown"
+_KIND = "kind"
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "text": (str, "a string"),
+    "list": (list, "a list"),
+    "object": (dict, "an object"),
+}
 
 
 class Model(BaseModel):
     """A JSON object: no unknown fields, no conversions between types, no NaN."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_unknown_field(cls, value: object) -> object:
+        """pydantic describes each of half a million unknown fields before it gives its errors; this names the first."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if value.keys() <= known:
+            return value
+        unknown = next(name for name in value if name not in known)
+        nearest = get_close_matches(unknown[:_VALUE_CHARS_MAX], known, n=1, cutoff=_ALIKE)
+        # NOTE: only strings: pydantic writes every value of the context as text, however long.
+        context = {"name": unknown, "value": short(value[unknown]), "nearest": "".join(nearest)}
+        raise PydanticCustomError(_UNKNOWN, "it is not a parameter of this endpoint", context)
 
 
 T = TypeVar("T")
@@ -32,16 +57,21 @@ M = TypeVar("M", bound=BaseModel)
 Items = Annotated[list[T], Field(fail_fast=True)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
-_BIASES_MAX = 1024  # as `gateway.validate`; here so that a flood of wrong ones is not described one by one
+_BIASES_MAX = 1024  # as `gateway.validate`
 
 
-def _few(biases: object) -> object:
-    if isinstance(biases, dict) and len(biases) > _BIASES_MAX:
-        raise PydanticCustomError("too_long", "a token bias for up to {max_length} tokens", {"max_length": _BIASES_MAX})
-    return biases
+def at_most(most: int) -> BeforeValidator:
+    """An object of that many keys. pydantic would first describe each one that is wrong."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_long", "too many", {"max_length": most, "actual_length": len(value)})
+        return value
+
+    return BeforeValidator(check)
 
 
-Biases = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], BeforeValidator(_few)]
+Biases = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(_BIASES_MAX)]
 PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 
@@ -60,13 +90,30 @@ def by_type(default: str | None = None) -> Discriminator:
     return Discriminator(choose)
 
 
-def _text_or_list(value: object) -> str | None:
-    if isinstance(value, str):
-        return _TAG + "text"
-    return _TAG + "list" if isinstance(value, list) else None
+def by_shape(choose: Callable[[object], str | None], allowed: str) -> Discriminator:
+    """Chooses the shape whose tag `choose` gives for a value; None: it is none of the allowed ones."""
+
+    def tagged(value: object) -> str | None:
+        found = choose(value)
+        return None if found is None else _TAG + found
+
+    return Discriminator(tagged, custom_error_type=_KIND, custom_error_message=allowed)
 
 
-TEXT_OR_LIST = Discriminator(_text_or_list)
+def by_kind(*kinds: str) -> Discriminator:
+    """Chooses the shape by the JSON type: `text`, `list` or `object`."""
+
+    def choose(value: object) -> str | None:
+        return next((kind for kind in kinds if isinstance(value, _KINDS[kind][0])), None)
+
+    return by_shape(choose, " or ".join(_KINDS[kind][1] for kind in kinds))
+
+
+TEXT_OR_LIST = by_kind("text", "list")
+TEXT_OR_OBJECT = by_kind("text", "object")
+
+StopText = Annotated[str, Field(min_length=1)]
+Stops = Annotated[Annotated[StopText, tag("text")] | Annotated[Items[StopText], tag("list")], TEXT_OR_LIST]
 
 
 def unsupported(cure: str, *harmless: object) -> BeforeValidator:
@@ -97,6 +144,7 @@ def checked(model: type[M], body: Mapping[str, Any]) -> M:
 
 
 def invalid_request(error: ValidationError) -> InvalidRequest:
+    # Few by design: lists fail at their first wrong element, models at their first unknown field.
     return _describe(error.errors(include_url=False)[0])
 
 
@@ -138,8 +186,26 @@ def _missing(field: str, _value: str, _context: dict[str, Any]) -> InvalidReques
     return InvalidRequest(f"{field} is missing", field=field, cure=f"give {field}")
 
 
-def _unknown(field: str, value: str, _context: dict[str, Any]) -> InvalidRequest:
-    return InvalidRequest(f"{field} is not a parameter of this endpoint", field=field, value=value, cure="leave it out")
+def _unknown(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    field = field_name((field, context["name"]) if field else (context["name"],))
+    cure = f"did you mean {context['nearest']}?" if context["nearest"] else "leave it out; /docs lists all fields"
+    message = f"{field} is not a parameter of this endpoint"
+    return InvalidRequest(message, field=field, value=context["value"], cure=cure)
+
+
+def _of_models(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    """What a model's own validator says about its fields together."""
+    return InvalidRequest(str(context["error"]), field=field, value=value)
+
+
+def _too_long(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    count, most = context.get("actual_length") or "too many", context["max_length"]
+    return InvalidRequest(f"{field} has {count} items", field=field, value=count, allowed=(f"up to {most}",))
+
+
+def _too_short(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    count, least = context["actual_length"], context["min_length"]
+    return InvalidRequest(f"{field} has {count} items", field=field, value=count, allowed=(f"{least} or more",))
 
 
 def _not_offered(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
@@ -159,9 +225,7 @@ def _unknown_type(field: str, value: str, context: dict[str, Any]) -> InvalidReq
 
 
 def _no_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
-    """Neither of the shapes of a union: not text or a list, or an object without a `type`."""
-    if _text_or_list.__name__ in context["discriminator"]:
-        return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("a string", "a list"))
+    """No object, or one without a `type`."""
     if value == "an object":
         return _missing(f"{field}.type" if field else "type", value, context)
     return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("an object with a type",))
@@ -169,7 +233,10 @@ def _no_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
 
 _DESCRIPTIONS: dict[str, Callable[[str, str, dict[str, Any]], InvalidRequest]] = {
     "missing": _missing,
-    "extra_forbidden": _unknown,
+    _UNKNOWN: _unknown,
+    "value_error": _of_models,
+    "too_long": _too_long,
+    "too_short": _too_short,
     _UNSUPPORTED: _not_offered,
     "literal_error": _literal,
     "union_tag_invalid": _unknown_type,
@@ -191,8 +258,6 @@ _WANTED = {
     "none_required": "null",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
-    "too_short": "at least {min_length} item(s)",
-    "too_long": "at most {max_length} items",
     "string_too_short": "at least {min_length} character(s)",
     "string_too_long": "at most {max_length} characters",
     "string_pattern_mismatch": "a string that matches {pattern}",

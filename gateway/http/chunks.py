@@ -210,7 +210,9 @@ class CompletionChunks(_Stream):
             return b""
         fields: dict[str, Any] = {"logprobs": None}
         if shape.logprobs is not None and tokens:
-            writer = self._logprobs.setdefault(index, CompletionLogprobs(shape.logprobs))
+            if index not in self._logprobs:
+                self._logprobs[index] = CompletionLogprobs(shape.logprobs, with_prompt=bool(self._echoes))
+            writer = self._logprobs[index]
             fields["logprobs"] = writer.write(tokens)
         if shape.token_ids:
             fields["token_ids"] = [token.token_id for token in message.tokens]

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, ContextOverflow, InvalidRequest
 
 ErrorShape = Callable[[BatonError, str], dict[str, Any]]
 """Error and request id to the body of the answer."""
@@ -101,10 +101,16 @@ def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
             "message": str(error),
             "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
             "param": error.field or None,
-            "code": error.code if isinstance(error, Refused) else _CODES.get(error.reason, error.reason.lower()),
+            "code": _code(error),
             "request_id": request_id,
         }
     }
+
+
+def _code(error: BatonError) -> str:
+    if isinstance(error, ContextOverflow):
+        return "context_length_exceeded"  # OpenAI's, by which client libraries know it
+    return error.code if isinstance(error, Refused) else _CODES.get(error.reason, error.reason.lower())
 
 
 def error_response(error: BatonError, request_id: str, shape: ErrorShape = openai_error) -> Response:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from gateway.reply import Detokenizing
 from protos.baton.v1 import common_pb2
 
 _LOWEST = -9999.0  # JSON has no infinity; OpenAI's value for a token that is impossible
@@ -15,16 +16,20 @@ class TokenTexts(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def text_after(self, *, is_prompt: bool, skip_special_tokens: bool) -> Detokenizing: ...
+
 
 class LogprobWriter:
     """Writes the logprobs of one model's tokens.
 
     Args:
         as_ids: token_id:N in place of a token's text.
+        skip_special_tokens: the outputs' texts have none.
     """
 
-    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+    def __init__(self, texts: TokenTexts, *, as_ids: bool, skip_special_tokens: bool = True) -> None:
         self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
         self._as_ids = as_ids
 
     def chat(self, tokens: Iterable[common_pb2.Token]) -> dict[str, Any]:
@@ -38,9 +43,9 @@ class LogprobWriter:
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._texts.token_text(token_id)
 
-    def length(self, token_id: int) -> int:
-        """Characters that the token adds to a text."""
-        return len(self._texts.token_text(token_id))
+    def text(self, *, with_prompt: bool) -> Detokenizing:
+        """Makes the text of a choice: of the output, or of the prompt and then the output."""
+        return self._texts.text_after(is_prompt=with_prompt, skip_special_tokens=self._skip_special_tokens)
 
     def _chat_token(self, token: common_pb2.Token) -> dict[str, Any]:
         alternatives = [self._entry(other.token_id, other.logprob) for other in token.top_logprobs]
@@ -64,18 +69,27 @@ class LogprobWriter:
 
 
 class CompletionLogprobs:
-    """`logprobs` of the choices of one completion; remembers where the next token's text begins."""
+    """`logprobs` of the choices of one completion; remembers where the next token's text begins.
 
-    def __init__(self, writer: LogprobWriter) -> None:
+    A token that is part of a character begins where the character does.
+
+    Args:
+        with_prompt: the text begins with the prompt.
+    """
+
+    def __init__(self, writer: LogprobWriter, *, with_prompt: bool = False) -> None:
         self._writer = writer
+        self._text = writer.text(with_prompt=with_prompt)
+        self._shown = 0  # characters of the text that are certain
         self._offset = 0
 
     def write(self, tokens: Sequence[common_pb2.Token | common_pb2.PromptLogprob]) -> dict[str, Any]:
         """The next tokens' logprobs; a prompt's first token has none."""
         writer, offsets = self._writer, []
         for token in tokens:
+            self._offset = max(self._offset, self._shown + len(self._text.held))
             offsets.append(self._offset)
-            self._offset += writer.length(token.token_id)
+            self._shown += len(self._text.push(token.token_id))
         known = [token.HasField("logprob") for token in tokens]
         return {
             "tokens": [writer.name(token.token_id) for token in tokens],

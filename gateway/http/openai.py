@@ -1,8 +1,9 @@
 """Handlers of OpenAI's endpoints that generate: chat completions and completions."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from baton.errors import InvalidRequest
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
 from gateway.http.call import Call, Job
+from gateway.http.checking import checked
 from gateway.http.chunks import (
     ChatChunks,
     CompletionChunks,
@@ -30,9 +32,8 @@ from protos.baton.v1 import generation_pb2 as pb
 
 
 async def chat_completions(call: Call) -> Response:
-    body = await call.read(ChatBody)
+    body, message, chat = await call.read_as(partial(_understand_chat, call.request_id))
     call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
-    message, chat = chat_message(body, call.request_id), chat_request(body)
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
     if body.stream:
         if body.continuous_usage:
@@ -46,13 +47,9 @@ async def chat_completions(call: Call) -> Response:
 
 
 async def completions(call: Call) -> Response:
-    body = await call.read(CompletionBody)
-    call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
     limit = call.context.settings.max_concurrent_requests
-    if len(body.prompts) > limit:
-        allowed = (f"up to {limit}",)
-        raise InvalidRequest(f"{len(body.prompts)} prompts", field="prompt", value=len(body.prompts), allowed=allowed)
-    messages = completion_messages(body, call.request_id)
+    body, messages = await call.read_as(partial(_understand_completion, call.request_id, limit))
+    call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
     shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
     if body.stream:
@@ -71,6 +68,21 @@ async def completions(call: Call) -> Response:
             if body.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = _writer(call, body).prompt(whole.prompt_logprobs)
     return _json(_answer(shape, "text_completion", choices, *answers))
+
+
+def _understand_chat(request_id: str, value: Mapping[str, Any]) -> tuple[ChatBody, pb.GenerateRequest, ChatRequest]:
+    body = checked(ChatBody, value)
+    return body, chat_message(body, request_id), chat_request(body)
+
+
+def _understand_completion(
+    request_id: str, limit: int, value: Mapping[str, Any]
+) -> tuple[CompletionBody, list[pb.GenerateRequest]]:
+    body = checked(CompletionBody, value)
+    count = len(body.prompts)
+    if count > limit:
+        raise InvalidRequest(f"{count} prompts", field="prompt", value=count, allowed=(f"up to {limit}",))
+    return body, completion_messages(body, request_id)
 
 
 def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
@@ -92,7 +104,11 @@ def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_lo
 
 
 def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
-    return LogprobWriter(call.serving.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    return LogprobWriter(
+        call.serving.model.tokenizer,
+        as_ids=body.return_tokens_as_token_ids,
+        skip_special_tokens=body.skip_special_tokens,
+    )
 
 
 async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
@@ -144,7 +160,9 @@ def _completion_choice(
     """`echo` is the prompt in front of the output, `echoed` the logprobs of its tokens."""
     hidden = body.max_tokens == 0
     tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [*echoed, *(() if hidden else output.tokens)]
-    logprobs = CompletionLogprobs(shape.logprobs).write(tokens) if shape.logprobs is not None else None
+    logprobs = None
+    if shape.logprobs is not None:
+        logprobs = CompletionLogprobs(shape.logprobs, with_prompt=body.echo).write(tokens)
     return {
         "index": index,
         "text": echo + ("" if hidden else output.text),

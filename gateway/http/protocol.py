@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.errors import BatonError
 from gateway.http.errors import Refused, openai_error, status_of
+from gateway.http.head import check_head
 
 HEADER_BYTES_MAX = 64 << 10
 # For a request's headers, once its connection is open or its first byte has come, and then for each piece of its body.
@@ -41,7 +43,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._patience is None:
             self._wait_for_more()
         self._unparsed_bytes += len(data)  # a header counts once it is complete; one that never ends counts here
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._in_headers and self._unparsed_bytes > HEADER_BYTES_MAX:
             self._refuse_headers()
 
@@ -55,24 +58,53 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_headers, self._unparsed_bytes = False, 0
+        if self._wants_upgrade():
+            return
         if self._header_bytes > HEADER_BYTES_MAX:
             self._refuse_headers()
-        elif not self._refused:  # requests that came with a refused one have no bodies, and would wait for them
-            super().on_headers_complete()
+        try:
+            check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        except Refused as error:
+            self._refuse(error)
+        if self._refused:  # requests that came with a refused one have no bodies, and would wait for them
+            return
+        super().on_headers_complete()
+        self._in_headers, self._unparsed_bytes = False, 0
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._wants_upgrade():
+            return
         self._in_headers, self._header_bytes, self._unparsed_bytes = True, 0, 0
         self._stop_waiting()
         if not self._refused:
             super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
+
+    def _wants_upgrade(self) -> bool:
+        """Whether the parser ends at this request's head. The HTTP client of Java asks for HTTP/2 in this way."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Reads the head once more, without the header that a server may ignore, and then the body, which the parser of
+        an upgraded connection leaves out."""
+        if self._refused:
+            return
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser, self._header_bytes = httptools.HttpRequestParser(self), 0
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._parse(b"\r\n".join((*lines, b"", b"")) + rest)
 
     def _wait_for_more(self) -> None:
         self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)
@@ -96,8 +128,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        answering = self.cycle is not None and self.cycle.response_started
-        if answering and not (self._in_headers and self.cycle.response_complete):
+        cycle = self.cycle  # in headers: of the request before
+        if cycle is not None and (not cycle.response_complete if self._in_headers else cycle.response_started):
             self.transport.close()
             return
         body = orjson.dumps(openai_error(error, ""))

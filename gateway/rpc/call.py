@@ -1,7 +1,7 @@
 """What every gRPC service of the gateway needs of one call: its request id, its trace, its errors as statuses."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Sized
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -11,6 +11,7 @@ import grpc
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import abort, client_may_leave
 from baton.tracing.context import read_context
+from gateway.json_reader import VALUES_MAX
 from gateway.validate import check_request_id
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -86,6 +87,15 @@ async def answering(context: Context) -> AsyncIterator[Call]:
             log.exception("%s failed", call.request_id or "a request")
             unexpected = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
             await abort(context, unexpected, request_id=call.request_id)
+
+
+def check_count(field: str, values: Sized) -> None:
+    """Raises:
+    InvalidRequest: there are more values than a body of HTTP may have.
+    """
+    if len(values) > VALUES_MAX:
+        allowed = (f"up to {VALUES_MAX}",)
+        raise InvalidRequest(f"{field} has {len(values)} elements", field=field, value=len(values), allowed=allowed)
 
 
 def check_ids(field: str, request_ids: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from gateway.collected import Collector
 from gateway.connections import Connections
 from gateway.revisions import serving_revisions
 from gateway.role_change import switch_role
-from gateway.rpc.call import answering, check_ids
+from gateway.rpc.call import answering, check_count, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
 from gateway.view import View
@@ -80,6 +80,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         model = self._serving.model
         async with answering(context):
             model.check_name(request.model)
+            check_count("token_ids", request.token_ids)
             token_ids = list(request.token_ids)
             model.check_token_ids("token_ids", token_ids)
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -4,13 +4,13 @@ A request has its prompt in the tensor `text_input`. Its sampling numbers are pa
 the tensor `sampling_parameters`, as Triton's vLLM backend takes them; the names are those of SamplingParams.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.convert import finish_reason_from_proto
 from baton.errors import InvalidRequest
+from gateway.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
 from gateway.rpc.tensors import Output, read_inputs, write_outputs
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -26,6 +26,10 @@ OUTPUTS = {
 VERSION = "1"
 
 _REQUEST_PARAMETERS = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
+_GIVEN_MAX = 256  # inputs, outputs or parameters
+_LISTED_MAX = 1024  # values of one parameter, as `gateway.validate`
+_PARAMETERS_BYTES_MAX = 1 << 18
+_SHOWN_CHARACTERS = 80
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -44,6 +48,10 @@ def read_request(request: oip.ModelInferRequest) -> Asked:
     InvalidRequest: names the tensor or parameter that is wrong.
     """
     check_version(request.model_version)
+    for field, given in (("inputs", request.inputs), ("outputs", request.outputs), ("parameters", request.parameters)):
+        if len(given) > _GIVEN_MAX:
+            allowed = (f"up to {_GIVEN_MAX}",)
+            raise InvalidRequest(f"{field} has {len(given)} elements", field=field, value=len(given), allowed=allowed)
     unknown = [output.name for output in request.outputs if output.name not in OUTPUTS]
     if unknown:
         raise InvalidRequest(
@@ -110,12 +118,16 @@ def _parameter(value: oip.InferParameter) -> Any:
 
 
 def _json_parameters(data: bytes) -> dict[str, Any]:
+    field = "inputs.sampling_parameters"
+    if len(data) > _PARAMETERS_BYTES_MAX:
+        allowed = (f"up to {_PARAMETERS_BYTES_MAX} bytes",)
+        raise InvalidRequest(f"{field} has {len(data)} bytes", field=field, value=len(data), allowed=allowed)
     try:
-        given = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"sampling_parameters is not JSON: {error}", field="inputs.sampling_parameters") from None
+        given = parse_json(data)
+    except (NotJson, TooMuchJson, KeyTwice) as error:
+        raise InvalidRequest(f"sampling_parameters is not JSON: {error}", field=field) from None
     if not isinstance(given, dict):
-        raise InvalidRequest("sampling_parameters is not a JSON object", field="inputs.sampling_parameters")
+        raise InvalidRequest("sampling_parameters is not a JSON object", field=field)
     return given
 
 
@@ -139,13 +151,24 @@ def _set_parameters(message: pb.GenerateRequest, parameters: Mapping[str, Any]) 
                 value=name,
                 allowed=(*known, *_REQUEST_PARAMETERS),
             )
-        try:
-            if field.is_repeated:
-                getattr(target, name).extend(value if isinstance(value, list) else [_scalar(field, value)])
-            else:
-                setattr(target, name, _scalar(field, value))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
+        if not field.is_repeated:
+            setattr(target, name, _read(name, field, value))
+        elif not isinstance(value, list):
+            getattr(target, name).append(_read(name, field, value))
+        elif len(value) <= _LISTED_MAX:
+            getattr(target, name).extend(_read(f"{name}[{index}]", field, each) for index, each in enumerate(value))
+        else:
+            allowed = (f"up to {_LISTED_MAX}",)
+            raise InvalidRequest(f"{name} has {len(value)} elements", field=name, value=len(value), allowed=allowed)
+
+
+def _read(name: str, field: Any, value: Any) -> Any:
+    try:
+        read = _scalar(field, value)
+        field.containing_type._concrete_class(**{field.name: [read] if field.is_repeated else read})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name} is {_shown(value)}: {error}", field=name, value=_shown(value)) from None
+    return read
 
 
 def _scalar(field: Any, value: Any) -> Any:
@@ -165,8 +188,15 @@ def _scalar(field: Any, value: Any) -> Any:
     return int(value)
 
 
+def _shown(value: Any) -> str:
+    """A value in short; never a walk through a long list."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value)
+
+
 def _boolean(name: str, value: Any) -> bool:
     given = _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(given, bool):
         return given
-    raise InvalidRequest(f"{name} is {value!r}", field=name, value=value, allowed=("true", "false"))
+    raise InvalidRequest(f"{name} is {_shown(value)}", field=name, value=_shown(value), allowed=("true", "false"))

@@ -78,8 +78,8 @@ def _check_tensor(tensor: oip.ModelInferRequest.InferInputTensor, datatypes: dic
         raise InvalidRequest(
             f"{field} has datatype {tensor.datatype!r}", field=field, value=tensor.datatype, allowed=(wanted,)
         )
-    if list(tensor.shape) not in ([1], [1, 1], []):
-        shape = list(tensor.shape)
+    shape = list(tensor.shape[:3])
+    if shape not in ([1], [1, 1], []):
         cure = "send one request for each prompt; they run at the same time"
         raise InvalidRequest(
             f"{field} has shape {shape}", field=field, value=shape, allowed=("[1]", "[1, 1]"), cure=cure
@@ -89,9 +89,9 @@ def _check_tensor(tensor: oip.ModelInferRequest.InferInputTensor, datatypes: dic
 def _element(tensor: oip.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bytes | bool:
     field = f"inputs.{tensor.name}"
     if tensor.datatype == "BOOL":
-        given = list(tensor.contents.bool_contents) if raw is None else [bool(byte) for byte in raw]
+        given = tensor.contents.bool_contents if raw is None else raw
         if len(given) == 1:
-            return given[0]
+            return bool(given[0])
         raise InvalidRequest(f"{field} has {len(given)} elements", field=field, value=len(given), allowed=("1",))
     if raw is None:
         elements = tensor.contents.bytes_contents

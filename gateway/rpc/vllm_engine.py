@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 import baton
 from gateway.collected import Collector
 from gateway.fleet import Fleet
-from gateway.rpc.call import Call, answering, check_ids
+from gateway.rpc.call import Call, answering, check_count, check_ids
 from gateway.rpc.kv_events import KvEvents
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.rpc.vllm_messages import to_chunk, to_complete, to_generate
@@ -59,6 +59,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         async with answering(context) as call:
             self._last_request_at_s = time.time()
             request.request_id = await call.begin(request.request_id)
+            check_count("tokenized.input_ids", request.tokenized.input_ids)
             prompt = list(request.tokenized.input_ids)
             if request.WhichOneof("input") == "text":
                 prompt = await self._serving.encode(request.text)

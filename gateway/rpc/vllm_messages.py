@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from baton.convert import finish_reason_from_proto
 from baton.errors import InvalidRequest
+from gateway.validate import check_lengths
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -25,6 +26,7 @@ def to_generate(request: vllm.GenerateRequest, prompt: Sequence[int], max_contex
     """
     _check_fields(request)
     params = request.sampling_params
+    check_lengths(params)
     message = pb.GenerateRequest(request_id=request.request_id, token_ids=pb.TokenIds(ids=prompt), n=params.n)
     kept = len(prompt)
     if params.HasField("truncate_prompt_tokens"):

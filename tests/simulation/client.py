@@ -140,6 +140,8 @@ def text_of(tokens: list[int], *, stopped: bool) -> str:
 class Detokenizer:
     """Every token's text is its number."""
 
+    held = ""
+
     def push(self, *token_ids: int) -> str:
         return "".join(f"{token_id} " for token_id in token_ids)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ContextOverflow
 from gateway.http.errors import status_of
 
 _TYPES = {
@@ -20,4 +20,10 @@ def anthropic_error(error: BatonError, request_id: str) -> dict[str, Any]:
     """The body of the answer, and the data of a stream's event `error`."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 499 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def _too_long(error: ContextOverflow) -> str:
+    """In Anthropic's words, by which client libraries know it."""
+    return f"prompt is too long: {error.tokens} tokens > {error.max_prompt_tokens} maximum; {error.cure}"

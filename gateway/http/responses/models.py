@@ -4,10 +4,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field
 
-from gateway.http.checking import TEXT_OR_LIST, U32, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
+from gateway.http.checking import (
+    TEXT_OR_LIST,
+    U32,
+    Items,
+    JsonObject,
+    Model,
+    PositiveU32,
+    Stops,
+    at_most,
+    by_type,
+    tag,
+    unsupported,
+)
 from gateway.http.extras import Extras
 
 _STATELESS = "no answer is kept here: send the earlier items in `input`"
+
+_METADATA_MAX = 1024  # keys; OpenAI takes 16
 
 Status = Literal["in_progress", "completed", "incomplete"]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
@@ -188,6 +202,11 @@ class ReasoningOptions(Model):
     context: Annotated[None, unsupported("the chat template decides; leave it out", "auto")] = None
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(_METADATA_MAX)
+]
+
+
 class StreamOptions(Model):
     include_obfuscation: bool | None = None  # never done
 
@@ -211,8 +230,8 @@ class ResponsesRequest(Extras):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stop: Annotated[Annotated[str, tag("text")] | Annotated[Items[str], tag("list")], TEXT_OR_LIST] | None = None
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    stop: Stops | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

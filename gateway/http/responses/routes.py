@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest
+from baton.errors import ContextOverflow
 from gateway.chat.types import ChatRequest, Json
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
@@ -73,9 +73,7 @@ async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> 
     async def count(messages: Sequence[Json]) -> int:
         try:
             return len(await encode_chat(call.serving, replace(chat, messages=messages)))
-        except InvalidRequest as error:
-            if error.field != "text":
-                raise
+        except ContextOverflow:
             return tokens_max + 1  # the text is longer than any prompt, and was not tokenized
 
     call.serving.check_name(request.model)

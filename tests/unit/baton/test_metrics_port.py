@@ -55,7 +55,18 @@ async def test_it_shows_the_page() -> None:
 async def test_it_has_nothing_else() -> None:
     async with opened() as port:
         assert (await ask(port, GET.replace(b"/metrics", b"/")))[0].startswith(b"HTTP/1.1 404 ")
-        assert (await ask(port, GET.replace(b"GET", b"POST")))[0].startswith(b"HTTP/1.1 405 ")
+        head, _ = await ask(port, GET.replace(b"GET", b"POST"))
+        assert head.startswith(b"HTTP/1.1 405 ")
+        assert b"\r\nAllow: GET, HEAD\r\n" in head
+        head, body = await ask(port, b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (head[:13], body) == (b"HTTP/1.1 404 ", b"")
+
+
+async def test_a_question_has_one_host() -> None:
+    async with opened() as port:
+        for question in (GET.replace(b"Host: x\r\n", b""), GET.replace(b"Host: x", b"Host: x\r\nhost: y")):
+            assert (await ask(port, question))[0].startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"))[0].startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,19 @@ async def test_every_call_of_a_large_burst_is_answered() -> None:
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
+async def test_a_message_with_more_fields_than_requests_need_is_not_parsed() -> None:
+    bounded = GrpcServer("127.0.0.1:0", advertise=None, bounded=True)
+    async with bounded as server, connect(server.address) as channel:
+        await server.start([])
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await check(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(b"\x0a\x00" * 40_000)  # the field `service`, again and again
+    typed = from_rpc_error(caught.value)
+    assert isinstance(typed, InvalidRequest)
+    assert "more than 16384 fields" in str(typed)
+
+
 LIMIT_BYTES = 1000
 
 

@@ -28,6 +28,8 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 class Words:
     """A detokenizer for which each token is a word."""
 
+    held = ""
+
     def push(self, *token_ids: int) -> str:
         return "".join(f" {token_id}" for token_id in token_ids)
 

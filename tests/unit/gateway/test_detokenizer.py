@@ -1,11 +1,13 @@
 """Text that comes token by token is the text of all tokens decoded together, and never half a character."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.detokenizer import Detokenizer, token_texts
+from gateway.detokenizer import Detokenizer, byte_tokens, token_texts
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
 
 BYTE_LEVEL = byte_level()
@@ -18,7 +20,7 @@ words = st.text("quick brown fox 日本€😀é", max_size=60)
 
 
 def pieces(tokenizer: Tokenizer, output: list[int], *, prompt: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer(tokenizer, prompt, byte_tokens=byte_tokens(tokenizer, skip_special_tokens=True))
     return [*(detokenizer.push(number) for number in output), detokenizer.finish()]
 
 
@@ -43,10 +45,40 @@ def test_no_piece_has_half_a_character(tokenizer: Tokenizer, after: str) -> None
     assert REPLACEMENT not in "".join(pieces(tokenizer, output, prompt=[]))
 
 
+def byte_ids(data: bytes) -> list[int]:
+    return [token_id(BYTE_FALLBACK, f"<0x{byte:02X}>") for byte in data]
+
+
+def any_tokens(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any tokens, some unknown ones among them, and often many bytes in a row."""
+    any_token = st.integers(0, tokenizer.get_vocab_size() + 2)
+    if tokenizer is BYTE_LEVEL:
+        return st.lists(any_token, max_size=80)
+    byte = st.sampled_from(byte_ids(b"\r\x01 a\xe2\x82\xac\xf0\xff"))
+    return st.lists(any_token | byte | st.just(token_id(tokenizer, "<eos>")), max_size=40)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
 @settings(deadline=None)
-@given(output=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=80))
-def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(output: list[int]) -> None:
-    assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == BYTE_LEVEL.decode(output)
+@given(data=st.data())
+def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
+    tokenizer: Tokenizer, skip: bool, data: st.DataObject
+) -> None:
+    """Whatever the cuts between the pushes; and so does the text that is there after each cut, if nothing follows."""
+    output = data.draw(any_tokens(tokenizer))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=6)))
+    texts = token_texts(tokenizer, skip_special_tokens=skip)
+    fallback = byte_tokens(tokenizer, skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip, texts=texts, byte_tokens=fallback)
+    shown = ""
+    for start, stop in zip([0, *cuts], [*cuts, len(output)], strict=True):
+        shown += detokenizer.push(*output[start:stop])
+        whole = tokenizer.decode(output[:stop], skip_special_tokens=skip)
+        assert whole.startswith(shown)
+        if detokenizer.held and whole.strip(" "):
+            assert whole.endswith(detokenizer.held.lstrip(" "))
+    assert shown + detokenizer.finish() == tokenizer.decode(output, skip_special_tokens=skip)
 
 
 @settings(deadline=None)
@@ -74,9 +106,51 @@ def test_broken_bytes_lose_no_text_that_follows(output: list[int]) -> None:
     assert "".join(pieces(BYTE_FALLBACK, [*output, marker], prompt=[])).endswith("q")
 
 
-def test_a_character_of_four_tokens_comes_with_its_last_token() -> None:
-    output = [token_id(BYTE_FALLBACK, f"<0x{byte:02X}>") for byte in "😀".encode()]
-    assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", "", "", "😀", ""]
+def test_a_character_of_four_tokens_comes_with_the_token_after_it() -> None:
+    output = [*byte_ids("😀".encode()), token_id(BYTE_FALLBACK, "q")]
+    assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", "", "", "", "😀q", ""]
+    assert pieces(BYTE_FALLBACK, output[:4], prompt=[]) == ["", "", "", "", "😀"]
+
+
+def test_an_invalid_byte_makes_the_whole_run_of_bytes_invalid() -> None:
+    output = byte_ids(b"\r\x01\xff")
+    assert "".join(pieces(BYTE_FALLBACK, output, prompt=[])) == 3 * REPLACEMENT == BYTE_FALLBACK.decode(output)
+
+
+def test_a_special_token_that_is_left_out_ends_no_run_of_bytes() -> None:
+    output = byte_ids(b"\xe2\x82\xac")
+    output.insert(1, token_id(BYTE_FALLBACK, "<eos>"))
+    assert "".join(pieces(BYTE_FALLBACK, output, prompt=[])) == "€"
+
+
+def test_text_that_is_held_back_can_be_looked_at() -> None:
+    detokenizer = Detokenizer(BYTE_FALLBACK, [], byte_tokens=byte_tokens(BYTE_FALLBACK, skip_special_tokens=True))
+    held = []
+    for number in byte_ids(b"a\n\xe2\x82\xac\xff"):
+        detokenizer.push(number)
+        held.append(detokenizer.held)
+    assert held == ["a", "a\n", "", "", "a\n€", ""]
+
+
+def test_a_long_run_of_bytes_costs_one_decoding() -> None:
+    class Counting:
+        """Counts the tokens that are decoded."""
+
+        decoded = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(BYTE_FALLBACK, name)
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            self.decoded += len(token_ids)
+            text: str = BYTE_FALLBACK.decode(token_ids, **options)
+            return text
+
+    counting: Any = Counting()
+    detokenizer = Detokenizer(counting, [], byte_tokens=byte_tokens(counting, skip_special_tokens=True))
+    assert detokenizer.push(*byte_ids(b"a" * 4000)) == ""
+    assert len(detokenizer.finish()) == 4000
+    assert counting.decoded < 8100
 
 
 def test_an_unfinished_character_is_shown_when_nothing_follows() -> None:

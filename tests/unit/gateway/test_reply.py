@@ -1,16 +1,19 @@
 """A client receives every token, their text, and one last message."""
 
 import pytest
+from tokenizers import Tokenizer
 
 from baton.errors import InvalidRequest
 from baton.types import Path, Receipt, SamplingParams, Usage
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, byte_tokens
 from gateway.reply import OutputEnd, Reply
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
-from tests.unit.gateway.tokenizers import byte_level
+from tests.unit.gateway.tokenizers import byte_fallback, byte_level
+from tests.unit.gateway.tokenizers import token_id as id_of
 
 TOKENIZER = byte_level()
+BYTE_FALLBACK = byte_fallback()
 USAGE = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)
 RECEIPT = Receipt(Path.LOCAL, "because", "", "decode-0", 0, 0, 0, "", 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0, 0, "", 0)
 
@@ -18,10 +21,23 @@ RECEIPT = Receipt(Path.LOCAL, "because", "", "decode-0", 0, 0, 0, "", 0.0, 0.0, 
 class Client:
     """A reply, and its messages so far."""
 
-    def __init__(self, **sampling: object) -> None:
+    def __init__(self, tokenizer: Tokenizer = TOKENIZER, **sampling: object) -> None:
         self.messages: list[pb.GenerateResponse] = []
         params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
-        self.reply = Reply("r1", params, Detokenizer(TOKENIZER, []))
+        fallback = byte_tokens(tokenizer, skip_special_tokens=True)
+        self.reply = Reply("r1", params, Detokenizer(tokenizer, [], byte_tokens=fallback))
+
+    def send_bytes(self, *data: bytes) -> OutputEnd | None:
+        """Sends a byte token for each byte, and a token of its own for q; those of one argument in one message."""
+        for piece in data:
+            names = ["q" if byte == ord("q") else f"<0x{byte:02X}>" for byte in piece]
+            tokens = [common_pb2.Token(token_id=id_of(BYTE_FALLBACK, name)) for name in names]
+            end = self.reply.add([decode_pb2.StepToken(token=token) for token in tokens])
+            if (message := self.reply.take()) is not None:
+                self.messages.append(message)
+            if end is not None:
+                return end
+        return None
 
     def send(
         self, text: str, finish: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -208,3 +224,28 @@ def test_a_token_that_is_the_stop_is_shown_on_request_only(include_stop: bool) -
     shown = token_ids if include_stop else token_ids[:-1]
     texts, ended = reply.resume(token_ids, end)
     assert ("".join(texts), ended) == (TOKENIZER.decode(shown), end)
+
+
+@pytest.mark.parametrize("cuts", [(b"a\n", b"\n", b"b"), (b"a\n\nb",), (b"a", b"\n", b"\n", b"b")])
+def test_a_stop_string_of_byte_tokens_ends_the_output_with_its_last_byte(cuts: tuple[bytes, ...]) -> None:
+    client = Client(BYTE_FALLBACK, stop=("\n\n",))
+    end = client.send_bytes(*cuts)
+    assert end == OutputEnd(common_pb2.FINISH_REASON_STOP, "\n\n")
+    assert client.reply.completion_tokens == 3
+    last = client.reply.last(end, USAGE, RECEIPT)
+    assert "".join(message.text for message in [*client.messages, last]) == "a"
+
+
+def test_a_stop_string_of_byte_tokens_counts_after_min_tokens_only() -> None:
+    client = Client(BYTE_FALLBACK, stop=("\n",), min_tokens=2)
+    assert client.send_bytes(b"\n", b"\xe2\x82\xac") is None
+    end = client.send_bytes(b"x", b"\n")
+    assert end == OutputEnd(common_pb2.FINISH_REASON_STOP, "\n")
+    assert client.reply.completion_tokens == 6
+    assert "".join(message.text for message in client.messages) == "\n€x"
+
+
+def test_invalid_bytes_complete_no_stop_string_that_their_run_had() -> None:
+    client = Client(BYTE_FALLBACK, stop=("\ufffd\ufffdq",))
+    end = client.send_bytes(b"\n\xff", b"q")
+    assert end == OutputEnd(common_pb2.FINISH_REASON_STOP, "\ufffd\ufffdq")

@@ -32,6 +32,20 @@ def generate(**params: Any) -> pb.GenerateRequest:
 # ---- vLLM
 
 
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"stop": ["a"] * 10_000}, "stop"),
+        ({"stop_token_ids": [1] * 10_000}, "sampling.stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(-5, 10_000), 1.0)}, "sampling.logit_bias"),
+    ],
+)
+def test_a_long_list_is_refused_by_its_length_before_its_values_are_read(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        generate(**params)
+    assert (caught.value.field, caught.value.value.isdecimal()) == (field, True)
+
+
 def test_absent_numbers_are_vllms_defaults_not_the_models() -> None:
     sampling = generate().sampling
     for name, value in {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}.items():
@@ -204,9 +218,16 @@ def test_parameters_come_as_parameters_or_as_json(raw: bool) -> None:
         (with_sampling("{"), "inputs.sampling_parameters"),
         (with_sampling("[" * 100_000), "inputs.sampling_parameters"),
         (with_sampling("[]"), "inputs.sampling_parameters"),
-        (with_sampling('{"stop": [1]}'), "stop"),
+        (with_sampling('{"stop": 1}'), "stop"),
+        (with_sampling('{"stop": ["a", 1]}'), "stop[1]"),
+        (with_sampling('{"stop_token_ids": [1, -1]}'), "stop_token_ids[1]"),
+        (with_sampling('{"stop_token_ids": [1, 2.5]}'), "stop_token_ids[1]"),
+        (with_sampling('{"stop": ["a"%s]}' % (', "a"' * 1024)), "stop"),
+        (with_sampling('{"a": [%s 1]}' % ("[[]]," * 100_000)), "inputs.sampling_parameters"),
+        (with_sampling('{"seed": 1, "seed": 2}'), "inputs.sampling_parameters"),
+        (oip.ModelInferRequest(outputs=[oip.ModelInferRequest.InferRequestedOutputTensor()] * 1000), "outputs"),
         (with_sampling('{"temperature": {}}'), "temperature"),
-        (with_sampling('{"max_tokens": 1e400}'), "max_tokens"),
+        (with_sampling('{"max_tokens": 1e400}'), "inputs.sampling_parameters"),
         (oip.ModelInferRequest(), "inputs"),
         (oip.ModelInferRequest(model_version="2"), "version"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, UnknownModel
+from baton.errors import ContextOverflow, InvalidRequest, UnknownModel
 from baton.types import Grammar, GrammarKind, SamplingParams
 from gateway.chat.checkpoint_files import read_checkpoint
 from gateway.chat.model import ChatModel
@@ -84,7 +84,11 @@ def test_a_wrong_sampling_parameter_is_named(model: ServedModel, sampling: dict[
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "the prompt has no tokens"), ([1] * 64, "the prompt has 64 tokens"), ([3, 320], "prompt has token id 320")],
+    [
+        ([], "the prompt has no tokens"),
+        ([1] * 64, "maximum context length is 64 tokens. However, your prompt has 64 tokens"),
+        ([3, 320], "prompt has token id 320"),
+    ],
 )
 def test_a_wrong_prompt_is_named(model: ServedModel, prompt: list[int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as raised:
@@ -182,7 +186,7 @@ def test_a_text_longer_than_any_context_is_not_tokenized(model: ServedModel) -> 
     limit = 10 * model.tokenizer.longest_token_bytes
     check_text("x" * limit, model, max_context_tokens=10, field="prompt")
     for text in ("x" * (limit + 1), "ä" * (limit // 2 + 1)):
-        with pytest.raises(InvalidRequest, match=f"up to {limit} bytes") as raised:
+        with pytest.raises(ContextOverflow, match="at least 11 tokens") as raised:
             check_text(text, model, max_context_tokens=10, field="prompt")
         assert raised.value.field == "prompt"
 

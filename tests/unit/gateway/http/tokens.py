@@ -1,7 +1,9 @@
 """Tokens and messages of a model whose token N is the text " N"."""
 
+from gateway.reply import Detokenizing
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
+from tests.unit.gateway.served import Words
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 
@@ -14,6 +16,9 @@ class Numbers:
 
     def token_text(self, token_id: int) -> str:
         return f" {token_id}"
+
+    def text_after(self, *, is_prompt: bool, skip_special_tokens: bool) -> Detokenizing:
+        return Words()
 
 
 def token(token_id: int, logprob: float | None = None, **others: float) -> common_pb2.Token:

@@ -1,0 +1,45 @@
+"""A prompt that is too long is refused in the words by which client libraries know that, through every endpoint."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.http.door import Door, open_door
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_endpoints_have_openais_code_and_words(door: Door, stream: bool) -> None:
+    most = door.context.fleet.max_context_tokens
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/completions", {"prompt": [1] * most}, "prompt"),
+        ("/v1/completions", {"prompt": "word " * most}, "prompt"),
+        ("/v1/completions", {"prompt": "word " * 50 * most}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * most}]}, "messages"),
+        ("/v1/responses", {"input": "word " * most}, "input"),
+    ]
+    for path, body, param in bodies:
+        answer = await door.call("POST", path, {**body, "stream": stream})
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert (answer.error["type"], answer.error["param"]) == ("invalid_request_error", param)
+        assert answer.error["message"].lower().startswith(f"this model's maximum context length is {most} tokens. ")
+    assert door.decode.received.empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_endpoint_has_anthropics_words(door: Door, stream: bool) -> None:
+    most = door.context.fleet.max_context_tokens
+    for words in (most, 50 * most):
+        body = {"messages": [{"role": "user", "content": "word " * words}], "max_tokens": 5, "stream": stream}
+        answer = await door.call("POST", "/v1/messages", body)
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        message = answer.json["error"]["message"]
+        assert message.startswith("prompt is too long: ")
+        assert f" tokens > {most - 1} maximum" in message
+        assert int(message.split()[4]) >= most

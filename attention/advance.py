@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 
 def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:

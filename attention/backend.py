@@ -19,9 +19,9 @@ from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.sparse import SparseQueries
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
-from kvcache.tokens import TokenRanges
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
+from baton.kvcache.tokens import TokenRanges
 
 
 class AttentionFeature(StrEnum):

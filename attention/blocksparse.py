@@ -5,7 +5,7 @@ Pure values without numpy, because gateways read models' configs; `attention.blo
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from attention.kernels.merge import merge_attn_states
 from attention.kernels.paged.attend import unified_attention
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
-from kvcache.cache import TORCH_DTYPES
+from baton.kvcache.cache import TORCH_DTYPES
 
 # Query rows of a program of the prefill kernel, which runs over all keys.
 _PREFILL_ROWS = 128

@@ -17,11 +17,11 @@ from attention.layer_checks import check_backend, check_out, check_parameters, r
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.rotation import HeadNorms, Rotation
-from baton.errors import InternalError
-from kvcache.access import store_kv
-from kvcache.cache import PagedKVCache
-from kvcache.fp8 import quantize
-from kvcache.scales import KVScales
+from baton.core.errors import InternalError
+from baton.kvcache.access import store_kv
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.fp8 import quantize
+from baton.kvcache.scales import KVScales
 
 
 class Attention(nn.Module):

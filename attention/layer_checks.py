@@ -5,8 +5,8 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, BackendCapabilities
 from attention.parameters import AttentionParameters, AttentionType, PerLayerParameters, per_layer_parameters
-from baton.errors import ConfigError, InternalError
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.spec import KVKind
 
 
 def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:

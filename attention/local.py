@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, check_causal
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 
 
 def make_local_attention_virtual_batches(

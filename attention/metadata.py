@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.host_to_device import to_device
-from baton.errors import InternalError
-from kvcache.tokens import WriteIndex
+from baton.core.errors import InternalError
+from baton.kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
 from attention.sparse import NOTHING_SELECTED, Selected, SparseQueries
-from baton.errors import ConfigError, InternalError
-from kvcache.access import gather_tokens, store_latent
-from kvcache.cache import PagedKVCache
-from kvcache.scales import KVScales
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.access import gather_tokens, store_latent
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.scales import KVScales
 
 # x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides
 MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]

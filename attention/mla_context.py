@@ -10,7 +10,7 @@ from torch import Tensor
 from attention.backend import ContextChunk, RaggedLens
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, check_causal
-from kvcache.tokens import TokenRanges
+from baton.kvcache.tokens import TokenRanges
 
 
 @dataclass(frozen=True)

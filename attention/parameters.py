@@ -11,8 +11,8 @@ from enum import StrEnum
 from torch import Tensor
 
 from attention.blocksparse import BlocksparseParams
-from baton.errors import ConfigError
-from kvcache.scales import KVScales
+from baton.core.errors import ConfigError
+from baton.kvcache.scales import KVScales
 
 
 class AttentionType(StrEnum):

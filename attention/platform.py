@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from tritonlib.hopper_check import is_hopper
+from baton.tritonlib.hopper_check import is_hopper
 
 # Packages that some backends need, by the name that imports them.
 OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
@@ -21,7 +21,7 @@ class Platform:
     packages: the optional packages that are installed.
     triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
     hopper_kernels: the GPU is one that our kernels for Hopper are made for. Each family also needs a version of
-        Triton that compiles it rightly (`tritonlib.hopper_check`); otherwise portable kernels take its calls.
+        Triton that compiles it rightly (`baton.tritonlib.hopper_check`); otherwise portable kernels take its calls.
     """
 
     device_type: str

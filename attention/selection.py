@@ -22,7 +22,7 @@ from attention.backends.triton_mla import TritonMLA
 from attention.backends.xformers import XFormers
 from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
 from attention.platform import Platform, probe_platform
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 
 
 class BackendClass(Protocol):

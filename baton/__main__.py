@@ -1,6 +1,6 @@
 """The program `baton`, also `python -m baton`."""
 
-from baton.interrupts import plain_interrupts
+from baton.core.interrupts import plain_interrupts
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from baton.config import NodeSettings
+from baton.engine.build import Built, build_runner
+from baton.models.adapters.adapter import Adapter, LayerDelta
+from baton.models.adapters.bank import AdapterBank
+from baton.settings.config import NodeSettings
 from bench.engine.steps import decode_ms
 from bench.table import Row
-from engine.build import Built, build_runner
-from models.adapters.adapter import Adapter, LayerDelta
-from models.adapters.bank import AdapterBank
 
 _CONFIG = Path(__file__).resolve().parent / "engine" / "configs" / "llama-3.1-8b" / "config.json"
 _SLOTS = 64

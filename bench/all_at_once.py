@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from baton.cli.processes import Processes
-from baton.client import Client
-from baton.config import DecodeSettings
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.core.types import SamplingParams
+from baton.engine.build import build_runner, measured
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.settings.config import DecodeSettings
 from bench.exposed import Setup, on_gpus, write_model
 from bench.table import Row
-from engine.build import build_runner, measured
-from engine.engine import Engine
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest
 
 GOAL = 1.25
 REQUESTS, SHORTEST, LONGEST = 256, 100, 1024

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, heads_of, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused

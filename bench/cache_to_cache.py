@@ -14,12 +14,12 @@ from statistics import median
 
 import torch
 
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from bench import nixl_rival
 from bench.cache_pairs import Case, End, Pair, in_turns, open_pairs
 from bench.table import Row
 from bench.transport import MIB, memcpy_gigabytes_per_s, perftest_gigabytes_per_s
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
 
 NHD, HND, BLHNC = KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLHNC
 # Llama 8B with fewer layers: 64 KiB per token, and 64 KiB for the keys of a block in one layer.

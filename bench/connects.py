@@ -18,14 +18,14 @@ from pathlib import Path
 import psutil
 
 from baton.cli.processes import Process, Processes
-from baton.config import DEMO_MODELS
-from baton.regular_file import write_regular_file
+from baton.core.regular_file import write_regular_file
+from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.server import connect
+from baton.settings.config import DEMO_MODELS
 from bench.mortal_peer import STEPS, live, peers
 from bench.strangers import DecodeStrangers, PrefillStrangers
 from bench.table import Row, print_rows
 from bench.table import write_markdown as write_table
-from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 MODEL = DEMO_MODELS / "llama"
 CONNECTS = 100_000

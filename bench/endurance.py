@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import psutil
 
 from baton.cli.processes import Process, Processes
-from baton.client import Client
-from baton.config import DEMO_MODELS
+from baton.client.client import Client
+from baton.core.types import Path, SamplingParams
+from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
-from baton.types import Path, SamplingParams
+from baton.settings.config import DEMO_MODELS
 from bench.table import Row, print_rows
-from protos.baton.v1 import node_pb2, node_pb2_grpc
 
 MODEL = DEMO_MODELS / "llama"
 REQUESTS = 10_000

@@ -22,11 +22,11 @@ from statistics import median
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client import Client
-from baton.config import DEMO_MODELS
-from baton.outputs import Finished
-from baton.types import Path as Route
-from baton.types import Receipt, SamplingParams
+from baton.client.client import Client
+from baton.client.outputs import Finished
+from baton.core.types import Path as Route
+from baton.core.types import Receipt, SamplingParams
+from baton.settings.config import DEMO_MODELS
 from bench.table import Row
 
 GOAL_TOKENS, GOAL_PERCENT = 8192, 5.0

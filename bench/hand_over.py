@@ -16,15 +16,15 @@ import psutil
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client import Client
-from baton.config import DEMO_MODELS, NodeSettings
-from baton.outputs import Finished
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.client.outputs import Finished
+from baton.core.types import SamplingParams
+from baton.engine.build import build_runner
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.settings.config import DEMO_MODELS, NodeSettings
 from bench.table import Row
-from engine.build import build_runner
-from engine.engine import Engine
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest
 
 MODEL = DEMO_MODELS / "llama"
 PROMPT_TOKENS = 512

@@ -23,12 +23,12 @@ import psutil
 import uvloop
 
 from baton.cli.processes import Process, Processes
-from baton.regular_file import write_regular_file
+from baton.core.regular_file import write_regular_file
+from baton.protos.v1 import generation_pb2
 from bench import bare_grpc, scripted_decode
 from bench.h2_client import GrpcConnection
 from bench.scripted_decode import FIRST_STEP_S, MODEL
 from bench.table import Row
-from protos.baton.v1 import generation_pb2
 
 ROUNDS = 2
 ALONE_GOAL_US, MERGED_GOAL_US = 50.0, 1e6 / 60_000

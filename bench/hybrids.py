@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from baton.engine.build import Built
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops, state_bytes
 from bench.engine.run import Model, build, forget
 from bench.engine.steps import decode_ms, prefill_ms
 from bench.table import Row
-from engine.build import Built
 
 MODELS = ("granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-24-layers", "kimi-linear-48b")
 BATCHES = (1, 32, 128)

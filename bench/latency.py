@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from baton.cli.processes import Processes
-from baton.client import Client
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.core.types import SamplingParams
 from bench.exposed import Setup, on_cpu, on_gpus, write_model
 from bench.table import Row
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from baton.config import NodeSettings
+from baton.engine.build import build_runner
+from baton.settings.config import NodeSettings
 from bench.llama_checkpoint import Written, llama_of, write_llama
 from bench.plain_reads import Plain, drop
 from bench.table import Row, print_rows
 from bench.transport import memcpy_gigabytes_per_s
-from engine.build import build_runner
 
 GIB, GIB_ON_GPU = 2.3, 15.0
 FILES = 8

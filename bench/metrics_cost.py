@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.errors import NoNode
+from baton.core.errors import NoNode
+from baton.core.types import TokenOutput
+from baton.engine.events import StepEvents, TokenSampled
+from baton.gateway.core.shared_counters import Board
+from baton.gateway.observe.meter import RequestMeter
 from baton.metrics.declared import Outcome, Role
 from baton.metrics.exposition import Exposition
-from baton.types import TokenOutput
-from engine.events import StepEvents, TokenSampled
-from gateway.board import Board
-from gateway.meter import RequestMeter
-from node.meter import NodeMeter
+from baton.node.meter import NodeMeter
 
 PAGE = Path(__file__).resolve().parent / "results" / "metrics_cost.md"
 

@@ -6,15 +6,15 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
+from baton.kvcache.cache import PagedKVCache
+from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
+from baton.protos.v1 import common_pb2, decode_pb2_grpc
+from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import connect
-from kvcache.cache import PagedKVCache
 from kvtransfer.plan import links_between
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
-from node.describe import from_addresses, from_info, from_warm_ups, to_addresses
-from protos.baton.v1 import common_pb2, decode_pb2_grpc
-from protos.baton.v1 import decode_pb2 as pb
 
 # Steps of a handshake after which a node is killed.
 STEPS = ("hello", "linked", "connected", "warming up", "warmed up", "ready")

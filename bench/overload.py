@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.cli.processes import Processes
-from baton.client import Client
-from baton.config import DEMO_MODELS, MIB
-from baton.errors import BatonError
-from baton.outputs import Finished
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.client.outputs import Finished
+from baton.core.errors import BatonError
+from baton.core.types import SamplingParams
+from baton.settings.config import DEMO_MODELS, MIB
 from bench.table import Row, print_rows
 
 MODEL = DEMO_MODELS / "llama"

@@ -7,13 +7,13 @@ serve.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from baton.types import LocalPolicy
-from load.goals import Goal
-from load.lengths import Lognormal, Uniform
-from load.workload import Span, Synthetic
-from planner.cluster import ClusterSpec, Outcome, simulate
-from planner.measured import LLAMA_8B_H200
-from planner.node import NodeSpec
+from baton.core.types import LocalPolicy
+from baton.load.goals import Goal
+from baton.load.lengths import Lognormal, Uniform
+from baton.load.workload import Span, Synthetic
+from baton.planner.cluster import ClusterSpec, Outcome, simulate
+from baton.planner.measured import LLAMA_8B_H200
+from baton.planner.node import NodeSpec
 
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=2048)
 _CHAT = "chat", Synthetic(Lognormal(250, 0.8), Lognormal(200, 0.8))

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from baton.config import NodeSettings
+from baton.engine.build import Built, build_runner
+from baton.models.families.moe.gpt_oss import Mxfp4Experts
+from baton.models.quantization.packed_linear import PackedLinear
+from baton.settings.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine.roofline import Weights, count_weights, decode_work
 from bench.engine.steps import decode_ms
 from bench.table import Row
-from engine.build import Built, build_runner
-from models.families.gpt_oss import Mxfp4Experts
-from models.quantization.packed_linear import PackedLinear
 
 _CONFIGS = Path(__file__).resolve().parent / "engine" / "configs"
 _BATCHES = (1, 8, 32, 128)

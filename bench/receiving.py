@@ -17,16 +17,16 @@ from statistics import median
 
 import torch
 
-from baton.config import DEMO_MODELS, NodeSettings
-from baton.types import SamplingParams, TokenOutput
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.settings.config import DEMO_MODELS, NodeSettings
 from bench.attention.measure import ceilings
 from bench.cache_pairs import Case, End, Pair, Place, open_pairs
 from bench.table import Row
 from bench.transport import memcpy_gigabytes_per_s
-from engine.build import Built, build_runner
-from engine.engine import Engine
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest
 
 MIB = 1 << 20
 GIGA = 1e9

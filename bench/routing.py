@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from baton.costs import StepCosts
-from baton.types import LocalPolicy
+from baton.core.costs import StepCosts
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.placement import place
+from baton.load.goals import Goal
+from baton.load.traces import read_trace
+from baton.load.workload import Planned, Replay, Span
+from baton.planner.cluster import Choose, ClusterSpec, Outcome, simulate
+from baton.planner.node import NodeSpec
+from baton.planner.rivals import in_turn, shortest_queue
 from bench.curves import Panel, draw_panels
 from bench.table import Row
-from gateway.placement import place
-from load.goals import Goal
-from load.traces import read_trace
-from load.workload import Planned, Replay, Span
-from planner.cluster import Choose, ClusterSpec, Outcome, simulate
-from planner.node import NodeSpec
-from planner.rivals import in_turn, shortest_queue
 
 _POINTS = ((64, 0.0055), (256, 0.0085), (1024, 0.027), (4096, 0.105))
 LLAMA_8B = StepCosts(_POINTS, pair_s=1.3e-9)

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import grpc
 import uvloop
 
-from baton.config import DEMO_MODELS
+from baton.gateway.text.model import read_served_model
+from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.rpc.server import channel_options
 from baton.rpc.status import client_may_leave
+from baton.settings.config import DEMO_MODELS
 from decode_node.events import SessionMessage
 from decode_node.gateway_sessions import GatewaySessions
-from gateway.model import read_served_model
-from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 MODEL = DEMO_MODELS / "llama"
 FIRST_STEP_S = 0.5  # until all clients have their first token

@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.v1.prefill_pb2 import ConnectRequest
 from baton.rpc.server import connect
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from protos.baton.v1 import decode_pb2 as pb
-from protos.baton.v1.prefill_pb2 import ConnectRequest
 
 Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
 

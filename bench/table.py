@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.regular_file import write_regular_file
+from baton.core.regular_file import write_regular_file
 
 _HEADS = ("what", "work", "measured", "rival", "share", "goal")
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
+from baton.core.types import LocalPolicy, SamplingParams
+from baton.gateway.core.events import DecodeReplied, Event, PrefillEnded, PrefillReplied, Started, TokensCame
+from baton.gateway.core.request import Request, Rules
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.observe.tracing.otlp import Encoder
+from baton.gateway.observe.tracing.tracer import Ending, Tracer
+from baton.gateway.request.commands import Command
+from baton.gateway.request.journal import Journal
+from baton.gateway.request.machine import RequestMachine
 from baton.metrics.declared import Outcome
+from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.tracing.sampling import Sampling
-from baton.types import LocalPolicy, SamplingParams
-from gateway.commands import Command
-from gateway.events import DecodeReplied, Event, PrefillEnded, PrefillReplied, Started, TokensCame
-from gateway.fleet import Fleet
-from gateway.request import Request, Rules
-from gateway.request_machine import RequestMachine
-from gateway.tracing.journal import Journal
-from gateway.tracing.otlp import Encoder
-from gateway.tracing.tracer import Ending, Tracer
-from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 
 PAGE = Path(__file__).resolve().parent / "results" / "tracing_cost.md"
 

@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from bench import nixl_rival
 from bench.cache_pairs import Case, End, in_turns, open_pairs
 from bench.cache_to_cache import UNEQUAL_GOAL, best_gigabytes_per_s, first_rows, work_of
 from bench.table import Row
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
 
 MIB = 1 << 20
 GIGA = 1e9

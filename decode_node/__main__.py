@@ -1,15 +1,15 @@
 """`python -m decode_node`: one decode node, until SIGTERM."""
 
-from baton.interrupts import plain_interrupts
+from baton.core.interrupts import plain_interrupts
 
 
 def main() -> None:
     with plain_interrupts("decode_node"):
-        from baton.config import DecodeSettings
-        from baton.environment import quiet_grpc
-        from baton.errors import ConfigError
-        from baton.settings_reader import fail, read_settings
-        from baton.supervisor import Supervisor
+        from baton.core.errors import ConfigError
+        from baton.core.supervisor import Supervisor
+        from baton.settings.config import DecodeSettings
+        from baton.settings.environment import quiet_grpc
+        from baton.settings.reader import fail, read_settings
 
         settings = read_settings(DecodeSettings, "decode_node")
         try:
@@ -19,9 +19,9 @@ def main() -> None:
         quiet_grpc()  # before its import, at which it reads the variable
         # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
         # once.
-        from node.process import run_node
+        from baton.node.process import run_node
+        from baton.protos.v1 import common_pb2
         from prefill_node.roles import ROLES
-        from protos.baton.v1 import common_pb2
 
     run_node("decode_node", settings, supervisor, common_pb2.ROLE_DECODE, ROLES)
 

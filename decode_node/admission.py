@@ -5,8 +5,8 @@ served, each for as long as it may wait. Pure.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from baton.errors import Overloaded
-from engine.request import EngineRequest, QueuePlace
+from baton.core.errors import Overloaded
+from baton.engine.request import EngineRequest, QueuePlace
 
 _RETRY_AFTER_S = 1.0
 

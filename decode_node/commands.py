@@ -6,10 +6,10 @@ when they are done.
 
 from dataclasses import dataclass
 
-from baton.types import TokenOutput
-from engine.request import EngineRequest
+from baton.core.types import TokenOutput
+from baton.engine.request import EngineRequest
+from baton.protos.v1 import decode_pb2 as pb
 from kvtransfer.leases import LeaseGrant
-from protos.baton.v1 import decode_pb2 as pb
 
 
 @dataclass(frozen=True)

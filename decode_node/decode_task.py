@@ -16,9 +16,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 
-from baton.error_detail import to_detail
-from baton.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
-from baton.types import FinishReason, TokenOutput
+from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import ChunkComputed
+from baton.engine.request import EngineRequest, Reservation
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import to_detail
 from decode_node.admission import no_room
 from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
@@ -35,11 +39,7 @@ from decode_node.commands import (
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal
 from decode_node.rules import DecodeRules
-from engine.events import ChunkComputed
-from engine.request import EngineRequest, Reservation
 from kvtransfer.leases import LeaseGrant, LeaseTotals
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 
 class Phase(Enum):

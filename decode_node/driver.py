@@ -9,9 +9,14 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from baton.config import DecodeSettings
-from baton.error_detail import from_detail
-from baton.errors import BatonError, InternalError
+from baton.core.errors import BatonError, InternalError
+from baton.engine.events import StepEvents
+from baton.node.assembly import Listener, Node
+from baton.node.failures import log_arrival, log_failure
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import from_detail
+from baton.settings.config import DecodeSettings
 from decode_node.commands import (
     Abort,
     Admit,
@@ -47,13 +52,8 @@ from decode_node.local_prefill import Streams, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.rules import DecodeRules
-from engine.events import StepEvents
 from kvtransfer import records
 from kvtransfer.leases import LeaseTotals
-from node.assembly import Listener, Node
-from node.failures import log_arrival, log_failure
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 

@@ -6,12 +6,12 @@ stream, `engine_id` the name of one request in this node's engine.
 
 from dataclasses import dataclass
 
-from baton.errors import BatonError
-from baton.types import FinishReason
-from engine.events import StepEvents
-from engine.request import Reservation
+from baton.core.errors import BatonError
+from baton.core.types import FinishReason
+from baton.engine.events import StepEvents
+from baton.engine.request import Reservation
+from baton.protos.v1 import decode_pb2 as pb
 from kvtransfer.leases import LeaseTotals
-from protos.baton.v1 import decode_pb2 as pb
 
 
 @dataclass(frozen=True)

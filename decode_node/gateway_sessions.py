@@ -8,8 +8,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import Event, SessionClosed, SessionMessage, SessionOpened
-from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from baton.convert import token_from_proto
-from baton.errors import BatonError
-from baton.types import TokenOutput
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
+from baton.core.errors import BatonError
+from baton.core.types import TokenOutput
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.convert import token_from_proto
 
 
 @dataclass(frozen=True)

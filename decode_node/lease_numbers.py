@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator
 
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 from kvtransfer.leases import UsedNumbers
 from kvtransfer.segments import LEASE_NUMBER_BITS
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
 
 # A step may become longer by this part of a plain decode step, or by this time, whichever is more.
 _EXTRA_PART = 0.1

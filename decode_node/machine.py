@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
-from baton.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
-from baton.error_detail import from_detail, to_detail
-from baton.errors import BatonError, InvalidRequest, NoNode
-from baton.errors import Draining as DrainingError
-from baton.pools import blocks_for
+from baton.core.errors import BatonError, InvalidRequest, NoNode
+from baton.core.errors import Draining as DrainingError
+from baton.core.pools import blocks_for
+from baton.engine.events import PromptScored, StepEvents
+from baton.engine.request import PATIENCE_S, EngineRequest
+from baton.node.prompt_logprobs import add_prompt_logprobs
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
 from decode_node.deadlines import Deadlines
@@ -41,10 +45,6 @@ from decode_node.events import (
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
 from decode_node.rules import DecodeRules
-from engine.events import PromptScored, StepEvents
-from engine.request import PATIENCE_S, EngineRequest
-from node.prompt_logprobs import add_prompt_logprobs
-from protos.baton.v1 import decode_pb2 as pb
 
 
 class DecodeMachine:

@@ -13,13 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, NoNode, Overloaded, PeerRefused
-from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
-from decode_node.sender_numbers import SenderNumbers
-from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
-from kvtransfer.records import LinkMeasure, PeerTraffic
-from node.assembly import Node
-from node.describe import (
+from baton.core.errors import BatonError, NoNode, Overloaded, PeerRefused
+from baton.node.assembly import Node
+from baton.node.describe import (
     describe_conversion,
     describe_measure,
     describe_mismatches,
@@ -30,10 +26,14 @@ from node.describe import (
     to_mismatches,
     to_warm_ups,
 )
-from node.hello import check_addresses, check_info
-from node.link_floor import below_floor
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
+from baton.node.hello import check_addresses, check_info
+from baton.node.link_floor import below_floor
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
+from decode_node.sender_numbers import SenderNumbers
+from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
+from kvtransfer.records import LinkMeasure, PeerTraffic
 
 log = logging.getLogger("baton")
 

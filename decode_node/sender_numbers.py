@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from baton.errors import Overloaded
+from baton.core.errors import Overloaded
 from kvtransfer.segments import SENDER_BITS
 
 _END = 1 << SENDER_BITS

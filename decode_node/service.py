@@ -4,19 +4,19 @@ from collections.abc import AsyncIterator, Mapping
 
 import grpc
 
-from baton.errors import BatonError
-from baton.pools import left_after
+from baton.core.errors import BatonError
+from baton.core.pools import left_after
+from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.v1 import decode_pb2_grpc, node_pb2
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from decode_node.events import RoomFreed
-from protos.baton.v1 import decode_pb2 as pb
-from protos.baton.v1 import decode_pb2_grpc, node_pb2
 
 SERVICE_NAME = "baton.v1.Decode"
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """The decode role of a node process (`node.process.Role`)."""
+    """The decode role of a node process (`baton.node.process.Role`)."""
 
     def __init__(self, driver: DecodeDriver) -> None:
         self._driver = driver

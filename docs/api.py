@@ -11,13 +11,13 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from baton.errors import InvalidRequest
-from baton.types import SamplingParams
-from gateway.http.anthropic.models import MessagesRequest
-from gateway.http.bodies import IGNORED, ChatBody, CompletionBody
-from gateway.http.responses.models import ResponsesRequest
-from gateway.http.routes import ROUTES
-from grammar import schema, tags
+from baton.core.errors import InvalidRequest
+from baton.core.types import SamplingParams
+from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.bodies import IGNORED, ChatBody, CompletionBody
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.routes import ROUTES
+from baton.grammar import schema, tags
 
 PAGE = Path(__file__).resolve().parent / "api.md"
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attention.backend import AttentionFeature, BackendCapabilities
 from attention.selection import BACKENDS
-from kvcache.spec import FP8_DTYPES
+from baton.kvcache.spec import FP8_DTYPES
 
 # vLLM's names, where they differ from the names here.
 NAMES = (
@@ -15,13 +15,13 @@ NAMES = (
     ("AttentionImpl", "attention.backend.AttentionBackend"),
     ("accept_output_buffer", "attention.layer.Attention.forward"),
     ("output_scale", "attention.layer.Attention.forward"),
-    ("_prob_scale", "kvcache.scales.KVScales"),
+    ("_prob_scale", "baton.kvcache.scales.KVScales"),
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
     ("use_sparse", "attention.backend.AttentionFeature.SPARSE"),
     ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
     ("kv_sharing_target_layer_name", "attention.layer.Attention"),
-    ("get_kv_cache_shape", "kvcache.cache.PagedKVCache"),
-    ("get_kv_cache_stride_order", "kvcache.layout.KVCacheLayout.memory_order"),
+    ("get_kv_cache_shape", "baton.kvcache.cache.PagedKVCache"),
+    ("get_kv_cache_stride_order", "baton.kvcache.layout.KVCacheLayout.memory_order"),
     ("LocalStridedBlockSparseAttn", "attention.kernels.blocksparse.prefill.blocksparse_prefill"),
     ("PagedAttention.forward_decode", "attention.kernels.blocksparse.decode.blocksparse_decode"),
     ("MLACommonImpl", "attention.mla.MLAAttention"),
@@ -64,10 +64,10 @@ LIBRARY_API = (
     ),
     ("attention.selection.selection_report", "Each backend's reasons as text, without making a backend."),
     ("attention.selection.fitting_backends", "All backends that meet the needs; the benchmarks compare them."),
-    ("kvcache.block_ops.copy_blocks", "Copies whole blocks within a cache."),
-    ("kvcache.block_ops.swap_blocks", "Copies whole blocks between a GPU's cache and a host's."),
-    ("kvcache.block_ops.convert_kv", "Converts a layer to another dtype, fp8 included."),
-    ("kvcache.layout.LayoutChoice.set_kv_cache_layout", "Overrides the layout from the program."),
+    ("baton.kvcache.block_ops.copy_blocks", "Copies whole blocks within a cache."),
+    ("baton.kvcache.block_ops.swap_blocks", "Copies whole blocks between a GPU's cache and a host's."),
+    ("baton.kvcache.block_ops.convert_kv", "Converts a layer to another dtype, fp8 included."),
+    ("baton.kvcache.layout.LayoutChoice.set_kv_cache_layout", "Overrides the layout from the program."),
 )
 
 PAGE = Path(__file__).resolve().parent / "attention.md"
@@ -83,7 +83,7 @@ start. A backend whose package is missing is refused with the command that insta
 is installed. With `--constraint constraints-attention.txt` of the repository both take versions that resolve together.
 [Adding an attention backend](adding-a-backend.md) has a complete example.
 
-`attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One conformance suite
+`attention/parameters.py` defines each feature, `baton/kvcache/layout.py` the layouts. One conformance suite
 (`tests/conformance/attention`) compares the backends with attention by its definition in float64: `make test` runs
 plain torch and Triton's interpreter on a CPU, `make test-gpu` all backends that a GPU machine has. Speeds of Baton and
 its rivals are in [attention.md](../bench/results/attention.md), the suite's results on a GPU in

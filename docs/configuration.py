@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from baton.config import CommonSettings, DecodeSettings, NodeSettings, PrefillSettings, ProcessSettings
-from baton.gateway_config import GatewaySettings, PickerSettings
-from baton.settings_reader import settings_table
+from baton.settings.config import CommonSettings, DecodeSettings, NodeSettings, PrefillSettings, ProcessSettings
+from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.reader import settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 

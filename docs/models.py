@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers.models.auto import modeling_auto
 
-from models.families.table import FAMILIES, FEATURES, Features
+from baton.models.families.table import FAMILIES, FEATURES, Features
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 
@@ -19,7 +19,7 @@ OUTCOMES = PAGE.parents[1] / "bench" / "results" / "families.json"
 _INTRODUCTION = """# Models
 
 `--model` names a directory in Hugging Face's form: `config.json`, safetensors, tokenizer. The first entry of
-`architectures` decides which file of `models/families/` computes the model. A field of `config.json` that asks for an
+`architectures` decides which file of `baton/models/families/` computes the model. A field of `config.json` that asks for an
 unsupported feature is an error that names the field; nothing is ignored silently.
 """
 
@@ -104,7 +104,7 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   unequal numbers of query heads on its ranks, as Falcon-7B with 71. Any other number of ranks is refused, and the error
   lists the numbers that work.
 - [attention.md](attention.md) says which attention backend can serve which model. The size of one token's KV, and what
-  each layer needs of attention, come from `models/needs.py`.
+  each layer needs of attention, come from `baton/models/loading/needs.py`.
 - [Adding a model family](adding-a-model.md) has a complete example.
 """
 

@@ -9,7 +9,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "deploy/README.md", "models/demo/README.md", "bench/results/*.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "deploy/README.md",
+    "baton/models/demo/README.md",
+    "bench/results/*.md",
+)
 _ASSETS = ("docs/site.css",)
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.gateway_config import GatewaySettings
+from baton.settings.gateway_config import GatewaySettings
 from baton.tracing.declared import EVENTS, MEANINGS, SPANS, SpanType
 
 PAGE = Path(__file__).resolve().parent / "tracing.md"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import grpc
 
-from baton import errors
+from baton.core import errors
+from baton.gateway.http.errors import status_of
 from baton.rpc.status import to_status
-from gateway.http.errors import status_of
 
 PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 

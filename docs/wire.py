@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from kvtransfer.leases import Refusal
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST
 from kvtransfer.segments import (
@@ -16,7 +17,6 @@ from kvtransfer.segments import (
     TRAILER_BYTES,
     WARM_UP,
 )
-from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 PAGE = Path(__file__).resolve().parent / "wire.md"
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import PeerRefused
-from kvcache.spec import FP8_DTYPES
+from baton.core.errors import PeerRefused
+from baton.kvcache.spec import FP8_DTYPES
 from kvtransfer.plan import WirePlan
 
 

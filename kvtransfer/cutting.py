@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.errors import ConfigError
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError
+from baton.kvcache.spec import KVKind
 from kvtransfer.flows import Flow, common
 from kvtransfer.parts import Part, part_with
 from kvtransfer.records import SendJob

@@ -11,8 +11,8 @@ they would bring to each rank. A sender's request is one rank's too, so every ra
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
-from kvcache.spec import KVCacheSpec
+from baton.core.errors import ConfigError
+from baton.kvcache.spec import KVCacheSpec
 
 
 @dataclass(frozen=True)

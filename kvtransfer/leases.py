@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from baton.errors import InternalError, UnknownLease
+from baton.core.errors import InternalError, UnknownLease
 from kvtransfer.coverage import Coverage
 from kvtransfer.parts import Part, part_with
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes

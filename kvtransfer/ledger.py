@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvcache.wire.conversion import Converter
+from baton.kvcache.wire.conversion import Converter
 from kvtransfer.leases import Refusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
 from kvtransfer.records import PeerTraffic, TransferCounters

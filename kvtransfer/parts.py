@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.segments import Segment
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.errors import ConfigError, PeerRefused
-from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
+from baton.core.errors import ConfigError, PeerRefused
+from baton.kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, part_flows
 
 # Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.

@@ -1,6 +1,6 @@
 """The verbs of one rank's KV transfer, stated once: arguments, order and errors.
 
-`KVTransfer` implements them over a cache of its own process, `node.ranks.remote.RemoteTransfer` calls another
+`KVTransfer` implements them over a cache of its own process, `baton.node.ranks.remote.RemoteTransfer` calls another
 process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
 """
 
@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed

@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from baton.errors import BatonError, DataLoss, PeerRefused, UnknownLease
+from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair, common
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal

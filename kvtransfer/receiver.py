@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.errors import BatonError, DataLoss, UnknownLease
-from kvcache.cache import PagedKVCache
+from baton.core.errors import BatonError, DataLoss, UnknownLease
+from baton.kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
 from kvtransfer.flows import Flow
 from kvtransfer.leases import Refusal
 from kvtransfer.link import LinkSpeed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.errors import DataLoss
+from baton.core.errors import DataLoss
 from kvtransfer.segments import PING, PONG, Tag
 from kvtransfer.transports.transport import Arrival, Transport
 

@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from baton.errors import ConfigError, InternalError
-from kvcache.spec import ALIGN_TOKENS, KVCacheSpec
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.spec import ALIGN_TOKENS, KVCacheSpec
 
 SENDER_BITS = 12
 LEASE_BITS = 36

@@ -12,8 +12,8 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from baton.errors import BatonError, Cancelled, DataLoss, UnknownLease
-from kvcache.cache import PagedKVCache
+from baton.core.errors import BatonError, Cancelled, DataLoss, UnknownLease
+from baton.kvcache.cache import PagedKVCache
 from kvtransfer.cutting import segments_of
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Mover, Pending

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
-from kvcache.spec import KVCacheSpec
+from baton.core.errors import ConfigError
+from baton.kvcache.spec import KVCacheSpec
 from kvtransfer.parts import Part, parts_of
 from kvtransfer.segments import TRAILER_BYTES
 

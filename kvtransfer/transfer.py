@@ -12,9 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from baton.errors import BatonError, DeadlineExceeded, Draining, InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.wire.conversion import Converter, open_converter
+from baton.core.errors import BatonError, DeadlineExceeded, Draining, InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.wire.conversion import Converter, open_converter
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals, UsedNumbers
 from kvtransfer.ledger import Peer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, DataLoss, PeerRefused
+from baton.core.errors import BatonError, DataLoss, PeerRefused
 from kvtransfer.link import LEAST_PAYLOAD_BYTES, message_cost_s
 from kvtransfer.movers.mover import Reading
 from kvtransfer.records import LinkMeasure

@@ -19,8 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, DataLoss, Draining, InternalError
-from kvcache.cache import PagedKVCache
+from baton.core.errors import BatonError, DataLoss, Draining, InternalError
+from baton.kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover

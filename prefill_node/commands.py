@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from baton.errors import BatonError
-from engine.request import EngineRequest
+from baton.core.errors import BatonError
+from baton.engine.request import EngineRequest
+from baton.protos.v1 import decode_pb2
+from baton.protos.v1 import prefill_pb2 as pb
 from kvtransfer.records import SendJob
-from protos.baton.v1 import decode_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 
 
 @dataclass(frozen=True)

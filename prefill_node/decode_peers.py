@@ -14,17 +14,9 @@ from statistics import median
 
 import grpc
 
-from baton.errors import BatonError, Draining, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
-from baton.rpc.server import connect
-from baton.rpc.status import from_rpc_error
-from baton.security.roles import Role
-from baton.security.tls import Dial, InternalTls
-from kvtransfer.conversion import KVConversion, conversion_of
-from kvtransfer.link import LinkSpeed
-from kvtransfer.plan import PlanRefused, agree, links_between
-from kvtransfer.ranked import MOST_RANKS, RankedTransfer
-from node.assembly import Node
-from node.describe import (
+from baton.core.errors import BatonError, Draining, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
+from baton.node.assembly import Node
+from baton.node.describe import (
     describe_conversion,
     describe_measure,
     describe_mismatches,
@@ -35,11 +27,19 @@ from node.describe import (
     to_measure,
     to_mismatches,
 )
-from node.hello import check_accepted, check_addresses, check_info, check_measure
-from node.link_floor import below_floor
+from baton.node.hello import check_accepted, check_addresses, check_info, check_measure
+from baton.node.link_floor import below_floor
+from baton.protos.v1 import common_pb2, decode_pb2_grpc
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from baton.security.roles import Role
+from baton.security.tls import Dial, InternalTls
+from kvtransfer.conversion import KVConversion, conversion_of
+from kvtransfer.link import LinkSpeed
+from kvtransfer.plan import PlanRefused, agree, links_between
+from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 from prefill_node.events import LeaseEnded, PeerFacts, PeerLost
-from protos.baton.v1 import common_pb2, decode_pb2_grpc
-from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 

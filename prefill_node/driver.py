@@ -6,15 +6,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 
-from baton.config import PrefillSettings
-from baton.convert import grammar_from_proto
-from baton.errors import BatonError, InternalError
-from baton.logs import enter_request
-from engine.request import EngineRequest
+from baton.core.errors import BatonError, InternalError
+from baton.core.logs import enter_request
+from baton.engine.request import EngineRequest
+from baton.node.assembly import Listener, Node
+from baton.node.failures import log_arrival, log_failure
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import prefill_pb2 as pb
+from baton.rpc.convert import grammar_from_proto
+from baton.settings.config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
-from node.assembly import Listener, Node
-from node.failures import log_arrival, log_failure
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.decode_peers import DecodePeer, DecodePeers
 from prefill_node.events import (
@@ -31,8 +33,6 @@ from prefill_node.events import (
 )
 from prefill_node.machine import PrefillMachine, PrefillRules
 from prefill_node.response_stream import ResponseStream, Write
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 
 log = logging.getLogger("baton")
 

@@ -7,10 +7,10 @@ Decode service have a dot in their names. `peer` is this node's number for one d
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import BatonError
-from engine.events import StepEvents
+from baton.core.errors import BatonError
+from baton.engine.events import StepEvents
+from baton.protos.v1 import prefill_pb2 as pb
 from kvtransfer.segments import Segment
-from protos.baton.v1 import prefill_pb2 as pb
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton import errors
-from baton.errors import BatonError
-from engine.events import StepEvents
-from kvcache.spec import KVCacheSpec
+from baton.core import errors
+from baton.core.errors import BatonError
+from baton.engine.events import StepEvents
+from baton.kvcache.spec import KVCacheSpec
 from prefill_node.commands import Command, EndCall
 from prefill_node.events import (
     Aborted,

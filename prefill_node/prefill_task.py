@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
-from baton.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
-from baton.error_detail import to_detail
-from baton.errors import BatonError, InvalidRequest
-from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
-from engine.request import EngineRequest
-from kvcache.spec import KVCacheSpec
+from baton.core.errors import BatonError, InvalidRequest
+from baton.engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
+from baton.engine.request import EngineRequest
+from baton.kvcache.spec import KVCacheSpec
+from baton.node.prompt_logprobs import add_prompt_logprobs
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import prefill_pb2 as pb
+from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Piece, Segment
-from node.prompt_logprobs import add_prompt_logprobs
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
 from prefill_node.unsent import Unsent
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 
 EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed
 TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted

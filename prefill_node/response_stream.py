@@ -6,8 +6,8 @@ The machine's responses are queued, so that a slow gateway delays neither the se
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.errors import BatonError
-from protos.baton.v1 import prefill_pb2 as pb
+from baton.core.errors import BatonError
+from baton.protos.v1 import prefill_pb2 as pb
 
 Write = Callable[[pb.PrefillEvent], Awaitable[None]]
 

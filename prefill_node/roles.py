@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from baton.config import DecodeSettings, PrefillSettings
+from baton.node.role import RoleKind
+from baton.protos.v1 import common_pb2
+from baton.settings.config import DecodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
-from node.role import RoleKind
 from prefill_node.service import PrefillService
-from protos.baton.v1 import common_pb2
 
 ROLES: Mapping[common_pb2.Role.ValueType, RoleKind] = MappingProxyType(
     {

@@ -1,21 +1,22 @@
-"""The Prefill service, and the prefill role of a node process (`node.process.Role`), which may also serve Decode."""
+"""The Prefill service, and the prefill role of a node process (`baton.node.process.Role`), which may also serve
+Decode."""
 
 from collections.abc import Mapping
 
 import grpc
 
-from baton.config import PrefillSettings
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.node.assembly import Node
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from baton.protos.v1 import prefill_pb2 as pb
 from baton.rpc.server import Address
 from baton.rpc.status import abort, client_may_leave
+from baton.settings.config import PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
-from node.assembly import Node
-from node.waiting import until
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing, Draining
-from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
-from protos.baton.v1 import prefill_pb2 as pb
 
 SERVICE_NAME = "baton.v1.Prefill"
 

@@ -2,7 +2,7 @@
 
 from itertools import chain, groupby
 
-from kvcache.spec import KVCacheSpec
+from baton.kvcache.spec import KVCacheSpec
 from kvtransfer.segments import Piece
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from baton.logs import enter_request
+from baton.core.logs import enter_request
 
 if not torch.cuda.is_available():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.

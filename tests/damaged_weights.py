@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from models.weights.checkpoint import StoredTensor, read_checkpoint
+from baton.models.checkpoint.checkpoint import StoredTensor, read_checkpoint
 
 
 def largest_tensor(model: Path) -> StoredTensor:

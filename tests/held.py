@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from baton.cli.processes import Running
-from engine.engine import Engine
+from baton.engine.engine import Engine
 from tests.warm import launch_warm
 
 

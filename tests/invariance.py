@@ -9,12 +9,12 @@ from torch import Tensor
 
 from attention.metadata import build_common_metadata
 from attention.selection import select_backend
-from kvcache.cache import PagedKVCache
-from kvcache.layout import parse_layout
-from kvcache.spec import KVCacheShape, KVKind
-from models.config.reader import read_config
-from models.needs import attention_needs, kv_cache_spec
-from models.weights.loader import load_model
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import parse_layout
+from baton.kvcache.spec import KVCacheShape, KVKind
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
+from baton.models.loading.needs import attention_needs, kv_cache_spec
 
 MAX_REQUESTS = 40
 

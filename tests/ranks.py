@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from models.parallel import TensorParallel
+from baton.models.layers.parallel import TensorParallel
 from tests.warm import fork_server
 
 

@@ -42,14 +42,14 @@ MAY_IMPORT = {
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
-GRPC_IN_BATON = ("baton.client", "baton.rpc", "baton.security")
+GRPC_IN_BATON = ("baton.client.client", "baton.rpc", "baton.security")
 
 WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
 WITHOUT_TORCH_MODULES = {
-    "grammar.checker",
-    "grammar.trial",
-    "kvcache.layout",
-    "kvcache.spec",
+    "baton.grammar.checker",
+    "baton.grammar.trial",
+    "baton.kvcache.layout",
+    "baton.kvcache.spec",
     "kvtransfer.plan",
     "kvtransfer.segments",
     "kvtransfer.leases",
@@ -57,27 +57,27 @@ WITHOUT_TORCH_MODULES = {
 
 # Modules without clock, task, thread, socket, randomness or torch: events go in, commands come out.
 PURE_MODULES = {
-    "baton.block_keys",
-    "baton.proxies",
-    "engine.events",
-    "engine.launch_pace",
-    "engine.scheduling.block_manager",
-    "engine.scheduling.scheduler",
-    "gateway.affinity",
-    "gateway.balance",
-    "gateway.cache_position",
-    "gateway.cache_union",
-    "gateway.discovery.endpoint_slices",
-    "gateway.prefix_index",
-    "gateway.router",
+    "baton.core.block_keys",
+    "baton.core.proxies",
+    "baton.engine.events",
+    "baton.engine.launch_pace",
+    "baton.engine.scheduling.block_manager",
+    "baton.engine.scheduling.scheduler",
+    "baton.gateway.fleet.affinity",
+    "baton.gateway.request.balance",
+    "baton.gateway.fleet.cache_position",
+    "baton.gateway.fleet.cache_union",
+    "baton.gateway.fleet.discovery.endpoint_slices",
+    "baton.gateway.fleet.prefix_index",
+    "baton.gateway.fleet.router",
     "kvtransfer.leases",
     "kvtransfer.plan",
     "kvtransfer.segments",
-    "load.goals",
-    "load.metrics",
-    "load.records",
-    "load.search",
-    "load.sse",
+    "baton.load.goals",
+    "baton.load.metrics",
+    "baton.load.records",
+    "baton.load.search",
+    "baton.load.sse",
 }
 PURE_NAMES = re.compile(r"(gateway|prefill_node|decode_node)\.(machine|\w+_machine|\w+_task|events|commands|fleet)")
 IMPURE = {
@@ -86,7 +86,7 @@ IMPURE = {
 }  # fmt: skip
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-READS_ENVIRONMENT = {"baton.environment", "baton.settings_reader"}
+READS_ENVIRONMENT = {"baton.settings.environment", "baton.settings.reader"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Module:
         assert node.level == 0, f"{self.name} has a relative import"
         source = node.module or ""
         for alias in node.names:
-            # `from kvcache import layout` names a module, `from kvcache.layout import parse_layout` does not.
+            # `from kvcache import layout` names a module, `from baton.kvcache.layout import parse_layout` does not.
             is_module = (ROOT / source.replace(".", "/") / f"{alias.name}.py").is_file()
             is_package = (ROOT / source.replace(".", "/") / alias.name / "__init__.py").is_file()
             yield f"{source}.{alias.name}" if is_module or is_package or _is_generated(alias.name) else source
@@ -425,19 +425,19 @@ def test_the_gateway_and_the_pure_parts_need_no_torch() -> None:
 def test_the_process_that_checks_grammars_is_small() -> None:
     """Each gateway process has one, with forks that a few grammars may end."""
     block = BLOCK.format(names=["torch", "transformers", "grpc", "google.protobuf", "pydantic", "asyncio"])
-    run_python(block + IMPORT_ALL, '["grammar.trial"]')
+    run_python(block + IMPORT_ALL, '["baton.grammar.trial"]')
 
 
 def test_the_process_that_renders_chat_templates_is_small() -> None:
     """As that of grammars. It has no need for what reads files of models and settings."""
     block = BLOCK.format(names=["torch", "transformers", "grpc", "google.protobuf", "pydantic", "tokenizers"])
-    run_python(block + IMPORT_ALL, '["gateway.chat.rendering"]')
+    run_python(block + IMPORT_ALL, '["baton.gateway.text.chat.rendering"]')
 
 
 def test_a_gateway_compiles_no_grammar_itself() -> None:
     """Nothing interrupts that, and it may end the process."""
-    block = BLOCK.format(names=["grammar.compiler", "grammar.matcher", "grammar.trial"])
-    run_python(block + IMPORT_ALL, '["gateway.start", "gateway.worker"]')
+    block = BLOCK.format(names=["baton.grammar.compiler", "baton.grammar.matcher", "baton.grammar.trial"])
+    run_python(block + IMPORT_ALL, '["baton.gateway.process.start", "baton.gateway.process.worker"]')
 
 
 @pytest.mark.slow
@@ -466,11 +466,11 @@ def test_the_watch_sees_every_forbidden_act(tmp_path: Path) -> None:
         "'HOME' in os.environ\n"
         "torch.cuda.is_available()\n"
         "threading.Thread(target=int, daemon=True).start()\n"
-        "from baton.gateway_config import GatewaySettings\n"
+        "from baton.settings.gateway_config import GatewaySettings\n"
         "GatewaySettings()\n"
     )
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCH}"
-    theirs = json.dumps(["torch", "baton.gateway_config"])
+    theirs = json.dumps(["torch", "baton.settings.gateway_config"])
     seen = json.loads(run_python(program, '["guilty"]', theirs, json.dumps([f"{tmp_path}/"])))
     lines = {int(text.partition(" ")[0].rpartition(":")[2]) for text in seen if text.startswith(str(tmp_path))}
     assert lines == {2, 3, 4, 5, 7}

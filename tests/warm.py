@@ -20,9 +20,9 @@ from pathlib import Path
 PRELOADED = (
     "baton.cli",
     "decode_node.service",
-    "gateway.http.server",
-    "gateway.rpc.services",
-    "node.process",
+    "baton.gateway.http.server",
+    "baton.gateway.grpc.services",
+    "baton.node.process",
     "prefill_node.service",
 )
 BATON = "baton"

@@ -25,10 +25,10 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from baton.errors import ConfigError
-from kvcache.layout import GQA_LAYOUTS
-from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from kvcache.tokens import WriteIndex
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import GQA_LAYOUTS
+from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 _MAX_HEAD_SIZE = 256
 _HOPPER = 9  # the first number of its compute capability

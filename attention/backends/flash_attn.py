@@ -17,9 +17,9 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from kvcache.layout import GQA_LAYOUTS
-from kvcache.spec import KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.layout import GQA_LAYOUTS
+from baton.kvcache.spec import KVKind
+from baton.kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)

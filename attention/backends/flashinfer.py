@@ -19,9 +19,9 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from kvcache.layout import GQA_LAYOUTS
-from kvcache.spec import FP8_DTYPES, KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.layout import GQA_LAYOUTS
+from baton.kvcache.spec import FP8_DTYPES, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 # The keys of these types are the call's own, so no scale of a cache applies.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -21,10 +21,10 @@ from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache import TORCH_DTYPES
-from kvcache.layout import MLA_LAYOUTS
-from kvcache.spec import KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.layout import MLA_LAYOUTS
+from baton.kvcache.spec import KVKind
+from baton.kvcache.tokens import WriteIndex
 
 LATENT_RANK = 512
 ROTARY_DIM = 64

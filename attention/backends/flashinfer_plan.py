@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.backend import AttentionNeeds
 from attention.kernels.block_list import list_blocks
 from attention.metadata import CommonAttentionMetadata
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 
 class Planned:

@@ -20,8 +20,8 @@ from attention.backends.flashinfer_workspace import (
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
 from attention.platform import Platform
-from kvcache.cache import TORCH_DTYPES
-from kvcache.spec import FP8_DTYPES
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.spec import FP8_DTYPES
 
 
 class Wrappers:

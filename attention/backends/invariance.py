@@ -9,7 +9,7 @@ is computed again with a prompt (preemption, another node, an answer that begins
 import numpy as np
 
 from attention.metadata import CommonAttentionMetadata
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 # Keys of a decode that make one partial result. On an H200 8 programs read 512 keys of 8 heads in 5 us; smaller splits
 # cost memory and merging, larger ones leave most of the GPU idle when requests are few.

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from attention.backend import AttentionNeeds, RaggedLens
 from attention.kernels.paged.attend import ragged_attention
-from baton.errors import ConfigError
-from kvcache.cache import TORCH_DTYPES
+from baton.core.errors import ConfigError
+from baton.kvcache.cache import TORCH_DTYPES
 
 
 def new_workspace(needs: AttentionNeeds, context_workspace_tokens: int) -> Tensor:

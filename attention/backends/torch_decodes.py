@@ -16,8 +16,8 @@ from attention.backends.torch_softmax import needs_softmax, softmax_attention
 from attention.blocksparse import BlocksparseParams
 from attention.blocksparse_mask import block_mask
 from attention.parameters import AttentionParameters
-from kvcache.access import gather_tokens
-from kvcache.tokens import TokenIndex
+from baton.kvcache.access import gather_tokens
+from baton.kvcache.tokens import TokenIndex
 
 # A second call costs as much as about this many padded tokens: 60 us against 0.2-0.5 us for each of 2 KiB.
 _WASTE_TOKENS = 256

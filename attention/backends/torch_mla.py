@@ -21,10 +21,10 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
-from kvcache.cache import TORCH_DTYPES
-from kvcache.layout import MLA_LAYOUTS
-from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.layout import MLA_LAYOUTS
+from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 # Queries whose scores are in memory at once. With the workspace this bounds memory for any prompt and context.
 _PIECE_TOKENS = 256

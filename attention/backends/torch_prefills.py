@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.backends.torch_sight import Sight, unseen_by_pattern
 from attention.backends.torch_softmax import needs_softmax, softmax_attention
 from attention.parameters import AttentionParameters
-from kvcache.access import gather_tokens
-from kvcache.tokens import TokenIndex
+from baton.kvcache.access import gather_tokens
+from baton.kvcache.tokens import TokenIndex
 
 # Queries per call: bounds the mask, and the useless scores above the diagonal.
 _PIECE_TOKENS = 256

@@ -17,11 +17,11 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache import TORCH_DTYPES
-from kvcache.fp8 import dequantize
-from kvcache.layout import GQA_LAYOUTS
-from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.fp8 import dequantize
+from baton.kvcache.layout import GQA_LAYOUTS
+from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attention.sparse import SparseQueries, best_keys, index_scores, slots_of
-from kvcache.access import gather_tokens
-from kvcache.tokens import TokenIndex
+from baton.kvcache.access import gather_tokens
+from baton.kvcache.tokens import TokenIndex
 
 # Queries whose scores, or selected latents, are in memory at once.
 _SCORED_QUERIES, _ATTENDING_QUERIES = 64, 16

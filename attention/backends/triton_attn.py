@@ -26,10 +26,10 @@ from attention.layer_checks import check_heads
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from kvcache.fp8 import is_fp8
-from kvcache.layout import GQA_LAYOUTS
-from kvcache.scales import KVScales
-from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.fp8 import is_fp8
+from baton.kvcache.layout import GQA_LAYOUTS
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 

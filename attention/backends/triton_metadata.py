@@ -30,8 +30,8 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache import TORCH_DTYPES
-from kvcache.tokens import WriteIndex
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.tokens import WriteIndex
 
 # Batches for the persistent kernel of `attention.kernels.paged.persistent`: many short prompts without context. On an
 # H200, with 32 query heads on 8 of 128 channels, it takes 0.75 of the other kernel's time for 200 prompts of 8 to 400

@@ -21,10 +21,10 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
-from baton.errors import InternalError
-from kvcache.layout import MLA_LAYOUTS
-from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from kvcache.tokens import WriteIndex
+from baton.core.errors import InternalError
+from baton.kvcache.layout import MLA_LAYOUTS
+from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 # Queries of one launch over selected tokens: enough for any GPU, and few enough for a kernel that reads all lengths.
 _SELECTING_QUERIES = 512

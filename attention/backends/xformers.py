@@ -23,9 +23,9 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
-from kvcache.tokens import WriteIndex
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
+from baton.kvcache.tokens import WriteIndex
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _SPLIT_K_BLOCK_MULTIPLE = 64

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.launch import await_predecessors, overlap, start_dependents
+from baton.tritonlib.launch import await_predecessors, overlap, start_dependents
 
 
 def merge_attn_states(

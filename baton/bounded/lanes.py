@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.core.errors import BatonError, InternalError, InvalidRequest
 
 Answer = dict[str, Any]
 # From a question's fields and content to the content of its answer.

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from baton.bounded.lanes import Answer
-from baton.environment import bare_environment
+from baton.settings.environment import bare_environment
 
 log = logging.getLogger("baton")
 

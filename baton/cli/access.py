@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from baton.environment import set_client_access
-from baton.errors import InvalidRequest
+from baton.core.errors import InvalidRequest
+from baton.settings.environment import set_client_access
 
 ApiKey = Annotated[
     str | None,

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from baton.errors import ConfigError
-from baton.regular_file import check_can_write, read_regular_file, write_regular_file
+from baton.core.errors import ConfigError
+from baton.core.regular_file import check_can_write, read_regular_file, write_regular_file
 from baton.security.keys import entry, new_key, parse_keys
 from baton.security.watched import FILE_BYTES_MAX
 

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client import DEFAULT_TARGET, Client
-from baton.errors import BatonError
-from baton.limits import TOKENS_MAX
-from baton.logs import write_line
-from baton.outputs import Event, Notice
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.outputs import Event, Notice
+from baton.core.errors import BatonError
+from baton.core.limits import TOKENS_MAX
+from baton.core.logs import write_line
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

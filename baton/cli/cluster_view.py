@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from baton.errors import InternalError
-from baton.security.log_lines import printable
+from baton.core.errors import InternalError
+from baton.core.log_lines import printable
 
 _NAME_MAX, _TEXT_MAX = 128, 600
 

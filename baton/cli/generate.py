@@ -14,15 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
-from baton.client import DEFAULT_TARGET, Client
-from baton.client_messages import Options, Sampling
-from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
-from baton.limits import DURATION_S_MIN, SECONDS_MAX
-from baton.logs import write_line
-from baton.outputs import Completion, Finished, Notice
-from baton.revisions import describe_revision
-from baton.security.log_lines import escaped
-from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.messages import Options, Sampling
+from baton.client.outputs import Completion, Finished, Notice
+from baton.core.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton.core.limits import DURATION_S_MIN, SECONDS_MAX
+from baton.core.log_lines import escaped
+from baton.core.logs import write_line
+from baton.core.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
+from baton.rpc.revisions import describe_revision
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import NoReturn
 
-from baton.errors import InvalidRequest
-from baton.regular_file import check_can_write, write_regular_file
+from baton.core.errors import InvalidRequest
+from baton.core.regular_file import check_can_write, write_regular_file
 
 
 def check_output(path: Path, *, field: str) -> None:

@@ -1,8 +1,8 @@
 """The gateway's ports on this machine: checked before any process starts, which then binds them itself."""
 
-from baton.environment import is_set
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.rpc.server import Address, why_taken
+from baton.settings.environment import is_set
 
 DEFAULT_HTTP_PORT = 8000
 _HOST = "127.0.0.1"

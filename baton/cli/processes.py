@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from baton.environment import child_environment
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
+from baton.settings.environment import child_environment
 
 # A GPU node compiles kernels, profiles and captures graphs before it is ready.
 _READY_TIMEOUT_S = 600.0

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from baton.errors import BatonError
-from baton.logs import write_line
+from baton.core.errors import BatonError
+from baton.core.logs import write_line
 
 # Base class of the errors for wrong flags. typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.processes import Process, Running
-from baton.environment import child_environment
-from baton.security.log_lines import escaped
+from baton.core.log_lines import escaped
+from baton.settings.environment import child_environment
 
 
 class ClusterProgress:

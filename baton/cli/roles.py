@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from baton.environment import child_environment
+from baton.settings.environment import child_environment
 
 # All of it goes to the role, which has its own parser and its own --help.
 PASS_ON: dict[str, object] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -31,7 +31,7 @@ def gateway(flags: Flags = None) -> None:
 
 def picker(flags: Flags = None) -> None:
     """Choose gateways for a proxy; --help shows all settings."""
-    become("gateway.picker", flags)
+    become("baton.gateway.picker", flags)
 
 
 def become(module: str, flags: list[str] | None) -> NoReturn:

@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client import DEFAULT_TARGET, Client
-from baton.convert import phase_name, role_name
-from baton.errors import BatonError, shortened
-from baton.logs import write_line
-from baton.revisions import Member, describe_revision, mixture, revision_of
-from baton.security.log_lines import escaped
-from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.core.errors import BatonError, shortened
+from baton.core.log_lines import escaped
+from baton.core.logs import write_line
+from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.rpc.convert import phase_name, role_name
+from baton.rpc.revisions import Member, describe_revision, mixture, revision_of
 
 # Where output goes to no terminal, long names do not wrap.
 _WIDTH_IN_FILES = 160

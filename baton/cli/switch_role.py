@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client import DEFAULT_TARGET, Client
-from baton.limits import SECONDS_MAX
-from protos.baton.v1 import common_pb2
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.core.limits import SECONDS_MAX
+from baton.protos.v1 import common_pb2
 
 
 class NodeRole(StrEnum):

@@ -13,9 +13,9 @@ from rich.live import Live
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.cluster_view import ClusterView, read_view
 from baton.cli.frame import Frame
-from baton.client import DEFAULT_TARGET, Client
-from baton.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
-from baton.security.log_lines import escaped
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.core.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
+from baton.core.log_lines import escaped
 
 # Where output goes to no terminal, long names are not cut.
 _WIDTH_IN_FILES = 160

@@ -16,16 +16,16 @@ from baton.cli.ports import DEFAULT_HTTP_PORT, http_listen, refuse_taken_port
 from baton.cli.processes import Process, Processes, check_running
 from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.client import DEFAULT_PORT, Client
-from baton.config import DEMO_MODELS, NodeSettings
-from baton.environment import is_set, ranks_of_each_node, visible_gpus
-from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
-from baton.limits import TOKENS_MAX
-from baton.logs import write_in_background, write_line
-from baton.model_source import find_model
-from baton.security.log_lines import escaped
-from baton.types import LocalPolicy, SamplingParams
-from protos.baton.v1 import common_pb2
+from baton.client.client import DEFAULT_PORT, Client
+from baton.core.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
+from baton.core.limits import TOKENS_MAX
+from baton.core.log_lines import escaped
+from baton.core.logs import write_in_background, write_line
+from baton.core.types import LocalPolicy, SamplingParams
+from baton.protos.v1 import common_pb2
+from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
+from baton.settings.model_source import find_model
 
 _PAIRED_TIMEOUT_S = 60.0
 _NODES_MAX = 256  # of each role, on one machine

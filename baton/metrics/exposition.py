@@ -14,7 +14,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from baton import __version__
-from baton.errors import shortened
+from baton.core.errors import shortened
 from baton.metrics import declared
 from baton.metrics.declared import BASE_LABELS, Kind, Role, metrics_of
 from baton.metrics.tally import Layout, Series, scale

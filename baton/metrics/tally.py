@@ -1,7 +1,7 @@
 """Counters and histograms in one array of integers: counting is one addition, reading is done at the scrape. Pure.
 
-The array may be a row of memory that several processes share (`gateway.board`); then every process reads the sum of
-all rows.
+The array may be a row of memory that several processes share (`baton.gateway.core.shared_counters`); then every process
+reads the sum of all rows.
 """
 
 from bisect import bisect_left

@@ -5,13 +5,13 @@ from typing import TypeVar
 
 import grpc
 
-from baton.environment import environment_tls
-from baton.errors import NoNode
+from baton.core.errors import NoNode
+from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls
-from protos.baton.v1 import node_pb2, node_pb2_grpc
+from baton.settings.environment import environment_tls
 
 Answer = TypeVar("Answer")
 

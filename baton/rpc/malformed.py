@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
+from baton.core.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
 from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
 from baton.rpc.message_size import is_too_much
 from baton.rpc.status import abort, too_large

@@ -16,15 +16,15 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.config import KEEPALIVE_S
-from baton.errors import ConfigError
-from baton.proxies import Proxy
+from baton.core.errors import ConfigError
+from baton.core.proxies import Proxy
+from baton.rpc.guard import Authorize
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
-from baton.security.guard import Authorize
-from baton.security.servers import Protection
+from baton.rpc.secure_server import Protection
 from baton.security.tls import Dial
+from baton.settings.config import KEEPALIVE_S
 
 MESSAGE_BYTES_MAX = 256 << 20
 _GRPC_BYTES_MAX = (1 << 31) - 1

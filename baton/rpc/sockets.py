@@ -2,7 +2,7 @@
 
 import socket
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.rpc.server import Address
 
 _BACKLOG = 64

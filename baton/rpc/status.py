@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from baton import errors
-from baton.error_detail import from_detail, to_detail
-from protos.baton.v1 import common_pb2 as pb
+from baton.core import errors
+from baton.protos.v1 import common_pb2 as pb
+from baton.rpc.error_detail import from_detail, to_detail
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

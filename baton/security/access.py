@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from baton.environment import client_access, proxy_variables
-from baton.errors import ConfigError
-from baton.proxies import Proxy, proxy_for
+from baton.core.errors import ConfigError
+from baton.core.proxies import Proxy, proxy_for
 from baton.security.exposure import is_loopback
 from baton.security.pem import Files, read_pems
 from baton.security.tls import Dial
 from baton.security.watched import Watched
+from baton.settings.environment import client_access, proxy_variables
 
 SYSTEM = "system"  # in place of a file: the CAs that everybody knows
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Set
 from enum import StrEnum
 
-from baton.errors import PermissionDenied
+from baton.core.errors import PermissionDenied
 
 
 class Right(StrEnum):

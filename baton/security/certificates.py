@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from baton.errors import ConfigError
-from baton.regular_file import check_can_write, write_regular_file
+from baton.core.errors import ConfigError
+from baton.core.regular_file import check_can_write, write_regular_file
 from baton.security.roles import Role, dns_names_of, uri_of
 
 CA_CERT, CA_KEY = "ca.crt", "ca.key"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from baton.errors import Unauthenticated
+from baton.core.errors import Unauthenticated
 from baton.security.authorize import Right
 from baton.security.exposure import is_loopback
 from baton.security.identity import Caller

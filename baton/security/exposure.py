@@ -3,8 +3,8 @@
 import ipaddress
 from typing import Protocol
 
-from baton.config import flag, variable
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
+from baton.settings.config import flag, variable
 
 
 class Address(Protocol):

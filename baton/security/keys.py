@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.security.limits import Limits
 from baton.security.watched import read_file
 

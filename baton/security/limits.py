@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.core.errors import InvalidRequest, Overloaded
 
 _BUSY_RETRY_S = 1.0
 

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError, ConfigError
+from baton.core.errors import BatonError, ConfigError
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role, allows, name_of, role_of
 from baton.security.tls import TlsSettings

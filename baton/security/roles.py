@@ -8,7 +8,7 @@ switch between the two kinds: its certificate is good for both.
 from collections.abc import Iterable
 from enum import StrEnum
 
-from baton.errors import Unauthenticated
+from baton.core.errors import Unauthenticated
 
 _URI = "spiffe://baton/"
 _DOMAIN = ".baton"

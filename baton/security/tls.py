@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.security.channels import KeyedChannel, Options
 from baton.security.pem import Files, Pems, read_pems
 from baton.security.roles import Role, name_of

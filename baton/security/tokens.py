@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from jwt.algorithms import AllowedPublicKeys
 
-from baton.errors import ConfigError, Unauthenticated
+from baton.core.errors import ConfigError, Unauthenticated
 from baton.security.watched import read_file
 
 FIELD = "jwt_keys"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from baton.config import flag, variable
-from baton.errors import BatonError, ConfigError
-from baton.regular_file import read_regular_file
+from baton.core.errors import BatonError, ConfigError
+from baton.core.regular_file import read_regular_file
+from baton.settings.config import flag, variable
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec
 
 # Number of last queries of each of the first requests that are compared with the reference.
 CHECKED_REQUESTS = 2

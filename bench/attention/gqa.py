@@ -14,14 +14,14 @@ from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.selection import BACKENDS, BackendClass, fitting_backends, reasons_against
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from bench.attention.batches import Lengths, attend, checked_rows, keys_of, make_cache, make_common
 from bench.attention.figures import MAX_ERROR, Goal, Work, default_row, rows_of
 from bench.attention.measure import Ceilings, microseconds, relative_error, turns
 from bench.attention.rivals import CUDNN, cudnn_us
 from bench.table import Row
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5

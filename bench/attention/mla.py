@@ -11,14 +11,14 @@ from attention.backend import AttentionNeeds, MLABackend, MLADims
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.selection import BACKENDS, BackendClass, fitting_backends, reasons_against
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from bench.attention.batches import Lengths, attend, checked_rows, keys_of, make_cache, make_common
 from bench.attention.figures import MAX_ERROR, Goal, Work, default_row, rows_of
 from bench.attention.gqa import DEFAULT_SHARE
 from bench.attention.measure import Ceilings, microseconds, relative_error, turns
 from bench.attention.rivals import CUDNN, FLASHINFER_RAGGED, cudnn_us, flashinfer_prefill
 from bench.table import Row
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
 
 DIMS = MLADims(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512)
 KEY_DIM = DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim

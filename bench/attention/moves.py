@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kvcache.access import gather_tokens, store_kv
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.tokens import TokenRanges, WriteIndex
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from bench.attention.figures import Work, moved_row
 from bench.attention.measure import Ceilings, microseconds
 from bench.table import Row
-from kvcache.access import gather_tokens, store_kv
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.tokens import TokenRanges, WriteIndex
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TOKENS = 8192

@@ -13,15 +13,15 @@ from attention.backends.triton_attn import TritonAttention
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.platform import Platform
 from attention.selection import BACKENDS, BackendClass, reasons_against
+from baton.kvcache.access import store_kv
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from bench.attention.batches import CHECKED_QUERIES, CHECKED_REQUESTS, Lengths, attend
 from bench.attention.figures import MAX_ERROR, Goal, Work, rows_of
 from bench.attention.gqa import HEAD_DIM, LAYER, NUM_HEADS, NUM_KV_HEADS, OURS, ROW_BYTES, SCALE, needs_of
 from bench.attention.measure import Ceilings, microseconds, relative_error
 from bench.table import Row
-from kvcache.access import store_kv
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 
 VARIANTS = {f"{OURS}, persistent": True, f"{OURS}, a program per tile": False}
 BLOCK_SIZE = 16

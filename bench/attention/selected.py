@@ -13,14 +13,14 @@ from attention.mla import MLAAttention
 from attention.platform import Platform
 from attention.selection import fitting_backends
 from attention.sparse import NOTHING_SELECTED, Selected
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.models.layers.linear import Linear
 from bench.attention.batches import Lengths, make_common
 from bench.attention.measure import microseconds
 from bench.attention.mla import BLOCK_SIZE, DIMS, LATENT_DIM, SCALE, needs_of
 from bench.table import Row
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from models.linear import Linear
 
 NUM_HEADS, INDEX_HEADS, INDEX_DIM, TOP_K = 128, 64, 128, 2048
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)

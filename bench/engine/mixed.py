@@ -9,12 +9,12 @@ from statistics import median
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from baton.types import SamplingParams, TokenOutput
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.engine.scheduling.scheduler import Scheduler
 from bench.engine.steps import GREEDY
 from bench.table import Row
-from engine.build import Built
-from engine.request import EngineLimits, EngineRequest
-from engine.scheduling.scheduler import Scheduler
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _WARM_STEPS = 6

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from baton.kvcache.spec import KVCacheSpec
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 from bench.attention.measure import Ceilings
-from kvcache.spec import KVCacheSpec
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 
 _EXPERTS = ".experts."
 _EMBEDDING = "embed_tokens."

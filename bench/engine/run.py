@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from baton.config import NodeSettings
+from baton.engine.build import Built, build_runner, measured
+from baton.models.layers.products import use_library_products
+from baton.settings.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
-from engine.build import Built, build_runner, measured
-from models.products import use_library_products
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BATCHES = (1, 8, 32, 128, 256)

@@ -9,14 +9,14 @@ from statistics import median
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from baton.errors import BatonError
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, RowResult
-from engine.build import Built
-from engine.device.runner import ModelRunner
-from engine.request import EngineLimits, EngineRequest, IntArray, int_array
-from engine.sampling.row import SampleRow
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import BatonError
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow, RowResult
+from baton.engine.build import Built
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import EngineLimits, EngineRequest, IntArray, int_array
+from baton.engine.sampling.row import SampleRow
+from baton.engine.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 _WARM_STEPS = 4

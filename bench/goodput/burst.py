@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from baton.client import Client
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.core.types import SamplingParams
 from bench.goodput.deployments import Deployment, colocated, disaggregated, this_machine
 from bench.table import Row
 

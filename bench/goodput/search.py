@@ -5,7 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from baton.types import Slo
+from baton.core.types import Slo
+from baton.load.goals import Goal
+from baton.load.measure import Measurement
+from baton.load.probe import probe
+from baton.load.results import Found
+from baton.load.runner import Clients, OnProgress, RunOptions, default_processes
+from baton.load.target import Server, Target
+from baton.load.workload import PRESETS, Span, Synthetic
 from bench.goodput.deployments import (
     COLOCATED,
     ELASTIC,
@@ -17,13 +24,6 @@ from bench.goodput.deployments import (
     this_machine,
 )
 from bench.table import Row
-from load.goals import Goal
-from load.measure import Measurement
-from load.probe import probe
-from load.results import Found
-from load.runner import Clients, OnProgress, RunOptions, default_processes
-from load.target import Server, Target
-from load.workload import PRESETS, Span, Synthetic
 
 # What is held: a bound on the mean time per token of a request, or on the 99th percentile of its own gaps.
 MEAN, GAP = "mean", "p99 gap"
@@ -34,7 +34,7 @@ class Plan:
     """What is searched.
 
     Args:
-        workload: of `load.workload.PRESETS`.
+        workload: of `baton.load.workload.PRESETS`.
         tpots_s: the SLOs, each a search of its own, because requests carry it.
         start: the first rate, in requests per second.
         wanted: ratio to colocated nodes that the row's goal is, by TPOT in seconds; 1 for the others.

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from baton.types import Slo
+from baton.core.types import Slo
+from baton.load.goals import Goal
+from baton.load.probe import probe
+from baton.load.records import Record
+from baton.load.results import Run
+from baton.load.runner import Clients, RunOptions, default_processes
+from baton.load.target import Target
+from baton.load.traces import read_trace
+from baton.load.workload import Replay, Span
 from bench.goodput.deployments import COLOCATED, ELASTIC, STATIC, colocated, disaggregated, this_machine
 from bench.table import Row
-from load.goals import Goal
-from load.probe import probe
-from load.records import Record
-from load.results import Run
-from load.runner import Clients, RunOptions, default_processes
-from load.target import Target
-from load.traces import read_trace
-from load.workload import Replay, Span
 
 # Of the trace's requests per second that one pair of H200s serves, and of a CPU.
 _GPU_RATE, _CPU_RATE = 1.0, 0.5

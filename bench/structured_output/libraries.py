@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.matcher import MaskFiller
 from bench.structured_output.tokenizer import EOS
 from bench.structured_output.works import Json, Work
-from grammar.compiler import GrammarCompiler
-from grammar.matcher import MaskFiller
 
 
 @dataclass

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.types import Grammar, GrammarKind
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.matcher import MaskFiller
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 from bench.structured_output.libraries import Llguidance, Times, XGrammar, token_ids
 from bench.structured_output.works import WORKS
 from bench.table import Row
-from grammar.matcher import MaskFiller
 
 _SUITE = Path(__file__).resolve().parents[2] / "tests" / "conformance" / "json_schema" / "suite" / "draft2020-12"
 _ROWS = 64

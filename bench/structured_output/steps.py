@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from baton.config import DEMO_MODELS, NodeSettings
-from baton.types import Grammar, GrammarKind, SamplingParams
+from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.engine.build import Built, build_runner
+from baton.engine.device.grammar_rows import GrammarRows
+from baton.grammar.compiler import GrammarCompiler
+from baton.settings.config import DEMO_MODELS, NodeSettings
 from bench.engine.run import CONFIGS
 from bench.engine.steps import decode_ms
 from bench.structured_output.tokenizer import EOS_ID
 from bench.structured_output.works import WORKS
 from bench.table import Row
-from engine.build import Built, build_runner
-from engine.device.grammar_rows import GrammarRows
-from grammar.compiler import GrammarCompiler
 
 _ROWS = 64
 _CONTEXT = 1024

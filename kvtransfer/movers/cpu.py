@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVKind
-from kvcache.wire.conversion import Converter, gather_converted
-from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVKind
+from baton.kvcache.wire.conversion import Converter, gather_converted
+from baton.kvcache.wire.digest import digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvtransfer.movers.mover import Blocks, Done, DoneReading, check_blocks
 from kvtransfer.parts import Place
 from kvtransfer.segments import TRAILER_BYTES, Segment

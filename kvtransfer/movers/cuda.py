@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.errors import InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVKind
-from kvcache.wire.conversion import Converter, gather_converted
-from kvcache.wire.prepared import DeviceWire
+from baton.core.errors import InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVKind
+from baton.kvcache.wire.conversion import Converter, gather_converted
+from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
 from kvtransfer.movers.mover import Blocks, check_blocks
 from kvtransfer.parts import Place

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 # Copies bytes between device memory and pinned memory: target, source, number of bytes, stream.
 Copy = Callable[[int, int, int, int], None]

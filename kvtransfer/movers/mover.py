@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.wire.conversion import Converter
+from baton.core.errors import InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.wire.conversion import Converter
 from kvtransfer.parts import Place
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvcache.cache import PagedKVCache
+from baton.kvcache.cache import PagedKVCache
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.mover import Mover
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from baton.errors import BatonError, DataLoss, PeerRefused
+from baton.core.errors import BatonError, DataLoss, PeerRefused
 from kvtransfer.transports.transport import Arrival
 
 _CLOSED = "the peer's transport is closed"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from kvtransfer.transports.transport import AddressProbe, Transport
 
 

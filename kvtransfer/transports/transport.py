@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
 
 
 @dataclass(frozen=True)

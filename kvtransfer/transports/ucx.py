@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.errors import BatonError, ConfigError, DataLoss, Overloaded
+from baton.core.errors import BatonError, ConfigError, DataLoss, Overloaded
 from kvtransfer.transports.transport import Arrival
 from kvtransfer.transports.ucx_address import is_on_gpu, worker_address, wrap
 from kvtransfer.transports.ucx_link import UcxLink, UcxRequest

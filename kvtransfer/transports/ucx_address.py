@@ -5,7 +5,7 @@ UCX itself checks nothing: a made-up address with a right checksum may end the p
 
 import zlib
 
-from baton.errors import PeerRefused
+from baton.core.errors import PeerRefused
 
 # This prefix, a checksum of the rest, whether the node offers GPU memory, and the worker's address.
 _MAGIC = b"baton-ucx-2:"

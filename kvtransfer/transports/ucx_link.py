@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.errors import BatonError, DataLoss, InternalError
+from baton.core.errors import BatonError, DataLoss, InternalError
 from kvtransfer.transports.transport import Arrival
 
 _TRANSPORTS_FIELD = 1 << 3

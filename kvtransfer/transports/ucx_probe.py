@@ -12,8 +12,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from baton.environment import child_environment
-from baton.errors import BatonError, Overloaded, PeerRefused
+from baton.core.errors import BatonError, Overloaded, PeerRefused
+from baton.settings.environment import child_environment
 from kvtransfer.transports.ucx_address import worker_address
 from kvtransfer.transports.ucx_trial import UNTRIED
 

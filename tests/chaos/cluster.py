@@ -18,9 +18,9 @@ import grpc
 import psutil
 
 from baton.cli.processes import Process, Processes
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
-from node.waiting import until
-from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from tests.chaos.history import Crashed, History, Measured
 from tests.chaos.scenario import CLIENT, PAIRS, Scenario
 from tests.integration.cluster import LLAMA, Flags, arguments

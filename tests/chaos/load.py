@@ -7,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
 
-from baton.client import Client
-from baton.errors import BatonError, InternalError
-from baton.outputs import Event, Finished, Notice
+from baton.client.client import Client
+from baton.client.outputs import Event, Finished, Notice
+from baton.core.errors import BatonError, InternalError
 from tests.chaos.history import Asked, End, Ended, History, Received
 from tests.chaos.scenario import Load
 from tests.chaos.works import Answer, Work

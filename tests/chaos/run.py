@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from baton.client import Client
+from baton.client.client import Client
 from tests.chaos.checker import Violation, check
 from tests.chaos.cluster import Cluster, cluster, one_process
 from tests.chaos.history import Calm, End, Held, History, NotServed, Over, PeersLeft

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from random import Random
 
-from baton.types import Grammar, GrammarKind, SamplingParams
+from baton.core.types import Grammar, GrammarKind, SamplingParams
 
 _TOKENS = range(10, 2000)
 _SCHEMA = {

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.config import DEMO_MODELS
-from load.goals import Goal
-from load.records import Outcome, Record
-from load.sse import DONE, read_chunk
+from baton.load.goals import Goal
+from baton.load.records import Outcome, Record
+from baton.load.sse import DONE, read_chunk
+from baton.settings.config import DEMO_MODELS
 from tests.clients.install import CLIENTS
 from tests.integration.up import Up
 

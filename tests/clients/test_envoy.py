@@ -242,7 +242,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         by_address = {str(each.http).removeprefix("http://"): each for each in both}
         started.processes.launch = launch
         flags = {"pool": ",".join(by_address), "poll_s": 0.05, "stale_s": 2 * DEADLINE_S}
-        picker = started.processes.start("gateway.picker", arguments(flags))
+        picker = started.processes.start("baton.gateway.picker", arguments(flags))
         started.processes.wait_ready([picker])
         with envoy(tmp_path_factory.mktemp("envoy"), picker.address, list(by_address)) as urls:
             front = Front(started, by_address, picker, urls)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from gateway.rpc.services import SERVICE_NAMES
+from baton.gateway.grpc.services import SERVICE_NAMES
 from tests.clients.install import CLIENTS
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 

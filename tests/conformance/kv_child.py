@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from baton.errors import BatonError
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import BatonError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import DEADLINE_S, NodeEvents, make_transfer
 from tests.warm import fork_server

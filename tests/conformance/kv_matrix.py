@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from tests.conformance.covering import Row, Rule, Space, covering
 
 Bytes = NDArray[np.uint8]

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVCacheShape, KVCacheSpec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused

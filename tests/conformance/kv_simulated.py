@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from baton.errors import BatonError, DataLoss
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import BatonError, DataLoss
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.cpu import PlacedBlocks
 from kvtransfer.parts import Place

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape
 from kvtransfer.coverage import Coverage, _Claim
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
 from kvtransfer.ledger import Ledger, Peer

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from kvcache.cache import PagedKVCache
-from kvcache.wire.conversion import Converter
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.wire.conversion import Converter
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.mover import Blocks, Done, DoneReading
 from kvtransfer.parts import Place

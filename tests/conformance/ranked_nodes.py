@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec
+from baton.node.ranks.remote import RemoteTransfer
+from baton.node.ranks.serving import TransferServer
 from kvtransfer.flows import Flow, RankPair, heads_of, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
@@ -18,8 +20,6 @@ from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
-from node.ranks.remote import RemoteTransfer
-from node.ranks.serving import TransferServer
 from tests.conformance.kv import DECODE_INCARNATION, PREFILL_INCARNATION, NodeEvents, eventually, job, make_cache
 
 SEGMENT_BYTES = 900

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.compiler import GrammarCompiler
-from grammar.schema import FORMATS
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.schema import FORMATS
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 
 SUITE = Path(__file__).parent / "json_schema" / "suite" / "draft2020-12"
 TOKENIZER = tokenizer_file(DEMO_MODELS / "llama")

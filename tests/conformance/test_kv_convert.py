@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.config import NodeSettings
-from baton.errors import ConfigError
-from baton.types import SamplingParams, TokenOutput
-from engine.build import Built, build_runner
-from kvcache.cache import PagedKVCache
-from kvcache.fp8 import quantize
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
+from baton.core.errors import ConfigError
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.fp8 import quantize
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
+from baton.models.loading.kv_scales import kv_scales
+from baton.settings.config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant
-from models.weights.kv_scales import kv_scales
 from tests.conformance.kv import (
     GQA,
     LATE,

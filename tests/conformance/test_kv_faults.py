@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from baton.errors import DataLoss
+from baton.core.errors import DataLoss
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
 from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, NodeEvents, connect, eventually

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS, NodeSettings
-from baton.types import SamplingParams, TokenOutput
-from engine.build import Built, build_runner
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.settings.config import DEMO_MODELS, NodeSettings
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
 from tests.unit.engine.tiny import request, running

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import Cancelled, DataLoss, Draining
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
+from baton.core.errors import Cancelled, DataLoss, Draining
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.mover import Done
 from kvtransfer.transfer import KVTransfer

@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVCacheSpec
-from kvcache.wire.digest import digest_on_device
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec
+from baton.kvcache.wire.digest import digest_on_device
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvtransfer.parts import Part, Place
 from kvtransfer.segments import Piece, Segment, cut
 from tests.conformance.covering import pairs_of

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 
-from baton.errors import DataLoss
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import DataLoss
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
 from tests.conformance.kv import as_bytes, eventually, job, plant, scattered_blocks, tokens_of

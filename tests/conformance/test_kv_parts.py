@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.errors import DataLoss, InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import DataLoss, InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.movers.cpu import CpuMover

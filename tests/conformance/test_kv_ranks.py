@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import DataLoss, Draining, InternalError, PeerRefused, UnknownLease
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import DataLoss, Draining, InternalError, PeerRefused, UnknownLease
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import RankPair, heads_of, part_flows
 from kvtransfer.leases import LeaseGrant, Refusal
 from tests.conformance.kv import (

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import (

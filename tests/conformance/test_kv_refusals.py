@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.wire.gather_scatter import gather_to_wire
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.segments import WARM_UP, Segment, Tag
 from kvtransfer.transfer import KVTransfer

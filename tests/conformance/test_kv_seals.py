@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import UnknownLease
-from kvcache.layout import KVCacheLayout
+from baton.core.errors import UnknownLease
+from baton.kvcache.layout import KVCacheLayout
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment, Tag
 from kvtransfer.transports.table import open_transport

@@ -9,10 +9,10 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError, PeerRefused, UnknownLease
-from kvcache.cache import PagedKVCache
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVCacheSpec
+from baton.core.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError, PeerRefused, UnknownLease
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec
 from kvtransfer import worker
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover

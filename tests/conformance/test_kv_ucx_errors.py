@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from baton.errors import BatonError, DataLoss, Draining
-from kvcache.layout import KVCacheLayout
+from baton.core.errors import BatonError, DataLoss, Draining
+from baton.kvcache.layout import KVCacheLayout
 from kvtransfer import warm_up, worker
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.transfer import KVTransfer

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import NodeSettings
-from baton.types import SamplingParams
-from engine.build import Built, build_runner
-from engine.engine import Engine
+from baton.core.types import SamplingParams
+from baton.engine.build import Built, build_runner
+from baton.engine.engine import Engine
+from baton.settings.config import NodeSettings
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import Pair, eventually, job, linked
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import ConfigError, DataLoss, PeerRefused
+from baton.core.errors import ConfigError, DataLoss, PeerRefused
 from kvtransfer.transports import ucx_address
 from kvtransfer.transports.table import TRANSPORTS, open_transport
 from kvtransfer.transports.transport import Arrival, Request, Transport

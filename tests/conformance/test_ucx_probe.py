@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from baton.environment import child_environment
-from baton.errors import DataLoss, Overloaded, PeerRefused
-from kvcache.layout import KVCacheLayout
+from baton.core.errors import DataLoss, Overloaded, PeerRefused
+from baton.kvcache.layout import KVCacheLayout
+from baton.settings.environment import child_environment
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap

@@ -13,8 +13,8 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from baton.config import CommonSettings, DecodeSettings, PrefillSettings
-from baton.gateway_config import GatewaySettings
+from baton.settings.config import CommonSettings, DecodeSettings, PrefillSettings
+from baton.settings.gateway_config import GatewaySettings
 
 ROOT = Path(__file__).resolve().parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"

@@ -10,8 +10,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from baton.gateway_config import PickerSettings
-from gateway.picker.process import LIVENESS, READINESS
+from baton.gateway.picker.process import LIVENESS, READINESS
+from baton.settings.gateway_config import PickerSettings
 from tests.deploy.manifests import CPU_DEMO, KUSTOMIZE, Rendered, render
 
 SCHEMAS = Path(__file__).parent / "schemas"

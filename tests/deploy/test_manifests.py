@@ -5,10 +5,10 @@ import re
 import kubernetes_validate
 import pytest
 
-from baton.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
+from baton.kvcache.layout import parse_layout
+from baton.protos.v1 import decode_pb2, generation_pb2, prefill_pb2
 from baton.rpc.server import Address
-from kvcache.layout import parse_layout
-from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
+from baton.settings.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
 # The oldest release with `preStop.sleep` on by default, and the newest one with schemas at hand.

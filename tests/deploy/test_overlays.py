@@ -4,8 +4,8 @@ from pathlib import PurePosixPath
 
 import yaml
 
-from baton.config import NodeSettings
 from baton.security.roles import Role, dns_names_of, uri_of
+from baton.settings.config import NodeSettings
 from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, SETTINGS, Rendered
 
 

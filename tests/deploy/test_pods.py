@@ -17,9 +17,9 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from baton.cli.certs import certs, key
-from baton.config import DEMO_MODELS
-from protos.ext_proc import external_processor_pb2 as pb
-from protos.ext_proc import external_processor_pb2_grpc
+from baton.protos.ext_proc import external_processor_pb2 as pb
+from baton.protos.ext_proc import external_processor_pb2_grpc
+from baton.settings.config import DEMO_MODELS
 from tests.deploy.images import read_stages
 from tests.deploy.manifests import BASE, KUSTOMIZE, ROLES, Manifest, Rendered, render_with
 from tests.deploy.pods import Pod, addresses

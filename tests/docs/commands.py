@@ -12,11 +12,11 @@ import typer
 from typer.main import get_command
 
 from baton.cli import program
-from baton.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings, ProcessSettings, flag, variable
-from baton.gateway_config import GatewaySettings, PickerSettings
+from baton.load.command import bench
+from baton.planner.command import plan
+from baton.settings.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings, ProcessSettings, flag, variable
+from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from docs.site_files import ROOT
-from load.command import bench
-from planner.command import plan
 
 ROLES: Mapping[str, type[ProcessSettings]] = {
     "prefill-node": PrefillSettings,

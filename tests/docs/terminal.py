@@ -106,7 +106,7 @@ class Terminal:
     def _role(self, role: str, arguments: list[str], variables: Mapping[str, str]) -> None:
         report = self._folder / f"ready-{len(self._serving)}.json"
         report.unlink(missing_ok=True)
-        module = "gateway.picker" if role == "picker" else role.replace("-", "_")
+        module = "baton.gateway.picker" if role == "picker" else role.replace("-", "_")
         process = launch_warm(
             module,
             [*arguments, "--ready-file", str(report)],

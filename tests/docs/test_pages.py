@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from baton import errors
+from baton.core import errors
+from baton.kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
+from baton.models.families.reader import read_config
+from baton.models.loading.needs import kv_cache_spec
 from docs import benchmarks, models, troubleshooting, wire
 from docs.site_files import ROOT
-from kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
-from models.config.reader import read_config
-from models.needs import kv_cache_spec
 
 _AXES = {"L": "layer", "K": "key/value", "B": "block", "N": "slot", "H": "head", "C": "channel"}
 

@@ -9,7 +9,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import from_rpc_error
 
 _RESPONSES_MAX = 20

@@ -8,14 +8,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from baton.gateway.fleet.discovery.sources import parse_places
+from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.models.checkpoint.checkpoint import read_checkpoint
+from baton.models.families.reader import read_config
+from baton.models.loading.identity import config_digest
+from baton.models.loading.needs import kv_cache_spec
 from baton.rpc.server import Address, check_advertised
-from gateway.discovery.sources import parse_places
-from gateway.generation_defaults import read_bos_token_id, read_default_sampling
-from gateway.tokenizer import TextTokenizer
-from models.config.reader import read_config
-from models.identity import config_digest
-from models.needs import kv_cache_spec
-from models.weights.checkpoint import read_checkpoint
 from tests.fuzz import mutate
 from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets

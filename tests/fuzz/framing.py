@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from gateway.http.protocol import LimitedProtocol
+from baton.gateway.http.protocol import LimitedProtocol
 from tests.fuzz import mutate
 from tests.fuzz.target import AsyncTarget, Case
 

@@ -11,19 +11,19 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.config import DEMO_MODELS
-from baton.gateway_config import GatewaySettings
+from baton.gateway.grpc.services import SERVICE_NAMES, add_services
+from baton.gateway.http.call import Context
+from baton.gateway.http.routes import ROUTES, create_app
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.model import read_served_model
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import GrpcServer, connect
-from baton.settings_reader import read_settings
-from gateway.connections import Connections
-from gateway.http.call import Context
-from gateway.http.routes import ROUTES, create_app
-from gateway.model import read_served_model
-from gateway.rpc.services import SERVICE_NAMES, add_services
-from gateway.serving import Serving
-from gateway.view import View
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.fuzz import mutate
 from tests.fuzz.calls import Method, ask, method_of, methods_of
 from tests.fuzz.framing import framing_targets

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from baton.types import GrammarKind
+from baton.core.types import GrammarKind
 
 Rules = Mapping[str, Sequence[str]]
 

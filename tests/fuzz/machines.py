@@ -9,8 +9,12 @@ from random import Random
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import DataLoss, Overloaded
-from baton.types import FinishReason, TokenOutput
+from baton.core.errors import DataLoss, Overloaded
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import StepEvents, TokenSampled
+from baton.engine.request import Reservation
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import Abort, Admit, CloseLease, Command, ExtendReserved, OpenLease, PrefillHere, Reserve
 from decode_node.events import (
     Aborted,
@@ -32,11 +36,7 @@ from decode_node.events import (
 from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from engine.events import StepEvents, TokenSampled
-from engine.request import Reservation
 from kvtransfer.leases import LeaseTotals
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.fuzz import mutate
 from tests.fuzz.target import Case, Target, Targets
 

@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from baton import convert
-from baton.error_detail import from_detail, to_detail
-from baton.errors import InvalidRequest
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import InvalidRequest
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.node.describe import from_info, to_addresses, to_info, to_measure, to_warm_ups
+from baton.node.hello import check_info
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.rpc import convert
+from baton.rpc.error_detail import from_detail, to_detail
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 from kvtransfer.segments import Segment, Tag, decode_trailer
-from node.describe import from_info, to_addresses, to_info, to_measure, to_warm_ups
-from node.hello import check_info
-from protos.baton.v1 import common_pb2, decode_pb2
 from tests.fuzz import mutate
 from tests.fuzz.target import Case, Target, Targets
 

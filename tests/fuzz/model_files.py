@@ -17,17 +17,17 @@ import sentencepiece
 import torch
 import transformers
 
-from gateway.tokenizer import TextTokenizer
-from models.adapters.adapter import LayerShape, read_adapter
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
-from models.config.reader import read_config
-from models.families.table import FAMILIES
-from models.local_config import local_config
-from models.needs import kv_cache_spec
-from models.parallel import TensorParallel
-from models.tokenizer_files import find
-from models.weights.loader import load_model
-from models.weights.shares import Shares
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.models.adapters.adapter import LayerShape, read_adapter
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
+from baton.models.families.reader import read_config
+from baton.models.families.table import FAMILIES
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import kv_cache_spec
+from baton.models.loading.shares import Shares
+from baton.models.loading.tokenizer_files import find
 from tests.fuzz import mutate
 from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets

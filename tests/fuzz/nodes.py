@@ -6,16 +6,16 @@ from random import Random
 
 from google.protobuf.message import Message
 
+from baton.node.adapters import Adapters
+from baton.node.cache_events import CacheEvents
+from baton.node.role_services import RoleServices
+from baton.node.service import NodeParts, NodeService
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
 from baton.rpc.server import GrpcServer, connect
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
-from node.adapters import Adapters
-from node.cache_events import CacheEvents
-from node.role_services import RoleServices
-from node.service import NodeParts, NodeService
-from node.waiting import until
 from prefill_node.service import PrefillService
-from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
 from tests.fuzz import mutate
 from tests.fuzz.calls import Method, ask, method_of, methods_of
 from tests.fuzz.target import AsyncTarget, Case

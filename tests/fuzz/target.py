@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from baton.errors import BatonError, InternalError
+from baton.core.errors import BatonError, InternalError
 from tests.fuzz import mutate
 
 # Of one input, which takes a few milliseconds at most. CPU time, so a busy machine changes nothing.

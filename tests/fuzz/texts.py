@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.types import Grammar, GrammarKind
-from gateway.chat.json_request import chat_request
-from gateway.chat.model import read_chat_model
-from gateway.chat.parsing.lenient_json import ArgumentReader
-from grammar.compiler import GrammarCompiler
-from load.traces import read_trace
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.json_request import chat_request
+from baton.gateway.text.chat.model import read_chat_model
+from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader
+from baton.grammar.compiler import GrammarCompiler
+from baton.load.traces import read_trace
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.fuzz import mutate
 from tests.fuzz.folders import in_folders
 from tests.fuzz.languages import GRAMMARS, JINJA, expand

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.config import NodeSettings
-from baton.types import FinishReason, SamplingParams
-from engine.build import Built, build_runner
-from engine.engine import Engine
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest
+from baton.core.types import FinishReason, SamplingParams
+from baton.engine.build import Built, build_runner
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.settings.config import NodeSettings
 
 
 @dataclass(frozen=True)

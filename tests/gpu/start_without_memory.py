@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS
 
 # The card keeps so much: enough for CUDA, NCCL and kernels, not for a rank's 10 GiB of weights.
 LEFT_BYTES = 4 << 30

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
-from engine.build import Built
-from engine.device.runner import ModelRunner
-from engine.request import IntArray, int_array
-from engine.sampling.row import SampleRow
-from models.adapters.adapter import Adapter, LayerDelta
-from models.adapters.bank import AdapterBank
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import IntArray, int_array
+from baton.engine.sampling.row import SampleRow
+from baton.models.adapters.adapter import Adapter, LayerDelta
+from baton.models.adapters.bank import AdapterBank
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from baton.types import Path as RequestPath
+from baton.core.types import Path as RequestPath
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.test_ranks import MAX_TOKENS, NODE, PARAMS
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate

@@ -11,8 +11,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import CommonAttentionMetadata
 from attention.selection import BackendClass
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVKind
 from tests.conformance.attention.batches import Batch
 from tests.conformance.attention.gqa import Shape, backend_of, gqa_case
 from tests.conformance.attention.mla import DEEPSEEK, MLAShape, mla_backend_of, mla_case

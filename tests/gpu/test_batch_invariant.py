@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.config import DEMO_MODELS
-from baton.types import SamplingParams
-from models.kernels.matmul import (
+from baton.core.types import SamplingParams
+from baton.models.kernels.matmul.matmul import (
     TILES,
     choose_tile,
     multiply_heads_invariant,
     multiply_in_tiles,
     multiply_invariant,
 )
+from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
 from tests.invariance import Invariant, Lengths, differences

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.test_ranks import NODE
 from tests.integration.broken_start import BROKEN, StartFault, break_start, pids_in
 from tests.integration.cluster import arguments

@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from baton.errors import InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending

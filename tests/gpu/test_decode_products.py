@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engine.batch import BatchRow
-from engine.build import Built
-from engine.device.graphs import DecodeGraphs, GraphSettings
-from engine.request import int_array
-from models.kernels.decode_matmul import DecodeMultiply, choose, new_counters
-from models.linear import Linear
-from models.products import use_library_products
+from baton.engine.batch import BatchRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import DecodeGraphs, GraphSettings
+from baton.engine.request import int_array
+from baton.models.kernels.matmul.decode_matmul import DecodeMultiply, choose, new_counters
+from baton.models.layers.linear import Linear
+from baton.models.layers.products import use_library_products
+from baton.tritonlib import launch
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo
-from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 

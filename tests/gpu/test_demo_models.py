@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attention.metadata import build_common_metadata
-from baton.config import DEMO_MODELS
-from baton.types import SamplingParams
-from engine.build import Built
+from baton.core.types import SamplingParams
+from baton.engine.build import Built
+from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
 from tests.integration.reference import Reference

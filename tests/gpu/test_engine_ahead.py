@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.tiny import EventRecorder, running

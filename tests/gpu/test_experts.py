@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.experts import Experts
-from models.moe import MoE
-from models.router import Router
+from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
+from baton.models.layers.moe.experts import Experts
+from baton.models.layers.moe.moe import MoE
+from baton.models.layers.moe.router import Router
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.waiting import no_waiting
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from models.config.reader import read_config
-from models.weights.loader import load_model
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import TINY, VOCAB_SIZE, is_reference, save_tiny
 

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.kernels import fp8_library, fp8_quantize
-from models.linear import FusedLinear, Linear
-from models.quantization import fp8
-from models.quantization.config import Fp8Config, Granularity
-from models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
-from models.weights.checkpoint import read_checkpoint
-from models.weights.dummy import fill_at_random
-from models.weights.tensor_reader import read_into
+from baton.models.checkpoint.checkpoint import read_checkpoint
+from baton.models.checkpoint.tensor_reader import read_into
+from baton.models.config.quantization.config import Fp8Config, Granularity
+from baton.models.formats import fp8
+from baton.models.kernels.quantized import fp8_library, fp8_quantize
+from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.loading.dummy import fill_at_random
+from baton.models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
 
 pytestmark = pytest.mark.gpu
 

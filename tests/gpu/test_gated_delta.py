@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import gated_delta as kernels
-from models.recurrent.gated_delta import gated_delta, in_torch
+from baton.models.kernels.recurrent import gated_delta as kernels
+from baton.models.layers.recurrent.gated_delta import gated_delta, in_torch
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.waiting import no_waiting
 from tests.unit.models.recurrent_steps import state_rows

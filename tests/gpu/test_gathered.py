@@ -10,7 +10,7 @@ from torch import Tensor
 from attention.kernels.mla import plan as plans
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import MLADecodePlan, make_mla_decode_plan
-from tritonlib.hopper_check import is_hopper
+from baton.tritonlib.hopper_check import is_hopper
 
 pytestmark = pytest.mark.gpu
 

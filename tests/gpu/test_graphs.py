@@ -11,14 +11,14 @@ from torch import Tensor
 
 from attention.metadata import build_common_metadata
 from attention.selection import BackendClass
-from baton.config import DEMO_MODELS
-from engine.batch import Batch, BatchRow
-from engine.build import Built
-from engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
-from engine.device.launched_step import LaunchedStep
-from engine.device.runner import ModelRunner
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVKind
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
+from baton.engine.device.launched_step import LaunchedStep
+from baton.engine.device.runner import ModelRunner
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVKind
+from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here
 from tests.conformance.attention.selected import block_sizes_of

@@ -15,12 +15,12 @@ from attention.metadata import build_common_metadata
 from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
 from attention.rotation import Rotation
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from models.layers import RMSNorm
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.models.layers.common import RMSNorm
+from baton.tritonlib import launch
 from tests.conformance.attention.oracle import relative_error
-from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 

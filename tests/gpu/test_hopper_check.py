@@ -8,8 +8,8 @@ import torch
 from attention.kernels.blocksparse import probe as blocksparse
 from attention.kernels.mla import probe as mla
 from attention.kernels.paged import probe as paged
-from models.kernels import packed_probe as packed
-from tritonlib.hopper_check import HopperKernels, Pair, check, is_hopper
+from baton.models.kernels.quantized import packed_probe as packed
+from baton.tritonlib.hopper_check import HopperKernels, Pair, check, is_hopper
 
 pytestmark = pytest.mark.gpu
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcache.access import store_kv, store_latent
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
-from kvcache.tokens import WriteIndex
-from kvcache.wire.conversion import Converter, open_converter
-from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire
+from baton.kvcache.access import store_kv, store_latent
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.tokens import WriteIndex
+from baton.kvcache.wire.conversion import Converter, open_converter
+from baton.kvcache.wire.digest import digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending
 from kvtransfer.parts import parts_of

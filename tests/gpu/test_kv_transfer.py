@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.wire.gather_scatter import gather_to_wire
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.wire.gather_scatter import gather_to_wire
+from baton.node.doctor.link import measure
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.records import LinkMeasure, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport
-from node.doctor.link import measure
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     PEER,

@@ -4,12 +4,12 @@ runs, also for a stream that is not ordered after the step's stream."""
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow
-from engine.device.layer_marks import LayerMark
-from engine.request import int_array
-from engine.sampling.row import SampleRow
+from baton.core.types import SamplingParams
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.device.layer_marks import LayerMark
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
 from tests.unit.engine.tiny import prompt_of
 

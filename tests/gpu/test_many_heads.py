@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.selection import BackendClass
-from kvcache.spec import KVKind
+from baton.kvcache.spec import KVKind
 from tests.conformance.attention.gqa import Shape, gqa_case, needs_of
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import PLATFORM, backend_name, backends_here

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines
 from tests.integration.generation import generate as ask

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from baton.client import Client
-from baton.config import DEMO_MODELS
-from baton.types import SamplingParams
-from protos.baton.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from baton.client.client import Client
+from baton.core.types import SamplingParams
+from baton.protos.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines
 from tests.integration.generation import Result

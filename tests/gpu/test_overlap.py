@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from engine.batch import BatchRow
-from engine.build import Built
-from engine.device.graphs import DecodeGraphs, GraphSettings
-from engine.request import int_array
+from baton.engine.batch import BatchRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import DecodeGraphs, GraphSettings
+from baton.engine.request import int_array
+from baton.settings.config import DEMO_MODELS
+from baton.tritonlib import launch
 from tests.gpu.demo import build_demo
-from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 

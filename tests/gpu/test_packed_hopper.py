@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from models.experts import run_experts, weighted_sum
-from models.kernels.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
-from models.kernels.packed_gemm import Product
-from models.kernels.packed_many import Tile, multiply_many
-from models.layers import silu_and_multiply
-from models.quantization import mxfp4
-from models.quantization.packed import PackedWeight, pack_halves, stacked
-from tritonlib.hopper_check import is_hopper
+from baton.models.formats import mxfp4
+from baton.models.formats.packed import PackedWeight, pack_halves, stacked
+from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
+from baton.models.kernels.quantized.packed_gemm import Product
+from baton.models.kernels.quantized.packed_many import Tile, multiply_many
+from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.moe.experts import run_experts, weighted_sum
+from baton.tritonlib.hopper_check import is_hopper
 
 pytestmark = pytest.mark.gpu
 

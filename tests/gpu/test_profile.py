@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS, DecodeSettings
-from engine.build import measured
-from engine.device.profile import prefill_step, profile_runner
-from engine.device.step_costs import STEP_TOKENS
+from baton.engine.build import measured
+from baton.engine.device.profile import prefill_step, profile_runner
+from baton.engine.device.step_costs import STEP_TOKENS
+from baton.settings.config import DEMO_MODELS, DecodeSettings
 from tests.gpu.demo import build_demo, generate
 from tests.unit.engine.tiny import greedy
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from baton.config import NodeSettings
+from baton.engine.build import build_runner
+from baton.settings.config import NodeSettings
 from bench.engine.run import CONFIGS
 from bench.engine.steps import decode_ms
-from engine.build import build_runner
 
 pytestmark = pytest.mark.gpu
 

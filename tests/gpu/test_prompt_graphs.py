@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.config import DEMO_MODELS
-from baton.types import TokenOutput
-from engine.batch import Batch
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.device.layer_marks import LayerMark
-from engine.device.prompt_graphs import token_sizes
-from engine.device.runner import ModelRunner
+from baton.core.types import TokenOutput
+from baton.engine.batch import Batch
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.layer_marks import LayerMark
+from baton.engine.device.prompt_graphs import token_sizes
+from baton.engine.device.runner import ModelRunner
+from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo
 from tests.gpu.test_graphs import SAMPLINGS, drive, prepared

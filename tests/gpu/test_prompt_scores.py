@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import ScoreRow
-from engine.request import int_array
-from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
+from baton.engine.batch import ScoreRow
+from baton.engine.request import int_array
+from baton.engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu

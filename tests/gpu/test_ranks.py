@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.settings.config import DEMO_MODELS
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference

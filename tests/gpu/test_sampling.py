@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from baton.types import SamplingParams, TokenOutput
-from engine.request import int_array
-from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
-from engine.sampling.row import SampleRow
-from engine.sampling.sampler import sample
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.request import int_array
+from baton.engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.sampler import sample
 from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu

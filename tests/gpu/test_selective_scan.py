@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.recurrent.gated_group_norm import GatedGroupNorm
-from models.recurrent.rows import StateRows
-from models.recurrent.selective_scan import (
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
+from baton.models.layers.recurrent.selective_scan import (
     SUB_CHUNK,
     ScanWeights,
     selective_scan,

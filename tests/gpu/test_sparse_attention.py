@@ -13,8 +13,8 @@ from attention.kernels.sparse.scores import paged_index_scores
 from attention.parameters import AttentionParameters
 from attention.platform import probe_platform
 from attention.sparse import best_keys, index_scores, slots_of
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.unit.attention.sparse_case import SparseCase, expected_slots, make_case
 
 pytestmark = pytest.mark.gpu

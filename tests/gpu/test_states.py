@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.types import SamplingParams
+from baton.core.types import SamplingParams
 from tests.gpu.demo import build_demo, generate
 from tests.unit.models.tiny import save_tiny
 

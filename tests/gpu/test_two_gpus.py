@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from baton.cli.processes import Process
-from baton.config import DEMO_MODELS
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
-from engine.device.profile import profile_runner
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.engine.device.profile import profile_runner
+from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines
 from tests.integration.generation import generate as ask

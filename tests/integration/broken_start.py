@@ -18,23 +18,23 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from node.ranks import child
+from baton.node.ranks import child
 
 # The call with which each stage begins, in the order of the stages.
 STAGES = MappingProxyType(
     {
         "import": "",
-        "settings": "node.ranks.join:rank_device",
+        "settings": "baton.node.ranks.join:rank_device",
         "process group": "torch.distributed:init_process_group",
-        "configurations": "engine.build:check_same_config",
-        "identity": "engine.build:check_same_files",
-        "weights": "models.weights.loader:read_into",
-        "cache": "engine.build:PagedKVCache",
-        "calibration": "engine.build:measure_costs",
+        "configurations": "baton.engine.build:check_same_config",
+        "identity": "baton.engine.build:check_same_files",
+        "weights": "baton.models.loading.loader:read_into",
+        "cache": "baton.engine.build:PagedKVCache",
+        "calibration": "baton.engine.build:measure_costs",
         "transport": "kvtransfer.transfer:KVTransfer.start",
-        "warm-up": "engine.device.runner:ModelRunner.prepare",
+        "warm-up": "baton.engine.device.runner:ModelRunner.prepare",
         "listen": "baton.rpc.server:GrpcServer.start",
-        "ready": "node.process:write_ready_file",
+        "ready": "baton.node.process:write_ready_file",
     }
 )
 ON_GPU = ("calibration",)
@@ -86,12 +86,12 @@ def break_start(fault: StartFault, *, leads: bool = True) -> None:
     Args:
         leads: it is rank 0 itself.
     """
-    from node.ranks import group, host
+    from baton.node.ranks import group, host
 
     start = host.worker_command
 
     def start_broken(calls: int, steps: int, *, model: Path) -> list[str]:
-        # python -P -m node.ranks.child PARENT MODULE ...
+        # python -P -m baton.node.ranks.child PARENT MODULE ...
         python, _, _, _, *rest = start(calls, steps, model=model)
         return [python, "-P", "-m", __name__, json.dumps({**asdict(fault), "pids": str(fault.pids)}), *rest]
 
@@ -140,7 +140,7 @@ def _raise() -> None:
 
 
 def _raise_setting() -> None:
-    from baton.errors import ConfigError
+    from baton.core.errors import ConfigError
 
     raise ConfigError(BROKEN)
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from engine.batch import Batch
-from engine.device.runner import ModelRunner
+from baton.engine.batch import Batch
+from baton.engine.device.runner import ModelRunner
 
 BAD_TOKEN = 13
 

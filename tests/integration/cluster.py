@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from baton.cli.processes import Process, Processes
-from baton.config import DEMO_MODELS
-from baton.costs import StepCosts, StepWork
+from baton.core.costs import StepCosts, StepWork
+from baton.engine.step_meter import StepMeter
+from baton.gateway.request import connections
+from baton.gateway.request import machine as request_machine
+from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
-from engine.step_meter import StepMeter
-from gateway import connections, request_machine
-from protos.baton.v1 import node_pb2, node_pb2_grpc
+from baton.settings.config import DEMO_MODELS
 from tests.held import HeldSteps
 from tests.warm import SHOW_STACKS, launch_warm
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.cli.processes import Process
-from baton.convert import receipt_from_proto, sampling_to_proto
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.core.types import Receipt, SamplingParams
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.rpc.convert import receipt_from_proto, sampling_to_proto
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from baton.types import Receipt, SamplingParams
-from node.waiting import until
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import DEADLINE_S
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from node import process
-from node.assembly import Node
+from baton.node import process
+from baton.node.assembly import Node
 
 _POLL_S = 0.005
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from baton.config import tokenizer_file
+from baton.settings.config import tokenizer_file
 
 
 @dataclass(frozen=True)

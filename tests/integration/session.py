@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.cli.processes import Process
-from baton.convert import sampling_to_proto
-from baton.error_detail import from_detail
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.core.types import SamplingParams
+from baton.node import waiting
+from baton.protos.v1 import common_pb2, decode_pb2_grpc
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.convert import sampling_to_proto
+from baton.rpc.error_detail import from_detail
 from baton.rpc.server import connect
-from baton.types import SamplingParams
-from node import waiting
-from protos.baton.v1 import common_pb2, decode_pb2_grpc
-from protos.baton.v1 import decode_pb2 as pb
 from tests.integration.cluster import DEADLINE_S
 
 

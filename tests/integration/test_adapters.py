@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.errors import BatonError, InvalidRequest, NoNode, UnknownModel
+from baton.client.client import Client
+from baton.core.errors import BatonError, InvalidRequest, NoNode, UnknownModel
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
-from protos.baton.v1 import node_pb2, node_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, machines, status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import References

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from load.traces import TraceRequest, write_trace
+from baton.client.client import Client
+from baton.load.traces import TraceRequest, write_trace
 from tests.integration.cluster import DEADLINE_S, machines
 
 CLOCK_MS = 1.0  # resolution of the gateway's clock

@@ -16,13 +16,13 @@ import grpc
 import psutil
 import pytest
 
-from baton.client import Client
-from baton.errors import BatonError, InvalidRequest, UnknownModel
+from baton.client.client import Client
+from baton.core.errors import BatonError, InvalidRequest, UnknownModel
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.docs.blocks import to_run
 from tests.docs.terminal import Started, Terminal
 from tests.integration.cluster import DEADLINE_S, LLAMA
@@ -388,7 +388,7 @@ def test_up_names_a_wrong_setting_in_one_line() -> None:
 @pytest.mark.slow
 def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Path) -> None:
     foreign = "raise SystemExit('imported from the working directory')"
-    for name in ("models.py", "engine.py", "gateway/__init__.py", "prefill_node/__init__.py"):
+    for name in ("models.py", "engine.py", "baton/gateway/__init__.py", "prefill_node/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(foreign)
     finished = baton("demo", "--max-tokens", "4", folder=tmp_path)

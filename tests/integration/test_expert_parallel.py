@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.expert_load import ExpertLoad, read_expert_load
-from protos.baton.v1 import node_pb2
+from baton.client.client import Client
+from baton.core.expert_load import ExpertLoad, read_expert_load
+from baton.protos.v1 import node_pb2
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import References

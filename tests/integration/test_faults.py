@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from baton.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overloaded
+from baton.core.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overloaded
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
-from protos.baton.v1 import common_pb2, node_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.damaged_weights import zero
 from tests.integration.cluster import (
     DEADLINE_S,

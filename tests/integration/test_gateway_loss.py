@@ -10,11 +10,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from baton.client import Client
-from baton.errors import NoNode
-from baton.outputs import Event, Finished, Notice, collect
-from baton.types import SamplingParams, TokenOutput
-from node.waiting import until
+from baton.client.client import Client
+from baton.client.outputs import Event, Finished, Notice, collect
+from baton.core.errors import NoNode
+from baton.core.types import SamplingParams, TokenOutput
+from baton.node.waiting import until
 from tests.clients.page import blocks
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, nothing_held, until_status
 from tests.integration.reference import Reference
@@ -218,7 +218,7 @@ def token_ids_of(chunks: list[Any]) -> list[int]:
 async def test_an_answer_waits_for_a_gateway_to_come_back(
     start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.client._RESUME_S", DEADLINE_S)
+    monkeypatch.setattr("baton.client.client._RESUME_S", DEADLINE_S)
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     (prompt,) = reference.prompts([100])

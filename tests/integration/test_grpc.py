@@ -19,18 +19,18 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.convert import sampling_to_proto
-from baton.errors import Cancelled, InvalidRequest, UnknownModel
-from baton.outputs import Finished, Piece, collect, collect_all
+from baton.client.client import Client
+from baton.client.outputs import Finished, Piece, collect, collect_all
+from baton.core.errors import Cancelled, InvalidRequest, UnknownModel
+from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.gateway.grpc.services import SERVICE_NAMES
+from baton.protos.inference import open_inference_pb2 as oip
+from baton.protos.inference import open_inference_pb2_grpc
+from baton.protos.v1 import common_pb2, generation_pb2_grpc
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import sampling_to_proto
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from baton.types import FinishReason, Grammar, GrammarKind, SamplingParams
-from gateway.rpc.services import SERVICE_NAMES
-from protos.baton.v1 import common_pb2, generation_pb2_grpc
-from protos.baton.v1 import generation_pb2 as pb
-from protos.inference import open_inference_pb2 as oip
-from protos.inference import open_inference_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
 PROMPT = "The town had"

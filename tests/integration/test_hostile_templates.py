@@ -9,7 +9,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from node.waiting import until
+from baton.node.waiting import until
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 from tests.warm import run_warm
 

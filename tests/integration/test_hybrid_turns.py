@@ -10,10 +10,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
-from models.config.reader import read_config
-from models.needs import kv_cache_spec
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.models.families.reader import read_config
+from baton.models.loading.needs import kv_cache_spec
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

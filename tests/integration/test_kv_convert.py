@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.types import Path, SamplingParams
-from protos.baton.v1 import common_pb2, node_pb2
+from baton.client.client import Client
+from baton.core.types import Path, SamplingParams
+from baton.protos.v1 import common_pb2, node_pb2
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown

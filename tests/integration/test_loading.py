@@ -9,12 +9,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.errors import Draining, NoNode
+from baton.client.client import Client
+from baton.core.errors import Draining, NoNode
+from baton.core.types import SamplingParams
+from baton.protos.v1 import generation_pb2, node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from baton.types import SamplingParams
-from protos.baton.v1 import generation_pb2, node_pb2, node_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
 from tests.integration.generation import generate
 from tests.integration.held_start import HeldStart

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.config import NodeSettings
-from engine import build
-from node.ranks.group import RankGroup, Worker
+from baton.engine import build
+from baton.node.ranks.group import RankGroup, Worker
+from baton.settings.config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm
 
@@ -68,7 +68,7 @@ def test_a_rank_that_alone_lacks_memory_reports_it_and_its_node_ends(start: Mach
     """Its address space is limited to what such a rank needs with a small cache."""
     flags = {**MODEL, "tensor_parallel_size": 2}
     (fits,) = start.nodes(("decode", flags))
-    (worker,) = [child for child in psutil.Process(fits.pid).children() if "node.ranks.worker" in child.cmdline()]
+    (worker,) = [child for child in psutil.Process(fits.pid).children() if "baton.node.ranks.worker" in child.cmdline()]
     limit_bytes = worker.memory_info().vms + CACHE_MIB * MIB // 2
     ended = run_warm(
         "decode_node", *arguments({**flags, "kv_cache_mib": CACHE_MIB}), prepare=partial(limit_workers, limit_bytes)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
-from baton.types import Grammar, GrammarKind, SamplingParams
+from baton.client.client import Client
+from baton.core.types import Grammar, GrammarKind, SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.integration.up import BATON
 from tests.unit.models.lora import save_adapter

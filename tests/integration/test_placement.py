@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.costs import StepCosts, StepWork
-from baton.outputs import Completion
-from baton.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
-from engine.step_meter import StepMeter
-from gateway import fleet
-from gateway.placement import Placement, Way, place
-from gateway.router import NodeView, Wanted
+from baton.client.client import Client
+from baton.client.outputs import Completion
+from baton.core.costs import StepCosts, StepWork
+from baton.core.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
+from baton.engine.step_meter import StepMeter
+from baton.gateway.fleet import fleet
+from baton.gateway.fleet.placement import Placement, Way, place
+from baton.gateway.fleet.router import NodeView, Wanted
 from tests.integration.cluster import (
     DEADLINE_S,
     LLAMA,

@@ -4,9 +4,9 @@ import asyncio
 from functools import partial
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.types import SamplingParams
-from protos.baton.v1 import node_pb2
+from baton.client.client import Client
+from baton.core.types import SamplingParams
+from baton.protos.v1 import node_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.reference import Reference
 

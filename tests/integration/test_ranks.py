@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
-from baton.config import DecodeSettings
+from baton.core.types import Path as RequestPath
+from baton.core.types import SamplingParams
+from baton.node.ranks.group import start_ranks
 from baton.security.roles import Role
-from baton.types import Path as RequestPath
-from baton.types import SamplingParams
-from node.ranks.group import start_ranks
+from baton.settings.config import DecodeSettings
 from tests.integration.cluster import (
     DEADLINE_S,
     DEEPSEEK,
@@ -44,7 +44,7 @@ LENGTHS = [40, 129, 200]
 
 def workers_of(node: Process) -> list[int]:
     """The processes of a node's ranks above 0."""
-    return [child.pid for child in psutil.Process(node.pid).children() if "node.ranks.worker" in child.cmdline()]
+    return [child.pid for child in psutil.Process(node.pid).children() if "baton.node.ranks.worker" in child.cmdline()]
 
 
 def until_gone(pids: list[int]) -> None:
@@ -199,7 +199,7 @@ async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewher
 def test_ranks_start_where_the_users_files_are_named_like_our_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str
 ) -> None:
-    for name in ("models.py", "node.py", "psutil.py", "gateway/__init__.py"):
+    for name in ("models.py", "node.py", "psutil.py", "baton/gateway/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"raise RuntimeError('this is the user's {name}')")
     monkeypatch.chdir(tmp_path)

@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from baton.cli.processes import Process
-from baton.errors import BatonError, InvalidRequest, UnknownLease
+from baton.core.errors import BatonError, InvalidRequest, UnknownLease
+from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.integration.cluster import LLAMA, machines, nothing_held, until_status
 
 PROMPT = list(range(100, 180))

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from baton.cli.processes import Process
 from baton.cli.status import to_json
-from baton.client import Client
-from baton.errors import NoNode
-from baton.outputs import Notice
-from baton.types import SamplingParams
-from node.waiting import until
+from baton.client.client import Client
+from baton.client.outputs import Notice
+from baton.core.errors import NoNode
+from baton.core.types import SamplingParams
+from baton.node.waiting import until
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, machines, until_status
 from tests.integration.reference import Reference
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.errors import BatonError, InvalidRequest
+from baton.client.client import Client
+from baton.core.errors import BatonError, InvalidRequest
+from baton.protos.v1 import common_pb2
 from baton.security.certificates import write_set
-from protos.baton.v1 import common_pb2
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, first_of, nothing_held, until_status
 from tests.integration.reference import Reference
 from tests.integration.test_rolling_restart import CLIENTS, GREEDY, Load, until_whole

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
+from baton.client.client import Client
+from baton.core.types import SamplingParams
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect
-from baton.types import SamplingParams
-from node.waiting import until
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, until_status
 from tests.integration.proxy import free_address
 from tests.integration.reference import Reference

@@ -16,8 +16,11 @@ import grpc
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client
-from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded, PermissionDenied, Unauthenticated
+from baton.client.client import Client
+from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded, PermissionDenied, Unauthenticated
+from baton.core.types import Grammar, GrammarKind
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.protos.v1 import prefill_pb2 as prefill_messages
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
@@ -26,9 +29,6 @@ from baton.security.pem import Files, Pems, read_pems
 from baton.security.roles import NODE, Role, name_of
 from baton.security.tls import Dial
 from baton.security.watched import Watched
-from baton.types import Grammar, GrammarKind
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
-from protos.baton.v1 import prefill_pb2 as prefill_messages
 from tests.integration.cluster import DEADLINE_S, Machines, machines
 from tests.integration.reference import Reference
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.cli.processes import Process
-from baton.errors import NoNode
+from baton.core.errors import NoNode
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from node.waiting import until
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, machines
 
 NODE: Flags = {"model": LLAMA, "num_blocks": 256}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
-from baton.types import SamplingParams
+from baton.client.client import Client
+from baton.core.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.warm import run_warm
 

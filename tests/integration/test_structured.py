@@ -7,9 +7,9 @@ import json
 import pytest
 
 from baton.cli.processes import Process
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind, SamplingParams
-from baton.types import Path as RequestPath
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.types import Path as RequestPath
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
 

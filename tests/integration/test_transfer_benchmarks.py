@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from bench import cache_to_cache, exposed, receiving, transfer_gpu, transport
 from bench.cache_pairs import Case, End, in_turns, open_pairs
 from bench.table import Row
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheSpec, KVKind
 
 pytestmark = pytest.mark.slow
 

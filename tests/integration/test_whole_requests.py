@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.client import Client
-from baton.types import Path, SamplingParams
-from gateway import fleet
-from gateway.placement import Placement, Way, place
-from gateway.router import NodeView, Wanted, usable_decodes
-from protos.baton.v1 import common_pb2
+from baton.client.client import Client
+from baton.core.types import Path, SamplingParams
+from baton.gateway.fleet import fleet
+from baton.gateway.fleet.placement import Placement, Way, place
+from baton.gateway.fleet.router import NodeView, Wanted, usable_decodes
+from baton.protos.v1 import common_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process, Processes
-from baton.config import DEMO_MODELS
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
+from baton.gateway.text.model import read_served_model
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import Address, connect, why_taken
-from gateway.model import read_served_model
-from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from baton.settings.config import DEMO_MODELS
 
 if TYPE_CHECKING:
-    from protos.baton.v1.generation_pb2_grpc import GenerationAsyncStub
+    from baton.protos.v1.generation_pb2_grpc import GenerationAsyncStub
 from tests.integration.cluster import DEADLINE_S, Machines
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 

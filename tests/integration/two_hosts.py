@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 
 from baton.cli.processes import Process
+from baton.core.types import SamplingParams
+from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.security.certificates import write_set
 from baton.security.pem import Files, read_pems
 from baton.security.tls import Dial
 from baton.security.watched import Watched
-from baton.types import SamplingParams
-from protos.baton.v1 import node_pb2, node_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, arguments, in_engine, machines
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from baton.environment import child_environment
+from baton.settings.environment import child_environment
 
 VERSION = "0.1.0+g85de5aa"
 WIRE = 3  # all that it speaks

@@ -10,12 +10,12 @@ import pytest
 
 from baton.cli.processes import Process, Processes
 from baton.cli.status import to_json
-from baton.client import Client
-from baton.revisions import revision_of
-from baton.types import Path, SamplingParams
+from baton.client.client import Client
+from baton.core.types import Path, SamplingParams
+from baton.node import assembly
+from baton.protos.v1 import common_pb2
+from baton.rpc.revisions import revision_of
 from kvtransfer.plan import WIRE_NEWEST
-from node import assembly
-from protos.baton.v1 import common_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.proxy import free_address

@@ -2,8 +2,8 @@
 
 from collections.abc import Set
 
-from baton.convert import finish_reason_from_proto, prompt_logprobs_from_proto
-from baton.errors import (
+from baton.client.resumption import Progress
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DataLoss,
@@ -13,8 +13,8 @@ from baton.errors import (
     NoNode,
     Overloaded,
 )
-from baton.resumption import Progress
-from protos.baton.v1 import generation_pb2 as pb
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import finish_reason_from_proto, prompt_logprobs_from_proto
 from tests.simulation.invariants import violated
 from tests.simulation.reference import generate, prompt_logprobs
 from tests.simulation.scenario import Client

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from baton.errors import Cancelled, DeadlineExceeded, Overloaded
+from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from tests.simulation import scenario as scenarios
 from tests.simulation.client import ClientCall
 from tests.simulation.decode import DecodeProcess

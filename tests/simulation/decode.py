@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.engine.events import StepEvents
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node import commands as c
 from decode_node import events as e
 from decode_node.sender_numbers import SenderNumbers
-from engine.events import StepEvents
 from kvtransfer.leases import LeaseTotals
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.simulation.decode_side import DecodeSide, OfLeases
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream

@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node import commands as c
 from decode_node import events as e
 from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from protos.baton.v1 import decode_pb2 as pb
 from tests.simulation.clock import Timer
 from tests.simulation.invariants import violated
 from tests.simulation.network import OnEnd, OnMessage, Stream

@@ -1,20 +1,21 @@
 """One node's engine: the real scheduler, and in place of a GPU a cache whose cells are compared with the reference.
 
-Steps take virtual time, and the next one is scheduled while one runs, as in `engine.engine`. A block that is taken anew
-starts unwritten; every step compares each cell that it reads (I2), and block counts are checked after each change (I1).
+Steps take virtual time, and the next one is scheduled while one runs, as in `baton.engine.engine`. A block that is
+taken anew starts unwritten; every step compares each cell that it reads (I2), and block counts are checked after each
+change (I1).
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from baton.errors import BatonError, InternalError
-from baton.types import FinishReason, PromptLogprob, TokenOutput
-from engine.batch import Batch, BatchRow, ScoreRow
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
-from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import BatonError, InternalError
+from baton.core.types import FinishReason, PromptLogprob, TokenOutput
+from baton.engine.batch import Batch, BatchRow, ScoreRow
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
+from baton.engine.scheduling.block_manager import BlockManager
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life
 from tests.simulation.reference import (

@@ -5,16 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded
-from baton.types import LocalPolicy, SamplingParams, Slo
-from gateway import commands as c
-from gateway import events as e
-from gateway.fleet import DropSession, Fleet, FleetCommand
-from gateway.placement import Placement, Way
-from gateway.request import Request, Rules
-from gateway.request_machine import RequestMachine
-from gateway.router import Wanted, usable_decodes
-from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
+from baton.core.types import LocalPolicy, SamplingParams, Slo
+from baton.gateway.core import events as e
+from baton.gateway.core.request import Request, Rules
+from baton.gateway.fleet.fleet import DropSession, Fleet, FleetCommand
+from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.fleet.router import Wanted, usable_decodes
+from baton.gateway.request import commands as c
+from baton.gateway.request.machine import RequestMachine
+from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from tests.simulation.client import ClientCall, Detokenizer
 from tests.simulation.clock import Timer
 from tests.simulation.faults import DECODES, PREFILLS

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from baton.convert import sampling_to_proto
-from baton.error_detail import to_detail
-from baton.errors import NoNode
-from baton.types import SamplingParams
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
+from baton.core.errors import NoNode
+from baton.core.types import SamplingParams
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.convert import sampling_to_proto
+from baton.rpc.error_detail import to_detail
 from tests.simulation.decode import DecodeProcess
 from tests.simulation.network import Life
 from tests.simulation.node import Node

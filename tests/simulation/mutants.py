@@ -9,9 +9,21 @@ from typing import Any
 
 import pytest
 
-from baton.errors import BatonError
-from baton.resumption import _Given
-from baton.types import TokenOutput
+from baton.client.resumption import _Given
+from baton.core.errors import BatonError
+from baton.core.types import TokenOutput
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.state import RequestState
+from baton.gateway.fleet.fleet import Fleet, FleetCommand
+from baton.gateway.fleet.fleet_node import FleetNode, Role
+from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.request.attempt import Attempt
+from baton.gateway.request.attempts import Attempts
+from baton.gateway.request.node_messages import NodeMessages
+from baton.gateway.request.output import Output
+from baton.gateway.request.token_order import TokenOrder
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
+from baton.protos.v1.decode_pb2 import SubmitRequest
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease, PrefillHere
 from decode_node.commands import Command as DecodeCommand
@@ -20,16 +32,6 @@ from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
 from decode_node.lease_events import HandedOver, LeaseEvent, Lost
 from decode_node.machine import DecodeMachine
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.state import RequestState
-from gateway.attempt import Attempt
-from gateway.fleet import Fleet, FleetCommand
-from gateway.fleet_node import FleetNode, Role
-from gateway.node_messages import NodeMessages
-from gateway.placement import Placement, Way
-from gateway.request_attempts import Attempts
-from gateway.request_output import Output
-from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
 from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
 from kvtransfer.segments import Segment, Tag
@@ -37,8 +39,6 @@ from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand
 from prefill_node.machine import PrefillMachine
 from prefill_node.prefill_task import PrefillTask, TaskEvent
-from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
-from protos.baton.v1.decode_pb2 import SubmitRequest
 from tests.simulation.faults import BUSY_PREFILL_NODES, DECODES, GATEWAY, PREFILLS, USUAL, Storm
 from tests.simulation.weather import Weather
 

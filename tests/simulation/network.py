@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from baton.error_detail import from_detail, to_detail
-from baton.errors import BatonError, NoNode
+from baton.core.errors import BatonError, NoNode
+from baton.rpc.error_detail import from_detail, to_detail
 from tests.simulation.clock import Action, Clock
 
 OnMessage = Callable[[Any], None]

@@ -2,9 +2,9 @@
 
 from collections.abc import Hashable
 
-from baton.errors import BatonError
-from engine.events import StepEvents
-from protos.baton.v1 import common_pb2, node_pb2
+from baton.core.errors import BatonError
+from baton.engine.events import StepEvents
+from baton.protos.v1 import common_pb2, node_pb2
 from tests.simulation.device import Device
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.scenario import Sizes

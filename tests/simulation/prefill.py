@@ -7,15 +7,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.errors import BatonError, InternalError, NoNode, UnknownLease
+from baton.core.errors import BatonError, InternalError, NoNode, UnknownLease
+from baton.engine.events import StepEvents
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import prefill_pb2 as pb
 from decode_node import events as decode_events
-from engine.events import StepEvents
 from kvtransfer.segments import Segment
 from prefill_node import commands as c
 from prefill_node import events as e
 from prefill_node.machine import PrefillMachine, PrefillRules
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 from tests.simulation.decode_side import DecodeSide
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream

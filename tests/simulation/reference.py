@@ -7,7 +7,7 @@ all of them, so one wrong cell changes the output.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.types import FinishReason, PromptLogprob
+from baton.core.types import FinishReason, PromptLogprob
 
 VOCAB_SIZE = 64
 EOS = 63

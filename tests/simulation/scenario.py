@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from baton.types import LocalPolicy
+from baton.core.types import LocalPolicy
 from tests.simulation.faults import Fault, Storm, draw_faults
 from tests.simulation.reference import EOS, MAX_CONTEXT_TOKENS, NUM_LAYERS
 from tests.simulation.weather import Weather
@@ -29,7 +29,7 @@ class Client:
     """One request: its start (counted from the cluster's readiness), its content, and when its client gives up.
 
     Attributes:
-        resumes: when its gateway dies, it goes on at the next one, as `baton.client.Client` does with several.
+        resumes: when its gateway dies, it goes on at the next one, as `baton.client.client.Client` does with several.
     """
 
     at_s: float

@@ -5,10 +5,10 @@ from typing import get_args
 
 import pytest
 
+from baton.gateway.core import events as gateway_events
+from baton.gateway.request import commands as gateway_commands
 from decode_node import commands as decode_commands
 from decode_node import events as decode_events
-from gateway import commands as gateway_commands
-from gateway import events as gateway_events
 from prefill_node import commands as prefill_commands
 from prefill_node import events as prefill_events
 from tests.simulation.cluster import run_seed

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
-from baton.errors import BatonError, Cancelled, DataLoss, UnknownLease
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import BatonError, Cancelled, DataLoss, UnknownLease
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.cutting import segments_of
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
 from kvtransfer.parts import parts_of

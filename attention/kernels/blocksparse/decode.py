@@ -19,7 +19,7 @@ from torch import Tensor
 from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse.pattern import LOG2E, kernel_pattern
-from tritonlib.launch import bound, interpreted
+from baton.tritonlib.launch import bound, interpreted
 
 # Bytes of a tile of keys that keep enough loads in flight.
 _TILE_BYTES = 16384

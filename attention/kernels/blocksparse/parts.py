@@ -6,7 +6,7 @@ Legend: M queries of a tile, N keys of a tile, D channels.
 import triton
 import triton.language as tl
 
-from tritonlib.fp8 import from_fp8
+from baton.tritonlib.fp8 import from_fp8
 
 
 @triton.jit

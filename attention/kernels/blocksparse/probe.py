@@ -7,7 +7,7 @@ import torch
 from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.pattern import kernel_pattern
 from attention.kernels.blocksparse.prefill import blocksparse_prefill, prefill_tiling
-from tritonlib.hopper_check import Pair
+from baton.tritonlib.hopper_check import Pair
 
 _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 2, 1, 128
 _PARAMS = BlocksparseParams(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attention.kernels.decode.merge import merge_partials
 from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of, units_per_worker
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
-from tritonlib.math import tanh
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
+from baton.tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows of one program, one per query head: more would not fit into its registers. Larger groups read keys again.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.decode.plan import DecodePlan, units_per_worker
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

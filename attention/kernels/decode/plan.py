@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 # Stands for "no limit" in a window or a chunk size: no sequence is longer.
 NO_LIMIT = 2**31 - 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.kernels.mla import portable
 from attention.kernels.mla.merge import merge_splits
 from attention.kernels.mla.plan import MLADecodePlan
-from kvcache.fp8 import is_fp8
+from baton.kvcache.fp8 import is_fp8
 
 
 def mla_decode_attention(

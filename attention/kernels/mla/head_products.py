@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
-from tritonlib.rounding import round_to
+from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from baton.tritonlib.rounding import round_to
 
 # torch multiplies if there are more tokens than this, or more inputs, whose tiles would be too narrow.
 MAX_TOKENS = 32

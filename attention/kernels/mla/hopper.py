@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, Results, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
-from tritonlib.launch import overlap
+from baton.tritonlib.launch import overlap
 
 # Registers of a thread, by a program's heads, until the warps redistribute them; this causes no further spills.
 # NOTE: without this bound a program takes a multiprocessor's whole register file: it cannot start before the previous

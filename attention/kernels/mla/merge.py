@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.mla.plan import TILE, MLADecodePlan, request_cost, requests_of_a_block
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 
 def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:

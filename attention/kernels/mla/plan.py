@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
+from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
 
 TILE = 64
 LOG2_E = 1.4426950408889634

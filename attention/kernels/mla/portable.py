@@ -17,9 +17,9 @@ from attention.kernels.mla.plan import (
     request_cost,
     requests_of_a_block,
 )
-from kvcache.fp8 import is_fp8
-from tritonlib.fp8 import from_fp8
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from baton.kvcache.fp8 import is_fp8
+from baton.tritonlib.fp8 import from_fp8
+from baton.tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -7,7 +7,7 @@ import torch
 from attention.kernels.mla import portable
 from attention.kernels.mla.merge import merge_splits
 from attention.kernels.mla.plan import MLADecodePlan
-from tritonlib.hopper_check import Pair
+from baton.tritonlib.hopper_check import Pair
 
 _LATENT, _CHANNELS, _BLOCK_SIZE = 512, 576, 64
 # Whole tiles and parts of them; requests that workers share, and workers with several requests.

@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.kernels.paged import portable, probe
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList
-from tritonlib.hopper_check import HopperKernels, has_hopper_kernels
+from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels
 
 _HOPPER = HopperKernels("attention over a batch", probe.compare_on_hopper)
 

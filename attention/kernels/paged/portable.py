@@ -16,8 +16,8 @@ from torch import Tensor
 from attention.kernels.paged.call import Call, rows_of, split_channels
 from attention.kernels.paged.portable_keys import KeyRows
 from attention.kernels.paged.portable_tile import attend_tile
-from kvcache.fp8 import is_fp8
-from tritonlib.launch import interpreted
+from baton.kvcache.fp8 import is_fp8
+from baton.tritonlib.launch import interpreted
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

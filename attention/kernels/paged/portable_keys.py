@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonlib.fp8 import from_fp8
-from tritonlib.launch import bound
-from tritonlib.math import tanh
+from baton.tritonlib.fp8 import from_fp8
+from baton.tritonlib.launch import bound
+from baton.tritonlib.math import tanh
 
 
 class KeyRows(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
-from tritonlib.hopper_check import Pair
+from baton.tritonlib.hopper_check import Pair
 
 _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 4, 2, 128
 # A prompt, one that goes on after a context, and a decode; no length fills its last block or tile.

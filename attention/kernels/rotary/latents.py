@@ -21,8 +21,8 @@ from attention.kernels.rotary.parts import (
     turn,
 )
 from attention.rotation import Rotation, RowNorm
-from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
-from tritonlib.rounding import round_to
+from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from baton.tritonlib.rounding import round_to
 
 
 def rotate_latents(

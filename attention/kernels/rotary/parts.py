@@ -6,9 +6,9 @@ Legend: R rows (a head of a token each), P pairs of channels, C channels.
 import triton
 import triton.language as tl
 
-from tritonlib.fp8 import to_fp8
-from tritonlib.launch import prefetch
-from tritonlib.rounding import round_to
+from baton.tritonlib.fp8 import to_fp8
+from baton.tritonlib.launch import prefetch
+from baton.tritonlib.rounding import round_to
 
 # Pairs in a program's tile: with 4 warps 8 per thread, so that each thread moves 16 bytes of bf16 at a time.
 # NOTE: never chosen by the number of tokens: the order in which a head's norm is summed follows from it.

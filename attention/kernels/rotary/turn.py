@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.kernels.rotary.heads import norm_and_turn
 from attention.kernels.rotary.parts import NUM_WARPS, TILE_PAIRS
 from attention.rotation import Rotation
-from tritonlib.launch import interpreted
+from baton.tritonlib.launch import interpreted
 
 
 def turn_heads(x_THD: Tensor, rotation: Rotation) -> None:

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.sparse import SparseQueries
-from kvcache.fp8 import is_fp8
-from tritonlib.fp8 import from_fp8
-from tritonlib.launch import bound, interpreted
+from baton.kvcache.fp8 import is_fp8
+from baton.tritonlib.fp8 import from_fp8
+from baton.tritonlib.launch import bound, interpreted
 
 _TILE = 64
 # Keys of a program: with few queries, many programs share one query's keys; with many, a program keeps its queries.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from kvcache.cache import PagedKVCache
-from kvcache.spec import KVCacheShape, KVCacheSpec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec
 from tests.device import DEVICE
 
 

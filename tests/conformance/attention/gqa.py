@@ -10,10 +10,10 @@ from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds
 from attention.layer import Attention
 from attention.parameters import AttentionParameters
 from attention.selection import BackendClass
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import Batch, make_batch, poisoned_cache
 from tests.conformance.attention.oracle import attend, pattern_by_definition
 from tests.conformance.attention.platform_backends import PLATFORM

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from attention.backend import AttentionBackend, AttentionNeeds, MLADims
 from attention.mla import MLAAttention
 from attention.selection import BackendClass
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import Batch, make_batch, poisoned_cache
 from tests.conformance.attention.oracle import attend
 from tests.conformance.attention.platform_backends import PLATFORM

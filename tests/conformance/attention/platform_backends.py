@@ -6,8 +6,8 @@ On a CPU Triton's backends run in the interpreter. A backend whose package is no
 from attention.backend import AttentionNeeds, BackendCapabilities
 from attention.platform import probe_platform
 from attention.selection import BACKENDS, BackendClass, reasons_against
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import DTYPE_BYTES, KVKind
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import DTYPE_BYTES, KVKind
 from tests.device import DEVICE
 
 PLATFORM = probe_platform(DEVICE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from attention.selection import BackendClass
-from kvcache.layout import KVCacheLayout
+from baton.kvcache.layout import KVCacheLayout
 from tests.conformance.attention.batches import batches
 from tests.conformance.attention.platform_backends import dtypes_here
 from tests.conformance.attention.settings import SETTINGS, Setting

@@ -10,10 +10,10 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.selection import BackendClass
-from baton.errors import InternalError
-from kvcache.spec import KVKind
-from models.kernels.matmul import multiply_heads_invariant, multiply_invariant
-from models.linear import Linear
+from baton.core.errors import InternalError
+from baton.kvcache.spec import KVKind
+from baton.models.kernels.matmul.matmul import multiply_heads_invariant, multiply_invariant
+from baton.models.layers.linear import Linear
 from tests.conformance.attention import gqa, mla
 from tests.conformance.attention.batches import Batch
 from tests.conformance.attention.gqa import Shape, gqa_case

@@ -9,9 +9,9 @@ import torch
 from attention.backend import AttentionFeature
 from attention.parameters import AttentionType
 from attention.selection import BackendClass
-from baton.errors import InternalError
-from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import InternalError
+from baton.kvcache.layout import GQA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG, Batch
 from tests.conformance.attention.captured import check_memory_stays_in_place, check_which_batches_replay
 from tests.conformance.attention.gqa import LAYER, Shape, backend_of, gqa_case

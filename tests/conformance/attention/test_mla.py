@@ -10,9 +10,9 @@ from attention.backends.torch_sdpa import TorchSDPA
 from attention.mla import MLAAttention
 from attention.platform import Platform
 from attention.selection import BackendClass
-from baton.errors import ConfigError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG
 from tests.conformance.attention.captured import check_memory_stays_in_place, check_which_batches_replay
 from tests.conformance.attention.mla import DEEPSEEK, LAYER, TINY, MLAShape, mla_backend_of, mla_case

@@ -15,10 +15,10 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from baton.config import DEMO_MODELS
-from baton.errors import InvalidRequest
-from gateway.chat.model import read_chat_model
-from gateway.chat.types import ChatRequest, NamedTool
+from baton.core.errors import InvalidRequest
+from baton.gateway.text.chat.model import read_chat_model
+from baton.gateway.text.chat.types import ChatRequest, NamedTool
+from baton.settings.config import DEMO_MODELS
 from tests.conformance.chat_templates.published import TEMPLATES, template
 
 MARKER = re.compile(

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.families.table import FAMILIES
+from baton.models.families.table import FAMILIES
 from tests.unit.models import tiny
 from tests.unit.models.phi3_small_checkpoint import save_phi3_small
 from tests.unit.models.test_phi3_small import reference_logits

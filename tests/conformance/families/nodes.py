@@ -12,24 +12,24 @@ from typing import Any
 
 import grpc
 
-from baton.config import DecodeSettings, NodeSettings, PrefillSettings
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import build_runner
+from baton.engine.engine import Engine
+from baton.engine.request import EngineRequest
+from baton.kvcache.spec import KVKind
+from baton.models.adapters.adapter import read_adapter
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.needs import kv_cache_spec
+from baton.node.assembly import Node, load
+from baton.node.role_services import RoleServices
+from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.server import GrpcServer, connect
-from baton.types import SamplingParams, TokenOutput
+from baton.settings.config import DecodeSettings, NodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
-from engine.build import build_runner
-from engine.engine import Engine
-from engine.request import EngineRequest
-from kvcache.spec import KVKind
-from models.adapters.adapter import read_adapter
-from models.config.reader import read_config
-from models.needs import kv_cache_spec
-from models.parallel import TensorParallel
-from node.assembly import Node, load
-from node.role_services import RoleServices
 from prefill_node.service import PrefillService
-from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.conformance.families.models import Answer
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.limits import limits

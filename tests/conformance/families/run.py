@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from tests.conformance.families.models import MAX_TOKENS, Answer, Case, Model, Prompts, expected_of
 from tests.conformance.families.nodes import answers_of_rank, engine_answers, pair_answers
 from tests.conformance.families.variants import in_fp8, in_int4, with_adapter

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.families.table import FAMILIES
+from baton.models.families.table import FAMILIES
 from tests.conformance.families import results
 from tests.conformance.families.models import Case, cases
 from tests.conformance.families.run import COLUMNS, FAILED, PASSED, Outcome, run_case, run_two_ranks

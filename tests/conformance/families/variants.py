@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers import GptOssForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.experts import Experts
-from models.linear import FusedLinear, Linear
-from models.weights.expert_names import our_name
-from models.weights.loader import load_model
-from models.weights.names import LANGUAGE_MODEL, renamed
+from baton.models.checkpoint.names import LANGUAGE_MODEL, renamed
+from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.moe.experts import Experts
+from baton.models.loading.expert_names import our_name
+from baton.models.loading.loader import load_model
 from tests.conformance.families.models import Case, Model, as_model, reload
 from tests.unit.models.fp8_checkpoints import by_block, by_channel
 from tests.unit.models.lora import merge, save_adapter

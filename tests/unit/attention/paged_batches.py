@@ -12,10 +12,10 @@ from attention.backends.triton_attn import TritonAttention
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache import TORCH_DTYPES
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import poisoned_cache
 from tests.conformance.attention.oracle import attend
 from tests.conformance.attention.settings import Setting

@@ -12,9 +12,9 @@ from torch import Tensor
 from attention.blocksparse import BlocksparseParams
 from attention.blocksparse_mask import token_mask
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 

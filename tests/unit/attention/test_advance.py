@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention.advance import advance_on_device, advance_on_host, advance_step
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 from tests.device import DEVICE
 
 

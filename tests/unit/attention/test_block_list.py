@@ -10,9 +10,9 @@ from attention.backend import AttentionNeeds
 from attention.backends.flashinfer_plan import BlockLister
 from attention.kernels.block_list import list_blocks
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from baton.errors import InternalError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import InternalError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.device import DEVICE
 
 NEEDS = AttentionNeeds(KVKind.GQA, DEVICE, "bfloat16", 64, 16, KVCacheLayout.NHD, max_num_reqs=4, max_model_len=100)

@@ -9,7 +9,7 @@ import pytest
 
 from attention.blocksparse import BlocksparseParams
 from attention.blocksparse_mask import block_mask, token_mask
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 
 PARAMS = BlocksparseParams(max_seqlen=4096, num_heads=4, num_kv_heads=2, block_size=4, local_blocks=2, vert_stride=3)
 

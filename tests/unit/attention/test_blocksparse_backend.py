@@ -13,10 +13,10 @@ from attention.blocksparse import BlocksparseParams
 from attention.parameters import AttentionParameters
 from attention.platform import probe_platform
 from attention.selection import reasons_against
-from baton.errors import ConfigError, InternalError
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVKind
 from tests.device import DEVICE
 from tests.unit.attention.sparse_twin import SparseCase, expected, make_case, relative_error
 

@@ -10,7 +10,7 @@ from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse.decode import blocksparse_decode, decode_pieces, new_decode_partials
 from attention.kernels.blocksparse.prefill import blocksparse_prefill, can_read_directly
 from attention.platform import probe_platform
-from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
+from baton.kvcache.layout import GQA_LAYOUTS, KVCacheLayout
 from tests.device import DEVICE
 from tests.unit.attention.sparse_twin import SparseCase, expected, make_case, relative_error
 

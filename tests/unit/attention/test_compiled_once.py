@@ -17,8 +17,8 @@ from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portabl
 from attention.kernels.paged import hopper, persistent, portable
 from attention.kernels.paged.call import Call, Features, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
-from kvcache.kernels import gather
-from kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
+from baton.kvcache.kernels import gather
+from baton.kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
 
 def launch_list(call):
     keys = call.keys

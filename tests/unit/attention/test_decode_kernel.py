@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.kernels.decode.attend import decode_attention
 from attention.kernels.decode.plan import DecodePlan, DecodeTiling, decode_tiling, new_decode_plan, new_partials
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS, SCALE, Asked, Decodes, decodes
 

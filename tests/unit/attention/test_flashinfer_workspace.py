@@ -14,9 +14,9 @@ from attention.backends.flashinfer_workspace import (
 )
 from attention.platform import Platform
 from attention.selection import select_backend
-from baton.errors import ConfigError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 
 NUM_SMS = 132
 H200 = Platform("cuda", compute_capability=(9, 0), num_sms=NUM_SMS, packages=frozenset({"flashinfer"}))

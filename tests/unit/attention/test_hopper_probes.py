@@ -15,8 +15,8 @@ from attention.kernels.mla.probe import compare as compare_mla
 from attention.kernels.paged import portable
 from attention.kernels.paged.call import Call
 from attention.kernels.paged.probe import compare as compare_paged
+from baton.tritonlib.hopper_check import HopperKernels, Verdict, check
 from tests.device import DEVICE
-from tritonlib.hopper_check import HopperKernels, Verdict, check
 
 DEVICE_ = torch.device(DEVICE)
 PARAMS = BlocksparseParams(max_seqlen=4096, num_heads=2, num_kv_heads=1, block_size=64, local_blocks=2, vert_stride=3)

@@ -20,12 +20,12 @@ from attention.layer_checks import check_planned, check_shared
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
 from attention.parameters import AttentionParameters, AttentionType, per_layer_parameters
 from attention.platform import Platform
-from baton.errors import ConfigError, InternalError
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.tokens import WriteIndex
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.tokens import WriteIndex
 
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 8, 4, 0.3
 NEEDS = AttentionNeeds(KVKind.GQA, "cpu", "float32", DIM, BLOCK, KVCacheLayout.NHD)

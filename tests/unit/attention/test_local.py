@@ -12,9 +12,9 @@ from attention.local import local_attention_metadata, make_local_attention_virtu
 from attention.metadata import build_common_metadata, split_decodes_and_prefills
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from baton.errors import ConfigError, InternalError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 
 # (new tokens, context) of each request; without new tokens it is the padding of a captured batch.
 SIZES = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 30)), min_size=1, max_size=6)

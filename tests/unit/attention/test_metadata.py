@@ -16,7 +16,7 @@ from attention.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 from tests.device import DEVICE
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)

@@ -17,7 +17,7 @@ from attention.micro_batches import (
     slice_query_start_locs,
     split_attn_metadata,
 )
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 Row = tuple[int, int, int]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attention.metadata import build_common_metadata
 from attention.mla_context import plan_context_chunks, plan_prefill
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 PREFILLS = st.lists(st.tuples(st.integers(2, 5), st.integers(0, 30)), min_size=1, max_size=6)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import MLADecodePlan, make_mla_decode_plan
-from kvcache.fp8 import dequantize, quantize
+from baton.kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 
 SCALE = 0.3

@@ -13,12 +13,12 @@ from attention.backends.triton_mla import TritonMLA
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.mla import MLAAttention
 from attention.platform import probe_platform
-from baton.errors import InternalError
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.fp8 import dequantize, quantize
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import InternalError
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.fp8 import dequantize, quantize
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 DIMS = MLADims(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, kv_lora_rank=12)

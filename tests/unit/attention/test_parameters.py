@@ -8,7 +8,7 @@ from attention.parameters import (
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 
 LAYER = AttentionParameters(scale=0.125)
 

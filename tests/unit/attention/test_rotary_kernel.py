@@ -17,10 +17,10 @@ from attention.kernels.rotary.heads import rotate_qkv
 from attention.kernels.rotary.latents import rotate_latents
 from attention.kernels.rotary.turn import turn_heads
 from attention.rotation import HeadNorms, Rotation
-from kvcache.access import store_kv, store_latent
-from kvcache.cache import PagedKVCache
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.tokens import WriteIndex
+from baton.kvcache.access import store_kv, store_latent
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.tokens import WriteIndex
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import block_sizes, copy_of, new_cache, spec_of
 

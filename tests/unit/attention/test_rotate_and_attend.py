@@ -22,10 +22,10 @@ from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.mla import MLAAttention
 from attention.platform import probe_platform
 from attention.rotation import HeadNorms, Rotation
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.scales import KVScales
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.scales import KVScales
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4

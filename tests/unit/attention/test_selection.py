@@ -10,9 +10,9 @@ from attention.backends.triton_attn import TritonAttention
 from attention.parameters import AttentionParameters
 from attention.platform import OPTIONAL_PACKAGES, Platform
 from attention.selection import BACKENDS, fitting_backends, reasons_against, select_backend, selection_report
-from baton.errors import ConfigError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 
 LAYERS = {"layers.0": AttentionParameters(scale=0.1), "layers.1": AttentionParameters(scale=0.1)}
 LLAMA = AttentionNeeds(KVKind.GQA, "cpu", "bfloat16", 128, 16, KVCacheLayout.HND, layers=LAYERS)

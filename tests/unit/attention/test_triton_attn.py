@@ -7,8 +7,8 @@ from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.triton_attn import TritonAttention
 from attention.platform import Platform
 from attention.selection import reasons_against
-from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVKind
+from baton.kvcache.layout import GQA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.conformance.attention.settings import SETTINGS, Setting
 from tests.unit.attention.paged_batches import paged_batch, relative_error, triton_backend
 

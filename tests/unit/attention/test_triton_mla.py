@@ -8,9 +8,9 @@ from attention.backends.triton_mla import TritonMLA
 from attention.metadata import build_common_metadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from baton.errors import ConfigError, InternalError
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
 from tests.device import DEVICE
 
 DIMS = MLADims(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, kv_lora_rank=32)

@@ -13,9 +13,9 @@ from attention.backends.triton_attn import TritonAttention
 from attention.layer import Attention
 from attention.metadata import build_common_metadata
 from attention.platform import probe_platform
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 HEADS, PLACES, LARGEST, BLOCK = 4, 4, 32, 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.kernels.paged.attend import unified_attention
 from attention.kernels.paged.call import Features
-from kvcache.fp8 import dequantize, quantize
+from baton.kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS
 from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragged_batch

@@ -16,12 +16,12 @@ from baton.cli.generate import summary, to_json
 from baton.cli.status import render
 from baton.cli.status import to_json as status_to_json
 from baton.cli.up import _devices
-from baton.environment import ranks_of_each_node, visible_gpus
-from baton.outputs import Completion
-from baton.types import FinishReason, Receipt, TokenOutput, Usage
-from baton.types import Path as Way
+from baton.client.outputs import Completion
+from baton.core.types import FinishReason, Receipt, TokenOutput, Usage
+from baton.core.types import Path as Way
+from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.settings.environment import ranks_of_each_node, visible_gpus
 from bench.__main__ import main as bench
-from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 RECEIPT = Receipt(
     path=Way.REMOTE,

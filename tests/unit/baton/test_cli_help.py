@@ -7,12 +7,12 @@ import typer
 
 from baton.cli import program
 from baton.cli.program import new_app
-from baton.config import DecodeSettings
-from baton.errors import ConfigError
-from baton.gateway_config import GatewaySettings
-from baton.settings_reader import fail, read_settings
-from load.command import bench
-from planner.command import plan
+from baton.core.errors import ConfigError
+from baton.load.command import bench
+from baton.planner.command import plan
+from baton.settings.config import DecodeSettings
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import fail, read_settings
 
 _PASSED_ON = {"prefill-node", "decode-node", "gateway", "picker", "bench", "plan"}
 

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from baton.cli.status import render
-from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
+from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
 
 
 def _shown(*nodes: generation_pb2.NodeReport) -> list[list[str]]:

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from baton.cli.processes import Process, Processes, Running
 from baton.cli.progress import ClusterProgress
-from baton.environment import child_environment
-from baton.errors import ConfigError
-from baton.supervisor import Supervisor
+from baton.core.errors import ConfigError
+from baton.core.supervisor import Supervisor
+from baton.settings.environment import child_environment
 
 CHILD = """
 import signal, sys
-from baton.supervisor import Supervisor
+from baton.core.supervisor import Supervisor
 supervisor = Supervisor(sys.argv[-1])
 if "fail" in sys.argv:
     raise SystemExit(3)

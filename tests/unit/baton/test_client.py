@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.client import Client
-from baton.errors import InvalidRequest, NoNode
+from baton.client.client import Client
+from baton.core.errors import InvalidRequest, NoNode
 from baton.rpc.server import GrpcServer
 
 

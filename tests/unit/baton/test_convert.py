@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import convert
-from baton.costs import StepCosts
-from baton.errors import InvalidRequest
-from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
-from protos.baton.v1 import common_pb2 as pb
+from baton.core.costs import StepCosts
+from baton.core.errors import InvalidRequest
+from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.protos.v1 import common_pb2 as pb
+from baton.rpc import convert
 
 numbers = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e6)

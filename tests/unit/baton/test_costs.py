@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.costs import StepCosts, StepWork, chunk_pairs, fit
+from baton.core.costs import StepCosts, StepWork, chunk_pairs, fit
 
 COSTS = StepCosts(((1, 0.005), (256, 0.008), (8192, 0.19)), key_s=1.2e-8, pair_s=2e-10, decode_row_s=2e-6)
 

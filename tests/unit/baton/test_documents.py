@@ -6,12 +6,12 @@ from pkgutil import resolve_name
 
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.types import GrammarKind
+from baton.core.types import GrammarKind
+from baton.gateway.http.bodies import ChatBody
+from baton.gateway.http.translate import grammar_of
+from baton.gateway.text.model import read_served_model
+from baton.settings.config import DEMO_MODELS
 from docs import api, attention, configuration, metrics, tracing
-from gateway.http.bodies import ChatBody
-from gateway.http.translate import grammar_of
-from gateway.model import read_served_model
 
 EXAMPLE = re.compile(r'^\|.*\| `(\{"(?:response_format|structured_outputs)".*\})` \|$', re.MULTILINE)
 

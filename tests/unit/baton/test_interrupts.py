@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.interrupts import INTERRUPTED, plain_interrupts
+from baton.core.interrupts import INTERRUPTED, plain_interrupts
 
 # Stands for a package that is being imported, and that takes an interrupt for an error of its own.
 INTERRUPTED_IMPORT = """

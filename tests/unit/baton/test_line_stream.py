@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.line_stream import LineStream
+from baton.core.line_stream import LineStream
 
 DEADLINE_S = 60.0
 PIPE_BYTES = 4096
@@ -116,7 +116,7 @@ def test_characters_that_the_encoding_lacks_are_escaped(pipe: tuple[int, int]) -
 def test_all_is_written_before_a_process_ends(end: str, code: int) -> None:
     program = (
         "import logging, os\n"
-        "from baton.logs import set_up_logging\n"
+        "from baton.core.logs import set_up_logging\n"
         "set_up_logging('info', role='gateway')\n"
         "for number in range(3000): logging.getLogger('baton').info('line %d', number)\n"
     )
@@ -132,7 +132,7 @@ def test_all_is_written_before_a_process_ends(end: str, code: int) -> None:
 def test_a_process_ends_although_nobody_reads_what_it_writes(pipe: tuple[int, int], end: str) -> None:
     program = (
         "import logging, os, sys, threading, warnings\n"
-        "from baton.logs import set_up_logging\n"
+        "from baton.core.logs import set_up_logging\n"
         "set_up_logging('info', role='gateway')\n"
         "for number in range(1000): logging.getLogger('baton').info('line %d', number)\n"
         "print('x' * 100_000, file=sys.stderr)\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.logs import JsonLines, TextLines, enter_request, for_request, set_up_logging, show_name
+from baton.core.logs import JsonLines, TextLines, enter_request, for_request, set_up_logging, show_name
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
 FORGED = "p\n2026-11-23T03:14:15.000+00:00 decode_node d INFO drained\r\x1b[2J\u2028\x85\x00"
@@ -137,7 +137,7 @@ def test_lines_of_an_error_follow_indented_or_in_a_list() -> None:
 def test_others_loggers_speak_only_of_what_is_wrong(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("debug", role="gateway", form="json")
     logging.getLogger("asyncio").info("a selector")
-    logging.getLogger("node.progress").debug("ours")
+    logging.getLogger("baton.node.progress").debug("ours")
     show_name("gateway@127.0.0.1:7000")
     logging.getLogger("baton.access").info("named")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -153,7 +153,7 @@ def test_the_level_is_that_of_our_own_records(root: logging.Logger, capsys: pyte
 
 def test_grpc_writes_no_lines_of_its_own() -> None:
     program = (
-        "from baton.environment import quiet_grpc; quiet_grpc()\n"
+        "from baton.settings.environment import quiet_grpc; quiet_grpc()\n"
         "import grpc, socket\n"
         "taken = socket.create_server(('127.0.0.1', 0))\n"
         "server = grpc.server(None, options=[('grpc.so_reuseport', 0)])\n"

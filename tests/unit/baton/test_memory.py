@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.memory import memory_limit_bytes
+from baton.core.memory import memory_limit_bytes
 
 
 def test_the_containers_limit_counts_where_it_is_the_lower_one(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ import re
 import pytest
 from prometheus_client import parser
 
-from baton import errors
-from baton.errors import BatonError
+from baton.core import errors
+from baton.core.errors import BatonError
+from baton.core.types import FinishReason, Path
 from baton.metrics.declared import LOST, METRICS, REASONS, Kind, Metric, Role, metrics_of
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.tally import Layout, Tally
-from baton.types import FinishReason, Path
 from kvtransfer.leases import Refusal
 
 UNITS = {"seconds": "_seconds", "bytes": "_bytes", "bytes per second": "_bytes_per_second", "ratio": "_perc"}

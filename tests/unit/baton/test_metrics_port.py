@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.port import MetricsPort
 from baton.rpc.sockets import address_of, bind

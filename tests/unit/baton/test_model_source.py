@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.environment import child_environment
-from baton.errors import ConfigError
-from baton.model_source import find_model, hub_commit, model_name
+from baton.core.errors import ConfigError
+from baton.settings.environment import child_environment
+from baton.settings.model_source import find_model, hub_commit, model_name
 from tests.unit.baton.hub import COMMIT, Hub, hub
 
 NEEDED = {"config.json", "tokenizer.json", "chat_template.jinja", "model-1.safetensors", "model.safetensors.index.json"}
@@ -26,8 +26,8 @@ FILES = {
 FIND = """
 import sys
 from pathlib import Path
-from baton.errors import ConfigError
-from baton.model_source import find_model
+from baton.core.errors import ConfigError
+from baton.settings.model_source import find_model
 try:
     print(find_model(Path(sys.argv[1]), weights=sys.argv[2] == "weights"))
 except ConfigError as error:

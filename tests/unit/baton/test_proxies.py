@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client import Client
-from baton.errors import NoNode
-from baton.proxies import proxy_for
+from baton.client.client import Client
+from baton.core.errors import NoNode
+from baton.core.proxies import proxy_for
 from baton.rpc.server import GrpcServer, connect
 
 PROXY = "http://proxy:3128"

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from baton.cli import program
 from baton.cli.program import new_app
-from baton.errors import ConfigError, InvalidRequest
-from baton.ready_file import check_ready_file, write_ready_file
-from baton.regular_file import check_can_write, write_regular_file
+from baton.core.errors import ConfigError, InvalidRequest
+from baton.core.ready_file import check_ready_file, write_ready_file
+from baton.core.regular_file import check_can_write, write_regular_file
+from baton.load.command import bench
+from baton.load.plots import check_plot
+from baton.load.results import Results
 from baton.security.certificates import write_set
-from load.command import bench
-from load.plots import check_plot
-from load.results import Results
 
 DEADLINE_S = 60.0
 
@@ -116,11 +116,11 @@ def test_certificates_replace_nothing_but_files(kind: str, tmp_path: Path) -> No
     assert set(os.listdir(tmp_path)) <= {"gateway.key", "linked"}
 
 
-@pytest.mark.parametrize("module", ["gateway", "gateway.picker", "decode_node"])
+@pytest.mark.parametrize("module", ["gateway", "baton.gateway.picker", "decode_node"])
 def test_a_ready_file_that_cannot_be_written_is_found_before_anything_is_loaded(module: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
     command = [sys.executable, "-m", module, "--ready-file", str(tmp_path / "ready"), "--model", str(tmp_path)]
-    if module == "gateway.picker":
+    if module == "baton.gateway.picker":
         command = command[:-2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 2
@@ -173,7 +173,7 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written_whole(tmp_path: Pat
     program = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from baton.regular_file import write_regular_file\n"
+        "from baton.core.regular_file import write_regular_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_regular_file(Path(sys.argv[1]), 'x' * 2000)\n"

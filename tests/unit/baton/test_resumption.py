@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import NoNode
-from baton.resumption import Progress, prepare_to_resume
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.client.resumption import Progress, prepare_to_resume
+from baton.core.errors import NoNode
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 
 TOKENS = 12
 

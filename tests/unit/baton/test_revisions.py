@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.revisions import Member, mixture, revision_of
-from protos.baton.v1 import common_pb2
+from baton.protos.v1 import common_pb2
+from baton.rpc.revisions import Member, mixture, revision_of
 
 MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="c", weights_digest="w")
 

@@ -16,14 +16,14 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.config import MIB
-from baton.errors import ConfigError, InternalError, InvalidRequest, NoNode
-from baton.gateway_config import GatewaySettings
+from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode
+from baton.node import waiting
+from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.reflection import V1, V1_ALPHA
 from baton.rpc.server import MESSAGE_BYTES_MAX, Address, GrpcServer, connect
 from baton.rpc.status import from_rpc_error
-from node import waiting
-from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.settings.config import MIB
+from baton.settings.gateway_config import GatewaySettings
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

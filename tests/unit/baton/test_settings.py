@@ -12,14 +12,14 @@ from typer.main import get_command
 
 from baton.cli import program
 from baton.cli.program import new_app
-from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file
-from baton.environment import child_environment
-from baton.gateway_config import GatewaySettings, PickerSettings
-from baton.limits import DURATION_S_MIN, PERIOD_S_MIN
-from baton.settings_reader import bounds_of, read_settings
-from baton.types import SamplingParams
-from load.command import bench
-from planner.command import plan
+from baton.core.limits import DURATION_S_MIN, PERIOD_S_MIN
+from baton.core.types import SamplingParams
+from baton.load.command import bench
+from baton.planner.command import plan
+from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file
+from baton.settings.environment import child_environment
+from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.reader import bounds_of, read_settings
 
 
 def test_a_decode_node_lists_the_dtypes_that_it_accepts() -> None:

@@ -10,10 +10,10 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.error_detail import from_detail, to_detail
-from baton.errors import BatonError, InternalError, InvalidRequest, NoNode, Overloaded, PeerRefused, UnknownModel
+from baton.core.errors import BatonError, InternalError, InvalidRequest, NoNode, Overloaded, PeerRefused, UnknownModel
+from baton.protos.v1 import common_pb2
+from baton.rpc.error_detail import from_detail, to_detail
 from baton.rpc.status import client_may_leave, from_rpc_error, to_status
-from protos.baton.v1 import common_pb2
 
 
 def detail(error: BatonError, kind: type[Message], request_id: str = "") -> Any:

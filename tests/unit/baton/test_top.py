@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.cli.cluster_view import ClusterView, read_view
 from baton.cli.frame import Frame, shares
-from baton.errors import InternalError
+from baton.core.errors import InternalError
 
 NODE: dict[str, Any] = {
     "name": "decode-0", "address": "10.0.0.2:7001", "role": "decode", "state": "ready", "version": "1.0",

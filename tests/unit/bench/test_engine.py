@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import NodeSettings
+from baton.engine.build import Built, build_runner
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.models.families.reader import read_config
+from baton.settings.config import NodeSettings
 from bench.attention.measure import Ceilings
 from bench.engine.plot import draw
 from bench.engine.roofline import Weights, Work, count_weights, decode_work, prefill_flops
 from bench.engine.run import CONFIGS, MODELS, Model
 from bench.engine.steps import decode_ms, host_cost, prefill_ms
 from bench.table import Row
-from engine.build import Built, build_runner
-from kvcache.spec import KVCacheSpec, KVKind
-from models.config.reader import read_config
 from tests.unit.models.tiny import save_tiny
 
 LLAMA = read_config(CONFIGS / "llama-3.1-8b")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.load.goals import Goal
+from baton.load.results import Found
 from bench.exposed import on_cpu
 from bench.goodput.burst import _Seen
 from bench.goodput.deployments import COLOCATED, ELASTIC, STATIC, Machine
 from bench.goodput.plot import draw
 from bench.goodput.search import GAP, MEAN, Plan, _rows
-from load.goals import Goal
-from load.results import Found
 
 PLAN = Plan("chat", 0.4, (0.01, 0.02), start=1.0, wanted={0.01: 2.6}, duration_s=1.0)
 MACHINE = Machine("the model", on_cpu(), [("--device", "cpu")] * 4)

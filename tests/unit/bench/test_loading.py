@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import NodeSettings
+from baton.engine.build import build_runner
+from baton.settings.config import NodeSettings
 from bench.llama_checkpoint import Written, llama_of, write_llama
 from bench.plain_reads import Plain, cached_share, drop
-from engine.build import build_runner
 
 SMALL = {
     "hidden_size": 64,

@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
+from baton.gateway.fleet.placement import place
+from baton.load.workload import Planned
+from baton.planner.cluster import Choose, Outcome
+from baton.planner.rivals import in_turn, shortest_queue
 from bench.routing import LLAMA_8B, faster, prefilled
-from gateway.placement import place
-from load.workload import Planned
-from planner.cluster import Choose, Outcome
-from planner.rivals import in_turn, shortest_queue
 
 BLOCK_SIZE = 512
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.types import Path as Route
-from baton.types import Receipt
+from baton.core.types import Path as Route
+from baton.core.types import Receipt
 from bench import exposed, receiving, transfer_gpu, transfer_plot
 from bench.cache_to_cache import Scale, best_gigabytes_per_s, first_rows, work_of
 from bench.table import Row

@@ -3,8 +3,9 @@
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, InternalError, Overloaded
-from baton.types import FinishReason
+from baton.core.errors import BatonError, InternalError, Overloaded
+from baton.core.types import FinishReason
+from baton.engine.request import Reservation
 from decode_node.commands import (
     Abort,
     Admit,
@@ -30,7 +31,6 @@ from decode_node.events import (
     Reserved,
 )
 from decode_node.machine import DecodeMachine
-from engine.request import Reservation
 from kvtransfer.leases import LeaseTotals
 
 BLOCK_SIZE = 16

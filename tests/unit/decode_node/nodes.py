@@ -3,10 +3,10 @@
 from functools import partial
 from typing import Any
 
-from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings
-from engine.build import Built
-from node.assembly import Listener, Node, load
-from protos.baton.v1 import common_pb2
+from baton.engine.build import Built
+from baton.node.assembly import Listener, Node, load
+from baton.protos.v1 import common_pb2
+from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
 
 SETTINGS = {
     "model": str(DEMO_MODELS / "llama"),

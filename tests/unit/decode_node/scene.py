@@ -5,8 +5,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from baton.errors import BatonError, DataLoss
-from baton.types import TokenOutput
+from baton.core.errors import BatonError, DataLoss
+from baton.core.types import TokenOutput
+from baton.engine.events import StepEvents, TokenSampled
+from baton.engine.request import Reservation
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import CloseLease, Command, OpenLease, Send
 from decode_node.events import (
     Aborted,
@@ -26,11 +30,7 @@ from decode_node.events import (
 from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from engine.events import StepEvents, TokenSampled
-from engine.request import Reservation
 from kvtransfer.leases import LeaseTotals
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 LEASE_S = 30.0
 SESSION = 1

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
-from node import waiting
+from baton.node import waiting
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

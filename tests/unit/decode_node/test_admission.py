@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from baton.error_detail import from_detail
-from baton.errors import InvalidRequest, Overloaded
-from baton.types import SamplingParams
+from baton.core.errors import InvalidRequest, Overloaded
+from baton.core.types import SamplingParams
+from baton.engine.request import PATIENCE_S, EngineRequest
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import from_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve
 from decode_node.events import EngineRefused, SessionClosed, SessionOpened
-from engine.request import PATIENCE_S, EngineRequest
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import SESSION, Scene, names, sent
 
 FULL = Overloaded("no room for the request's blocks", retry_after_s=1.0)

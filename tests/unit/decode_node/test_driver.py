@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.error_detail import from_detail
-from baton.errors import BatonError, DeadlineExceeded, InternalError
+from baton.core.errors import BatonError, DeadlineExceeded, InternalError
+from baton.engine.build import Built
+from baton.node.assembly import Node
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import from_detail
 from decode_node.driver import DecodeDriver
-from engine.build import Built
-from node.assembly import Node
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
 from tests.unit.decode_node.streams import Stream, until
 

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node import gateway_sessions
 from decode_node.events import Event, SessionClosed, SessionMessage, SessionOpened
 from decode_node.gateway_sessions import GatewaySessions
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.streams import DEADLINE_S, Stream, until
 
 SessionStream = Stream[pb.SessionRequest, pb.SessionResponse]

@@ -10,20 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.error_detail import to_detail
-from baton.errors import DataLoss
+from baton.core.errors import DataLoss
+from baton.engine.request import Reservation
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import to_detail
 from decode_node import commands as c
 from decode_node import events as e
 from decode_node.lease_numbers import lease_numbers
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from engine.request import Reservation
-from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTable, Refusal
 from kvtransfer.parts import parts_of
 from kvtransfer.segments import PING, WARM_UP, Segment, Tag, lease_field
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 SPEC = KVCacheSpec(KVKind.MLA, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 INCARNATION = 77

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.convert import prompt_logprobs_from_proto
-from baton.error_detail import from_detail, to_detail
-from baton.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
-from baton.types import FinishReason, PromptLogprob, TokenOutput
+from baton.core.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
+from baton.core.types import FinishReason, PromptLogprob, TokenOutput
+from baton.engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.convert import prompt_logprobs_from_proto
+from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
     Abort,
@@ -34,9 +37,6 @@ from decode_node.events import (
     StepDone,
 )
 from decode_node.events import Draining as DrainingEvent
-from engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import LEASE_S, SESSION, Scene, names, reservation, sent, token
 
 ENDED = ["Send failed", "Abort"]

@@ -7,8 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.errors import BatonError, DataLoss, InternalError, InvalidRequest, Overloaded
-from baton.types import FinishReason, TokenOutput
+from baton.core.errors import BatonError, DataLoss, InternalError, InvalidRequest, Overloaded
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import RequestFailed, StepEvents, TokenSampled
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import (
     Closing,
     Draining,
@@ -24,9 +27,6 @@ from decode_node.events import (
 from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from engine.events import RequestFailed, StepEvents, TokenSampled
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.environment import Environment, Request
 
 NUM_BLOCKS = 12

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import DataLoss, NoNode, Overloaded, PeerRefused
+from baton.core.errors import DataLoss, NoNode, Overloaded, PeerRefused
+from baton.engine.build import Built
+from baton.node.assembly import Listener, Node
+from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from decode_node import prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
-from engine.build import Built
 from kvtransfer.plan import links_between
 from kvtransfer.ranked import MOST_RANKS
-from node.assembly import Listener, Node
-from node.describe import from_addresses, from_info, from_warm_ups, to_addresses
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo, prefill_node
 from tests.unit.decode_node.streams import DEADLINE_S, Stream, until
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import Overloaded
+from baton.core.errors import Overloaded
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.segments import SENDER_BITS, Tag
 

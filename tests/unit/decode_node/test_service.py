@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import PeerRefused
+from baton.core.errors import PeerRefused
+from baton.engine.build import Built
+from baton.node.role_services import RoleServices
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
-from engine.build import Built
-from node.role_services import RoleServices
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
 from tests.unit.decode_node.streams import DEADLINE_S, until
 

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from baton.error_detail import from_detail
-from baton.errors import InvalidRequest, Overloaded
+from baton.core.errors import InvalidRequest, Overloaded
+from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.error_detail import from_detail
 from decode_node.commands import Reserve
 from decode_node.events import EngineRefused, RoomFreed, SessionClosed
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import SESSION, Scene, names, reservation, sent, token
 
 POLICIES = [pb.LOCAL_POLICY_UNSPECIFIED, pb.LOCAL_POLICY_STRICT, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_LOCAL]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from baton.types import SamplingParams, TokenOutput
-from engine.build import Built
-from engine.request import EngineRequest
-from engine.scheduling.scheduler import Scheduler
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built
+from baton.engine.request import EngineRequest
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import greedy, prompt_of, request
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import Built
+from baton.engine.build import Built
 from tests.unit.engine.tiny import build
 from tests.unit.models.tiny import save_tiny
 

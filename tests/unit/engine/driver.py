@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.device.launched_step import LaunchedStep
-from engine.device.runner import ModelRunner
-from engine.request import IntArray, int_array
-from engine.sampling.row import SampleRow
-from kvcache.cache import PagedKVCache
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.launched_step import LaunchedStep
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import IntArray, int_array
+from baton.engine.sampling.row import SampleRow
+from baton.kvcache.cache import PagedKVCache
 
 
 def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.request import EngineLimits
+from baton.engine.request import EngineLimits
 
 
 def limits(**given: Any) -> EngineLimits:

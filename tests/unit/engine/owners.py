@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from baton.config import NodeSettings
-from baton.types import PromptLogprob, SamplingParams, TokenOutput
-from engine.batch import Batch
-from engine.build import build_runner
-from engine.device.graphs import GraphSettings
-from engine.device.runner import ModelRunner
-from engine.request import EngineLimits, EngineRequest
-from engine.scheduling.scheduler import Scheduler
-from models.parallel import SINGLE, TensorParallel
+from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.engine.batch import Batch
+from baton.engine.build import build_runner
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import EngineLimits, EngineRequest
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.settings.config import NodeSettings
 
 # A prompt, and fields of its SamplingParams, which themselves cannot be sent to another process.
 Request: TypeAlias = tuple[tuple[int, ...], Mapping[str, Any]]

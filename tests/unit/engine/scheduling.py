@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from baton.costs import StepCosts, StepWork
-from baton.types import PromptLogprob, SamplingParams, TokenOutput
-from engine.batch import Batch
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest, ModelFacts
-from engine.scheduling.scheduler import Scheduler
+from baton.core.costs import StepCosts, StepWork
+from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.engine.batch import Batch
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
+from baton.engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000

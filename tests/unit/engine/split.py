@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import NodeSettings
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, ScoreRow
-from engine.build import build_runner
-from engine.request import int_array
-from engine.sampling.row import SampleRow
-from kvcache.spec import KVCacheSpec
-from models.parallel import SINGLE, TensorParallel
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow, ScoreRow
+from baton.engine.build import build_runner
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
+from baton.kvcache.spec import KVCacheSpec
+from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.settings.config import NodeSettings
 
 _PROMPTS = ((5, 17, 300, 41, 7, 9, 1100, 23, 64, 2), (811, 12, 3000, 4, 4, 90))
 _BLOCKS = 2  # of each request

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.config import NodeSettings
-from baton.types import SamplingParams
-from engine.build import Built, build_runner
+from baton.core.types import SamplingParams
+from baton.engine.build import Built, build_runner
+from baton.settings.config import NodeSettings
 from tests.gpu.demo import Output, generate
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny import save_tiny

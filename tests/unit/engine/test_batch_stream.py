@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from baton.types import Grammar, GrammarKind, SamplingParams
-from engine.batch import Batch, BatchRow, ScoreRow
-from engine.batch_stream import BatchReader, BatchWriter
-from engine.request import int_array
-from engine.sampling.row import SampleRow
+from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.engine.batch import Batch, BatchRow, ScoreRow
+from baton.engine.batch_stream import BatchReader, BatchWriter
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.block_keys import KeyChain
-from engine.request import int_array
-from engine.scheduling.block_manager import BlockManager
+from baton.core.block_keys import KeyChain
+from baton.engine.request import int_array
+from baton.engine.scheduling.block_manager import BlockManager
 
 BLOCK_SIZE = 4
 

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.block_keys import KeyChain
-from engine.request import IntArray, int_array
-from engine.scheduling.block_manager import BlockManager
+from baton.core.block_keys import KeyChain
+from baton.engine.request import IntArray, int_array
+from baton.engine.scheduling.block_manager import BlockManager
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2

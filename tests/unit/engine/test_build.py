@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.config import DEMO_MODELS, MIB, NodeSettings
-from baton.errors import ConfigError
-from engine.build import build_runner
+from baton.core.errors import ConfigError
+from baton.engine.build import build_runner
+from baton.settings.config import DEMO_MODELS, MIB, NodeSettings
 from tests.unit.engine.tiny import greedy, prompt_of, request, running, transformers_greedy
 from tests.unit.models.tiny import save_tiny
 

@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.types import SamplingParams
-from engine.request import int_array
-from engine.sampling.choice import NO_TOKEN, SamplingArrays, SamplingBuffers, choose_tokens
-from engine.sampling.kernels.choose import choose
-from engine.sampling.kernels.noise import exponential_of, noise_words
-from engine.sampling.random import exponential_noise, random_words
-from engine.sampling.row import SampleRow
+from baton.core.types import SamplingParams
+from baton.engine.request import int_array
+from baton.engine.sampling.choice import NO_TOKEN, SamplingArrays, SamplingBuffers, choose_tokens
+from baton.engine.sampling.kernels.choose import choose
+from baton.engine.sampling.kernels.noise import exponential_of, noise_words
+from baton.engine.sampling.random import exponential_noise, random_words
+from baton.engine.sampling.row import SampleRow
 from tests.device import DEVICE
 
 VOCAB_SIZE = 203

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.config import CPU_CACHE_MIB, MIB, DecodeSettings
-from engine.context_room import cpu_cache_bytes, shortage
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.engine.context_room import cpu_cache_bytes, shortage
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=4, head_dim=128, dtype="float32")  # 64 KiB a token
 GIB = 1 << 30

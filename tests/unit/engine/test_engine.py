@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import Cancelled, InternalError, InvalidRequest, Overloaded
-from baton.types import FinishReason, SamplingParams, TokenOutput
-from engine.build import Built
-from engine.engine import Engine
-from engine.events import StepEvents
-from engine.request import Reservation
+from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded
+from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.engine.build import Built
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import Reservation
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import (
     BLOCK_SIZE,

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from baton.config import NodeSettings
-from baton.errors import Overloaded, UnknownModel
-from baton.types import AdapterRef
-from engine.adapters import AdapterSlots
-from engine.build import Built, build_runner
-from engine.device.graphs import GraphSettings
-from engine.device.runner import ModelRunner
-from engine.engine import Engine
-from engine.request import EngineRequest
-from models.adapters.adapter import Adapter, read_adapter
+from baton.core.errors import Overloaded, UnknownModel
+from baton.core.types import AdapterRef
+from baton.engine.adapters import AdapterSlots
+from baton.engine.build import Built, build_runner
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.runner import ModelRunner
+from baton.engine.engine import Engine
+from baton.engine.request import EngineRequest
+from baton.models.adapters.adapter import Adapter, read_adapter
+from baton.settings.config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, EventRecorder, greedy, prompt_of, transformers_greedy
 from tests.unit.models.lora import merge, save_adapter

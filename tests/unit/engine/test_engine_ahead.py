@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from baton.costs import StepCosts, StepWork
-from baton.errors import InternalError
-from baton.types import FinishReason, SamplingParams, TokenOutput
-from engine.batch import Batch, RowResult
-from engine.build import Built
-from engine.device.launched_step import LaunchedStep
-from engine.device.layer_marks import OnMark
-from engine.engine import Engine
+from baton.core.costs import StepCosts, StepWork
+from baton.core.errors import InternalError
+from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.engine.batch import Batch, RowResult
+from baton.engine.build import Built
+from baton.engine.device.launched_step import LaunchedStep
+from baton.engine.device.layer_marks import OnMark
+from baton.engine.engine import Engine
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import (

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import NodeSettings
-from baton.types import TokenOutput
-from engine.build import Built, build_runner
-from engine.events import ChunkComputed
-from engine.request import Reservation
-from kvcache.cache import PagedKVCache
+from baton.core.types import TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.engine.events import ChunkComputed
+from baton.engine.request import Reservation
+from baton.kvcache.cache import PagedKVCache
+from baton.settings.config import NodeSettings
 from tests.unit.engine.tiny import greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 

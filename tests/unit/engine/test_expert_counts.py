@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.device.runner import ModelRunner
-from engine.engine import Engine
-from engine.request import EngineRequest
-from models.expert_counts import ExpertCounts, expert_load
-from models.expert_places import ExpertPlacement, place_experts
-from models.router import Router
-from models.weights.loader import _place
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.runner import ModelRunner
+from baton.engine.engine import Engine
+from baton.engine.request import EngineRequest
+from baton.models.config.expert_places import ExpertPlacement, place_experts
+from baton.models.layers.expert_counts import ExpertCounts, expert_load
+from baton.models.layers.moe.router import Router
+from baton.models.loading.loader import _place
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder, build, greedy, prompt_of
 from tests.unit.models.tiny import save_tiny

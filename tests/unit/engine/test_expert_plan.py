@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import NodeSettings
-from baton.errors import ConfigError
-from baton.expert_load import ExpertLoad, LayerLoad
-from engine.build import build_runner
-from engine.expert_plan import check_same_plan, plan_experts
-from models.config.reader import read_config
-from models.parallel import TensorParallel
+from baton.core.errors import ConfigError
+from baton.core.expert_load import ExpertLoad, LayerLoad
+from baton.engine.build import build_runner
+from baton.engine.expert_plan import check_same_plan, plan_experts
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel
+from baton.settings.config import NodeSettings
 from tests.ranks import run_ranks
 from tests.unit.models.tiny import save_tiny
 

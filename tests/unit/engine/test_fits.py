@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.config import DecodeSettings
-from baton.errors import ConfigError
-from baton.settings_reader import read_settings
-from engine.device.fits import check_fits, memory_of
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import ConfigError
+from baton.engine.device.fits import check_fits, memory_of
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.settings.config import DecodeSettings
+from baton.settings.reader import read_settings
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 CPU = torch.device("cpu")

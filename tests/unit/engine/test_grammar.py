@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.errors import InvalidRequest
-from baton.types import FinishReason, Grammar, GrammarKind, SamplingParams
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.engine import Engine
+from baton.core.errors import InvalidRequest
+from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.engine import Engine
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder, build, request, running

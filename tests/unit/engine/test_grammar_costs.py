@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.errors import InvalidRequest
-from baton.types import FinishReason, Grammar, GrammarKind, SamplingParams
-from engine.build import Built
+from baton.core.errors import InvalidRequest
+from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.engine.build import Built
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.tiny import EventRecorder, build, request, running
 
 PROMPT = tuple(range(40, 60))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.kernels.mask import apply_mask
-from engine.sampling.masks import keep_allowed
+from baton.engine.sampling.kernels.mask import apply_mask
+from baton.engine.sampling.masks import keep_allowed
 from tests.device import DEVICE
 
 

@@ -15,21 +15,21 @@ from attention.backend import AttentionBackend
 from attention.metadata import build_common_metadata
 from attention.platform import probe_platform
 from attention.selection import BACKENDS
-from baton.errors import InternalError
-from baton.types import SamplingParams
-from engine.batch import BatchRow
-from engine.build import Built
-from engine.device.capture import FreeMemory, affordable, taken_bytes, thin
-from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
-from engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
-from engine.device.host_rows import HostRows
-from engine.device.step_slot import StepSlot
-from engine.request import int_array
-from engine.sampling.row import SampleRow
-from kvcache.cache import PagedKVCache
-from models.causal_lm import CausalLM
-from models.needs import attention_needs
-from models.weights.loader import load_model
+from baton.core.errors import InternalError
+from baton.core.types import SamplingParams
+from baton.engine.batch import BatchRow
+from baton.engine.build import Built
+from baton.engine.device.capture import FreeMemory, affordable, taken_bytes, thin
+from baton.engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
+from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
+from baton.engine.device.host_rows import HostRows
+from baton.engine.device.step_slot import StepSlot
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
+from baton.kvcache.cache import PagedKVCache
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.loading.loader import load_model
+from baton.models.loading.needs import attention_needs
 from tests.unit.engine.tiny import BLOCK_SIZE, build
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.config import NodeSettings
-from baton.types import SamplingParams, TokenOutput
-from engine.build import Built, build_runner
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.settings.config import NodeSettings
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 

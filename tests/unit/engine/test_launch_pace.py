@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.launch_pace import LaunchPace
+from baton.engine.launch_pace import LaunchPace
 
 STEP_S = 0.010
 LAUNCH_S = 0.001

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, BatchRow
-from engine.build import Built
-from engine.device.layer_marks import LayerMark
-from engine.device.runner import ModelRunner
-from engine.events import LayersComputed, StepEvents
-from engine.request import int_array
-from engine.sampling.row import SampleRow
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built
+from baton.engine.device.layer_marks import LayerMark
+from baton.engine.device.runner import ModelRunner
+from baton.engine.events import LayersComputed, StepEvents
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny

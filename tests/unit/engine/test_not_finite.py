@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import InternalError
-from baton.types import SamplingParams
-from engine.device.graphs import GraphSettings
+from baton.core.errors import InternalError
+from baton.core.types import SamplingParams
+from baton.engine.device.graphs import GraphSettings
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, prompt_of, request, running
 

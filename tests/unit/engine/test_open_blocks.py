@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import Overloaded
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import Overloaded
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, make, request, step
 
 BLOCKS = 12

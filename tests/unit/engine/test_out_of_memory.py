@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.device.out_of_memory import allocating, describe_out_of_memory
+from baton.engine.device.out_of_memory import allocating, describe_out_of_memory
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 14.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 3.20 GiB is "

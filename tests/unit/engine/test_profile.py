@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from engine.device.profile import (
+from baton.core.errors import ConfigError
+from baton.engine.device.profile import (
     DeviceMemory,
     MemoryPlan,
     MemoryShare,
@@ -18,8 +18,8 @@ from engine.device.profile import (
     plan_memory,
     prefill_step,
 )
-from engine.request import ModelFacts
-from models.token_exchange import TokenShares
+from baton.engine.request import ModelFacts
+from baton.models.layers.token_exchange import TokenShares
 from tests.unit.engine.tiny import build
 
 GIB = 1 << 30

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.config import DecodeSettings, NodeSettings, PrefillSettings
-from baton.costs import StepCosts, StepWork, chunk_pairs
-from engine.batch import Batch, RowResult
-from engine.build import Built, gpu_seats, measured, step_rule
-from engine.device.graphs import GraphSettings
-from engine.device.runner import ModelRunner
-from engine.device.step_costs import (
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.engine.batch import Batch, RowResult
+from baton.engine.build import Built, gpu_seats, measured, step_rule
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.runner import ModelRunner
+from baton.engine.device.step_costs import (
     DECODE_RULE,
     PREFILL_RULE,
     STEP_TOKENS,
@@ -25,7 +24,8 @@ from engine.device.step_costs import (
     served_steps,
     step_sizes,
 )
-from engine.request import ModelFacts
+from baton.engine.request import ModelFacts
+from baton.settings.config import DecodeSettings, NodeSettings, PrefillSettings
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running, transformers_greedy
 
 FACTS = ModelFacts(

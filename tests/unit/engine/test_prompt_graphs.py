@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.metadata import PaddedBatch
-from baton.errors import InternalError
-from baton.types import PromptLogprob, SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, ScoreRow
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.device.layer_marks import LayerMark
-from engine.device.prompt_buffers import most_prompts
-from engine.device.prompt_graphs import token_sizes
-from engine.device.runner import ModelRunner
-from engine.request import int_array
-from engine.sampling.row import SampleRow
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import InternalError
+from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow, ScoreRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.layer_marks import LayerMark
+from baton.engine.device.prompt_buffers import most_prompts
+from baton.engine.device.prompt_graphs import token_sizes
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import int_array
+from baton.engine.sampling.row import SampleRow
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.limits import limits
 from tests.unit.engine.test_graphs import load_with

@@ -4,12 +4,12 @@ kernels leave the bits of a prompt that is cut there is tested with them; attent
 import pytest
 import torch
 
-from baton.config import NodeSettings
-from engine.batch import Batch, BatchRow
-from engine.build import Built, build_runner
-from engine.device.graphs import GraphSettings
-from engine.request import int_array
-from engine.sampling.row import GREEDY_ROW
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built, build_runner
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.request import int_array
+from baton.engine.sampling.row import GREEDY_ROW
+from baton.settings.config import NodeSettings
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny import save_tiny

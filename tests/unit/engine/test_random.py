@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.random import exponential_noise, philox_4x32
+from baton.engine.sampling.random import exponential_noise, philox_4x32
 
 ONES = 0xFFFFFFFF
 

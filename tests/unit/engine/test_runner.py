@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import InternalError
-from engine.batch import Batch, BatchRow
-from engine.build import Built
-from engine.device.graphs import GraphSettings
-from engine.device.inputs import stage_step
-from engine.device.runner import ModelRunner
-from engine.request import int_array
+from baton.core.errors import InternalError
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.build import Built
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.inputs import stage_step
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import int_array
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import build, prompt_of, transformers_greedy
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from baton.config import NodeSettings
-from baton.errors import ConfigError
-from engine.build import build_runner
-from models.parallel import TensorParallel
+from baton.core.errors import ConfigError
+from baton.engine.build import build_runner
+from baton.models.layers.parallel import TensorParallel
+from baton.settings.config import NodeSettings
 from tests.damaged_weights import zero
 from tests.ranks import run_ranks
 from tests.unit.models.tiny import save_tiny

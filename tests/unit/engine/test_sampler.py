@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.types import SamplingParams, TokenOutput
-from engine.request import int_array
-from engine.sampling.penalties import edits_of
-from engine.sampling.random import exponential_noise
-from engine.sampling.row import SampleRow
-from engine.sampling.sampler import sample, with_logprobs
+from baton.core.types import SamplingParams, TokenOutput
+from baton.engine.request import int_array
+from baton.engine.sampling.penalties import edits_of
+from baton.engine.sampling.random import exponential_noise
+from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.sampler import sample, with_logprobs
 from tests.device import DEVICE
 
 VOCAB_SIZE = 67

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import Cancelled, InternalError, InvalidRequest, Overloaded, UnknownLease
-from baton.types import FinishReason, SamplingParams, TokenOutput
-from engine.request import EngineRequest
+from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded, UnknownLease
+from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.engine.request import EngineRequest
 from tests.unit.engine.scheduling import EOS, VOCAB_SIZE, finish, make, request, step
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.errors import Cancelled, InternalError, Overloaded
-from baton.types import FinishReason, SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
-from engine.events import StepEvents
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import Cancelled, InternalError, Overloaded
+from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.events import StepEvents
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import EOS, finish, launch, make, request, step
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import ConfigError
-from baton.types import SamplingParams, TokenOutput
+from baton.core.errors import ConfigError
+from baton.core.types import SamplingParams, TokenOutput
 from tests.unit.engine.limits import limits
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 

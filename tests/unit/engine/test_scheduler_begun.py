@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Overloaded
-from baton.types import TokenOutput
-from engine.request import EngineRequest
-from engine.scheduling.request_blocks import Place
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.state import Phase
+from baton.core.errors import Overloaded
+from baton.core.types import TokenOutput
+from baton.engine.request import EngineRequest
+from baton.engine.scheduling.request_blocks import Place
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.state import Phase
 from tests.unit.engine.limits import limits
 from tests.unit.engine.scheduling import finish, make, request
 from tests.unit.engine.test_scheduler_deadlines import COSTS, computed

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from baton.costs import StepCosts
-from baton.errors import Overloaded
-from engine.request import PATIENCE_S
-from engine.scheduling.scheduler import Scheduler
+from baton.core.costs import StepCosts
+from baton.core.errors import Overloaded
+from baton.engine.request import PATIENCE_S
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import finish, make, request
 
 # A second for each token of a prompt.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import Overloaded
-from engine.batch import Batch
+from baton.core.errors import Overloaded
+from baton.engine.batch import Batch
 from tests.unit.engine.scheduling import BLOCK_SIZE, finish, make, request
 
 

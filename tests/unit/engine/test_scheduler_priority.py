@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import Overloaded
-from baton.types import SamplingParams
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import Overloaded
+from baton.core.types import SamplingParams
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import make, request, step
 
 

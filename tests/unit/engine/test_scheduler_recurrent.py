@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from baton.errors import Overloaded
-from engine.batch import MOST_SNAPSHOTS, BatchRow
-from engine.request import Reservation
-from engine.scheduling.state_slots import NO_SLOT
+from baton.core.errors import Overloaded
+from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
+from baton.engine.request import Reservation
+from baton.engine.scheduling.state_slots import NO_SLOT
 from tests.unit.engine.test_scheduler_states import BLOCK_SIZE, Running, SchedulerMachine, Tokens
 
 

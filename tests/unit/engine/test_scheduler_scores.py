@@ -1,7 +1,7 @@
 """The logprobs of a prompt are collected over its chunks, and reported once, with the first token."""
 
-from baton.types import PromptLogprob, SamplingParams
-from engine.events import PromptScored
+from baton.core.types import PromptLogprob, SamplingParams
+from baton.engine.events import PromptScored
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
 SCORING = SamplingParams(max_tokens=50, temperature=0.0, prompt_logprobs=2)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import Overloaded
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import Overloaded
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import make, request, step
 
 

@@ -3,8 +3,8 @@ end. Places are multiples of 8 tokens here."""
 
 import pytest
 
-from engine.batch import Batch
-from engine.scheduling.scheduler import Scheduler
+from baton.engine.batch import Batch
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import finish, launch, make, request
 
 UNIT = 8

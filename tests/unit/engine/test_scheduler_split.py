@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import SamplingParams
+from baton.core.errors import InvalidRequest
+from baton.core.types import SamplingParams
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
 SCORING = SamplingParams(max_tokens=5, prompt_logprobs=1)

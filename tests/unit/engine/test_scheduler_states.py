@@ -14,15 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.costs import StepCosts, StepWork
-from baton.errors import InternalError, Overloaded
-from baton.types import PromptLogprob, SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
-from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
-from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.state import Phase, RequestState
+from baton.core.costs import StepCosts, StepWork
+from baton.core.errors import InternalError, Overloaded
+from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.engine.batch import Batch, BatchRow
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
+from baton.engine.scheduling.block_manager import BlockManager
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.state import Phase, RequestState
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 9

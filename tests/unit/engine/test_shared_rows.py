@@ -4,11 +4,11 @@ rows made for each step."""
 import numpy as np
 import pytest
 
-from baton.errors import InternalError
-from baton.types import SamplingParams
-from engine.batch import Batch
-from engine.device.host_rows import HostRows
-from engine.scheduling.scheduler import Scheduler
+from baton.core.errors import InternalError
+from baton.core.types import SamplingParams
+from baton.engine.batch import Batch
+from baton.engine.device.host_rows import HostRows
+from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, EOS, finish, launch, make, request
 
 

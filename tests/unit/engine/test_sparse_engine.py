@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import Built
+from baton.engine.build import Built
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running, transformers_greedy
 from tests.unit.models.tiny import save_tiny
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.errors import ConfigError
-from engine.state_room import choose_state_slots
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import ConfigError
+from baton.engine.state_room import choose_state_slots
+from baton.kvcache.spec import KVCacheSpec, KVKind
 
 MIB = 1 << 20
 SPEC = KVCacheSpec(KVKind.GQA, 2, 2, 64, "bfloat16", state=KVCacheSpec(KVKind.STATE, 4, 16, MIB // 4 // 64, "float32"))

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from baton.costs import StepCosts, StepWork, chunk_pairs
-from engine.step_meter import StepMeter
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.engine.step_meter import StepMeter
 from tests.unit.baton.test_costs import COSTS, steps
 
 CPU = StepCosts(((1, 0.002), (512, 0.05)), key_s=2e-8)

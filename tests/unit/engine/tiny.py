@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import transformers
 
-from baton.config import NodeSettings
-from baton.errors import BatonError
-from baton.types import FinishReason, PromptLogprob, SamplingParams, TokenOutput
-from engine.build import Built, build_runner
-from engine.engine import Engine
-from engine.events import ChunkComputed, RequestStarted, StepEvents
-from engine.request import EngineRequest
+from baton.core.errors import BatonError
+from baton.core.types import FinishReason, PromptLogprob, SamplingParams, TokenOutput
+from baton.engine.build import Built, build_runner
+from baton.engine.engine import Engine
+from baton.engine.events import ChunkComputed, RequestStarted, StepEvents
+from baton.engine.request import EngineRequest
+from baton.settings.config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.models.tiny import VOCAB_SIZE
 

@@ -1,11 +1,11 @@
 """A fleet of nodes that exist only as statuses, and requests to it."""
 
-from baton.types import LocalPolicy, SamplingParams
-from gateway.fleet import Fleet, FleetCommand
-from gateway.fleet_node import FleetNode
-from gateway.request import Request, Rules
-from gateway.router import Wanted
-from protos.baton.v1 import common_pb2, node_pb2
+from baton.core.types import LocalPolicy, SamplingParams
+from baton.gateway.core.request import Request, Rules
+from baton.gateway.fleet.fleet import Fleet, FleetCommand
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.router import Wanted
+from baton.protos.v1 import common_pb2, node_pb2
 
 MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

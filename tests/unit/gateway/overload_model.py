@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from baton.costs import StepCosts, StepWork
-from baton.errors import Overloaded
-from gateway.admission import Admission, Asked
-from gateway.room import Room, Rooms
-from gateway.router import NodeView
-from gateway.streams import Progress
+from baton.core.costs import StepCosts, StepWork
+from baton.core.errors import Overloaded
+from baton.gateway.fleet.router import NodeView
+from baton.gateway.serving.admission import Admission, Asked
+from baton.gateway.serving.node_capacity import Room, Rooms
+from baton.gateway.serving.stream_limit import Progress
 
 REPORT_S = 0.1
 MEASURE_S = 0.25

@@ -7,8 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.rpc.server import channel_options
-from protos.baton.v1 import (
+from baton.protos.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
@@ -17,6 +16,7 @@ from protos.baton.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from baton.rpc.server import channel_options
 from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 
 

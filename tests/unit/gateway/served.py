@@ -2,11 +2,9 @@
 
 from typing import TypeVar
 
-from baton.error_detail import to_detail
-from baton.errors import BatonError
-from baton.types import LocalPolicy
-from gateway.commands import Command, Finish, LoseNode, Respond
-from gateway.events import (
+from baton.core.errors import BatonError
+from baton.core.types import LocalPolicy
+from baton.gateway.core.events import (
     DecodeReplied,
     DecodeReply,
     Event,
@@ -16,8 +14,10 @@ from gateway.events import (
     Started,
     TokensCame,
 )
-from gateway.request_machine import RequestMachine
-from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.gateway.request.commands import Command, Finish, LoseNode, Respond
+from baton.gateway.request.machine import RequestMachine
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.rpc.error_detail import to_detail
 from tests.unit.gateway.fleets import SmallFleet, request, rules
 
 AnyCommand = TypeVar("AnyCommand", bound=Command)

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest, NoNode
-from baton.revisions import answer_revision
-from baton.types import AdapterRef, LocalPolicy
-from gateway.commands import Finish, SubmitToDecode
-from gateway.events import FleetChanged, Started
-from gateway.node_choice import NodeChoice
-from gateway.prefix_index import PromptBlocks
-from gateway.request_machine import RequestMachine
-from gateway.router import Wanted
-from gateway.validate import check_revision
-from protos.baton.v1 import common_pb2
+from baton.core.errors import InvalidRequest, NoNode
+from baton.core.types import AdapterRef, LocalPolicy
+from baton.gateway.core.events import FleetChanged, Started
+from baton.gateway.core.prompt_blocks import PromptBlocks
+from baton.gateway.fleet.router import Wanted
+from baton.gateway.request.commands import Finish, SubmitToDecode
+from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.node_choice import NodeChoice
+from baton.gateway.serving.validate import check_revision
+from baton.protos.v1 import common_pb2
+from baton.rpc.revisions import answer_revision
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, request, rules
 from tests.unit.gateway.served import Served, Words, only
 

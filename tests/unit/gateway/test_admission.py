@@ -5,10 +5,10 @@ from itertools import count
 
 import pytest
 
-from baton.errors import Overloaded
-from gateway.admission import Admission, Asked, Estimate, Pace, Reason, StandingQueue, StartRate
-from gateway.room import DecodeRoom, Room
-from gateway.streams import Progress
+from baton.core.errors import Overloaded
+from baton.gateway.serving.admission import Admission, Asked, Estimate, Pace, Reason, StandingQueue, StartRate
+from baton.gateway.serving.node_capacity import DecodeRoom, Room
+from baton.gateway.serving.stream_limit import Progress
 
 FREE = Room((DecodeRoom(load=10, most=20, most_shared=16, slots=10_000),), step_s=0.01)
 FULL = replace(FREE, decodes=(DecodeRoom(load=20, most=20, most_shared=16, slots=10_000),))

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import Draining, NoNode, Overloaded
-from baton.types import LocalPolicy
-from gateway.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode
-from gateway.events import FleetChanged, SessionLost, Started, TimePassed
-from gateway.fleet import DropSession, LogLine
-from gateway.pairing import Connect, Pairing
-from gateway.placement import Way
-from gateway.router import Wanted
-from protos.baton.v1 import common_pb2, decode_pb2
+from baton.core.errors import Draining, NoNode, Overloaded
+from baton.core.types import LocalPolicy
+from baton.gateway.core.events import FleetChanged, SessionLost, Started, TimePassed
+from baton.gateway.fleet.fleet import DropSession, LogLine
+from baton.gateway.fleet.placement import Way
+from baton.gateway.fleet.router import Wanted
+from baton.gateway.request.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode
+from baton.gateway.request.pairing import Connect, Pairing
+from baton.protos.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, peer, status
 from tests.unit.gateway.served import LENGTH, Served, accepted, failed, of, only, reserved, token
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.attempt import Attempt, PrefillCall
+from baton.gateway.request.attempt import Attempt, PrefillCall
 from tests.unit.gateway.fleets import SmallFleet
 
 

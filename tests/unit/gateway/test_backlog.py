@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.backlog import Backlog
+from baton.gateway.fleet.backlog import Backlog
 
 
 def test_what_was_sent_adds_up_and_passes_with_time() -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.balance import Balance, BalanceRules, Load, Move, loads_of
+from baton.gateway.request.balance import Balance, BalanceRules, Load, Move, loads_of
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet
 
 RULES = BalanceRules(backlog_s=2.0, hold_s=30.0, cool_down_s=120.0)

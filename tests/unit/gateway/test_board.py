@@ -2,7 +2,7 @@
 
 import os
 
-from gateway.board import Board, Count
+from baton.gateway.core.shared_counters import Board, Count
 
 
 def test_every_process_sees_the_sum_of_all_rows() -> None:

@@ -1,6 +1,6 @@
 """Circuit breakers of nodes, as lists of what happens to their requests."""
 
-from gateway.breaker import Breakers
+from baton.gateway.fleet.breaker import Breakers
 
 NODE, OTHER = 11, 12
 

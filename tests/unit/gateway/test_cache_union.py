@@ -2,8 +2,8 @@
 
 import random
 
-from gateway.cache_union import CacheUnion, Changes
-from protos.baton.v1 import node_pb2
+from baton.gateway.fleet.cache_union import CacheUnion, Changes
+from baton.protos.v1 import node_pb2
 
 ROOT, SALTED = 1000, 2000
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from gateway.chat.types import ChatDelta, ToolCallDelta
-from gateway.chat_output import ChatOutput
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.gateway.serving.chat_output import ChatOutput
+from baton.gateway.text.chat.types import ChatDelta, ToolCallDelta
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 
 STOP = common_pb2.FINISH_REASON_STOP
 

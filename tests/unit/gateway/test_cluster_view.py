@@ -11,17 +11,17 @@ from rich.console import Console
 
 from baton.cli.frame import Frame
 from baton.cli.top import Frames
-from baton.client import Client
-from baton.config import DEMO_MODELS
-from baton.gateway_config import GatewaySettings
+from baton.client.client import Client
+from baton.gateway.grpc.services import SERVICE_NAMES, add_services
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.model import read_served_model
 from baton.rpc.server import GrpcServer
 from baton.security.identity import EVERYBODY
-from baton.settings_reader import read_settings
-from gateway.connections import Connections
-from gateway.model import read_served_model
-from gateway.rpc.services import SERVICE_NAMES, add_services
-from gateway.serving import Serving
-from gateway.view import View
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 
 BOUND_S = 60

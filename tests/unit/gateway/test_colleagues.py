@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.colleagues import Line, Message
+from baton.gateway.process.worker_channel import Line, Message
 
 
 @asynccontextmanager

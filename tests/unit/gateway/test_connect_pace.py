@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway import connect_pace
-from gateway.connect_pace import ConnectPace
-from gateway.node_clients import NodeClient, WatchCallbacks
+from baton.gateway.fleet import connect_pace
+from baton.gateway.fleet.connect_pace import ConnectPace
+from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 
 BOUND_S = 60.0
 MANY = 200

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from baton.convert import costs_to_proto
-from baton.costs import StepCosts, StepWork, chunk_pairs
-from baton.types import LocalPolicy
-from gateway.fleet_node import FleetNode
-from gateway.placement import Placement, Way
-from gateway.router import Wanted, pick_prefill
-from protos.baton.v1 import common_pb2
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.fleet.router import Wanted, pick_prefill
+from baton.protos.v1 import common_pb2
+from baton.rpc.convert import costs_to_proto
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.test_router import address as address_of
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.detokenizer import Detokenizer, byte_tokens, token_texts
+from baton.gateway.text.detokenizer import Detokenizer, byte_tokens, token_texts
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
 
 BYTE_LEVEL = byte_level()

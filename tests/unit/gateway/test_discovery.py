@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
+from baton.gateway.fleet.discovery import directory as directory_module
+from baton.gateway.fleet.discovery.directory import Directory
+from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile, ServicePort, parse_places
 from baton.rpc.server import Address
-from gateway.discovery import directory as directory_module
-from gateway.discovery.directory import Directory
-from gateway.discovery.sources import ADDRESSES_MAX, ListFile, ServicePort, parse_places
 
 BOUND_S = 60.0
 

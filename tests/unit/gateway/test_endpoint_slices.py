@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from gateway.discovery import cluster
-from gateway.discovery.directory import Directory
-from gateway.discovery.endpoint_slices import EndpointSlices
-from gateway.discovery.sources import parse_places
+from baton.core.errors import ConfigError
+from baton.gateway.fleet.discovery import cluster
+from baton.gateway.fleet.discovery.directory import Directory
+from baton.gateway.fleet.discovery.endpoint_slices import EndpointSlices
+from baton.gateway.fleet.discovery.sources import parse_places
 from tests.unit.gateway.api_server import ApiServer, api_server, endpoint, endpoint_slice
 
 

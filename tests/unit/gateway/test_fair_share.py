@@ -6,7 +6,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fair_share import FairShare, Waiting
+from baton.gateway.serving.fair_share import FairShare, Waiting
 
 
 def queue_of(*waiting: Waiting) -> FairShare:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import NoNode
-from baton.types import SamplingParams
-from gateway.fan_out import fan_out
-from gateway.request import Outputs, Request
-from gateway.request_driver import Write
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import NoNode
+from baton.core.types import SamplingParams
+from baton.gateway.core.request import Outputs, Request
+from baton.gateway.request.driver import Write
+from baton.gateway.serving.fan_out import fan_out
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.fleets import request
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH

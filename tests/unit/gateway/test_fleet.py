@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import LocalPolicy
-from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
-from gateway.router import Wanted
-from protos.baton.v1 import common_pb2, node_pb2
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
+from baton.gateway.fleet.router import Wanted
+from baton.protos.v1 import common_pb2, node_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
 
 WANTED = Wanted(num_tokens=64, policy=LocalPolicy.PREFER)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from baton.types import LocalPolicy
-from gateway.prefix_index import PromptBlocks
-from gateway.router import Wanted
-from protos.baton.v1 import node_pb2
+from baton.core.types import LocalPolicy
+from baton.gateway.core.prompt_blocks import PromptBlocks
+from baton.gateway.fleet.router import Wanted
+from baton.protos.v1 import node_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
 PROMPT = list(range(100))

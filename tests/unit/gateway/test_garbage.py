@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from gateway.chat.parsing.collector import Collector
-from gateway.http.call import EventStream
-from gateway.request_driver import RequestDriver
-from gateway.request_machine import RequestMachine
-from gateway.request_record import RequestRecord
-from node import waiting
+from baton.gateway.http.call import EventStream
+from baton.gateway.observe.request_record import RequestRecord
+from baton.gateway.request.driver import RequestDriver
+from baton.gateway.request.machine import RequestMachine
+from baton.gateway.text.chat.parsing.collector import Collector
+from baton.node import waiting
 from tests.unit.gateway.http.door import BOUND_S, Door, Wire, open_door, step_token
 
 # The server's request has all that its framework keeps for a request.

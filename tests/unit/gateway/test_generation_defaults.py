@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
-from gateway.generation_defaults import read_bos_token_id, read_default_sampling, with_defaults
-from protos.baton.v1 import common_pb2 as pb
+from baton.core.errors import ConfigError
+from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling, with_defaults
+from baton.protos.v1 import common_pb2 as pb
 
 
 def directory(path: Path, *, generation: object = None, config: object = None) -> Path:

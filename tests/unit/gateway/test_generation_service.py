@@ -11,21 +11,21 @@ from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.client import Client
-from baton.config import DEMO_MODELS
-from baton.errors import Overloaded
-from baton.gateway_config import GatewaySettings
-from baton.outputs import Notice, Piece, collect_all
+from baton.client.client import Client
+from baton.client.outputs import Notice, Piece, collect_all
+from baton.core.errors import Overloaded
+from baton.gateway.grpc.call import Call
+from baton.gateway.grpc.services import SERVICE_NAMES, add_services
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.model import ServedModel, read_served_model
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2_grpc
+from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import GrpcServer, connect
-from baton.settings_reader import read_settings
-from gateway.connections import Connections
-from gateway.model import ServedModel, read_served_model
-from gateway.rpc.call import Call
-from gateway.rpc.services import SERVICE_NAMES, add_services
-from gateway.serving import Serving
-from gateway.view import View
-from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2_grpc
-from protos.baton.v1 import generation_pb2 as pb
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 
 BOUND_S = 60

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import LocalPolicy
-from gateway.placement import Way
-from load.goals import Goal
-from load.lengths import Lognormal, Uniform
-from load.workload import Span, Synthetic
-from planner.cluster import ClusterSpec, Outcome, simulate
-from planner.measured import LLAMA_8B_H200
-from planner.node import NodeSpec
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.placement import Way
+from baton.load.goals import Goal
+from baton.load.lengths import Lognormal, Uniform
+from baton.load.workload import Span, Synthetic
+from baton.planner.cluster import ClusterSpec, Outcome, simulate
+from baton.planner.measured import LLAMA_8B_H200
+from baton.planner.node import NodeSpec
 
 NODE = NodeSpec(LLAMA_8B_H200, step_tokens=2048)
 CHAT, CHAT_TTFT_S = Synthetic(Lognormal(250, 0.8), Lognormal(200, 0.8)), 0.4

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gateway.json_reader as reader
-from gateway.json_reader import (
+import baton.gateway.core.json_reader as reader
+from baton.gateway.core.json_reader import (
     CONTAINERS_MAX,
     KEYS_MAX,
     VALUES_MAX,

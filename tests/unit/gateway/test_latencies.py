@@ -1,8 +1,8 @@
 """Percentiles of the charts come from histograms, as Prometheus finds them."""
 
-from gateway.board import Board
-from gateway.latencies import Latencies, quantile
-from gateway.meter import RequestMeter
+from baton.gateway.core.shared_counters import Board
+from baton.gateway.observe.latencies import Latencies, quantile
+from baton.gateway.observe.meter import RequestMeter
 
 
 def test_a_percentile_lies_in_its_bucket_and_nothing_counted_has_none() -> None:

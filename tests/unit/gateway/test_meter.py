@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DataLoss,
@@ -17,12 +17,12 @@ from baton.errors import (
     Unauthenticated,
     UnknownModel,
 )
+from baton.core.types import FinishReason, Path, Receipt, Usage
+from baton.gateway.observe.meter import RequestMeter, outcome_of
+from baton.gateway.request.output import Ended
+from baton.gateway.request.receipt import DECODE, PREFILL, ReceiptDraft, Retry
 from baton.metrics.declared import Outcome, Role
 from baton.metrics.tally import Layout, Tally
-from baton.types import FinishReason, Path, Receipt, Usage
-from gateway.meter import RequestMeter, outcome_of
-from gateway.receipt import DECODE, PREFILL, ReceiptDraft, Retry
-from gateway.request_output import Ended
 
 
 class Metered:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from baton.error_detail import from_detail, to_detail
-from baton.errors import LOGITS_FIELD, DataLoss, Draining, InternalError, NoNode, Overloaded
-from baton.types import LocalPolicy
-from gateway.attempt import Attempt
-from gateway.fleet_node import FleetNode
-from gateway.node_choice import NodeChoice, prefill_failure
-from protos.baton.v1 import common_pb2, node_pb2
+from baton.core.errors import LOGITS_FIELD, DataLoss, Draining, InternalError, NoNode, Overloaded
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.request.attempt import Attempt
+from baton.gateway.request.node_choice import NodeChoice, prefill_failure
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.rpc.error_detail import from_detail, to_detail
 from tests.unit.gateway.fleets import DECODE, SmallFleet, rules, status
 
 

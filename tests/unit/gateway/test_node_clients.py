@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from baton.gateway.request import node_clients
+from baton.gateway.request.decode_session import Receiver
+from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
+from baton.protos.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.rpc.server import channel_options
-from gateway import node_clients
-from gateway.decode_session import Receiver
-from gateway.node_clients import NodeClient, WatchCallbacks
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.unit.gateway.fleets import DECODE, status
 
 BOUND_S = 60.0

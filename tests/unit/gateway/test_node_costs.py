@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.costs import StepCosts, mixed
-from gateway.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts, current_costs
+from baton.core.costs import StepCosts, mixed
+from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts, current_costs
 
 TRUE = StepCosts(((1, 0.008), (512, 0.05)), key_s=2e-8, pair_s=1e-9)
 PREFILL, DECODE = (1,), (2,)

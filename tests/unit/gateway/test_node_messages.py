@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from baton.types import LocalPolicy, SamplingParams
-from gateway.node_messages import Due, NodeMessages
-from gateway.placement import Placement, Way
-from protos.baton.v1 import common_pb2, decode_pb2
+from baton.core.types import LocalPolicy, SamplingParams
+from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.request.node_messages import Due, NodeMessages
+from baton.protos.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.fleets import SmallFleet, request
 
 REQUEST = replace(

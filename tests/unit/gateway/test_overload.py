@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.costs import StepCosts
+from baton.core.costs import StepCosts
 from tests.unit.gateway.overload_model import Client, Nodes, Result, World
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))

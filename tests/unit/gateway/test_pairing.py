@@ -1,9 +1,9 @@
 """Which pairs are requested, and when they are requested again."""
 
-from baton.errors import NoNode
-from gateway.fleet import LogLine
-from gateway.pairing import Connect, Pairing, PairingCommand
-from protos.baton.v1 import common_pb2
+from baton.core.errors import NoNode
+from baton.gateway.fleet.fleet import LogLine
+from baton.gateway.request.pairing import Connect, Pairing, PairingCommand
+from baton.protos.v1 import common_pb2
 from tests.unit.gateway.fleets import SmallFleet, peer
 
 PAIR = (11, 21)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import LocalPolicy, Slo
-from gateway.placement import Placement, Way, place
-from gateway.router import NodeView, Wanted
-from planner.measured import LLAMA_8B_H200 as COSTS
+from baton.core.types import LocalPolicy, Slo
+from baton.gateway.fleet.placement import Placement, Way, place
+from baton.gateway.fleet.router import NodeView, Wanted
+from baton.planner.measured import LLAMA_8B_H200 as COSTS
 
 DECODE = NodeView(
     address="d1",

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.block_keys import BlockNumbers, KeyChain, number_of
-from gateway import prefix_index
-from gateway.prefix_index import PrefixIndex, PromptBlocks
+from baton.core.block_keys import BlockNumbers, KeyChain, number_of
+from baton.gateway.core.prompt_blocks import PromptBlocks
+from baton.gateway.fleet import prefix_index
+from baton.gateway.fleet.prefix_index import PrefixIndex
 
 NODES = ("a", "b", "c", "d")
 

@@ -9,19 +9,19 @@ from threading import Event, Thread
 import psutil
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from baton.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.serving.preparation import Call, Prepared, prepare
+from baton.gateway.text.chat.checkpoint import Checkpoint
+from baton.gateway.text.chat.model import ChatModel
+from baton.gateway.text.chat.renderer import ChatRenderer
+from baton.gateway.text.chat.types import ChatRequest
+from baton.gateway.text.model import ServedModel, read_served_model
+from baton.gateway.text.text_work import TextWork
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from baton.security import identity
-from baton.types import Grammar, GrammarKind
-from gateway.chat.checkpoint import Checkpoint
-from gateway.chat.model import ChatModel
-from gateway.chat.renderer import ChatRenderer
-from gateway.chat.types import ChatRequest
-from gateway.model import ServedModel, read_served_model
-from gateway.preparation import Call, Prepared, prepare
-from gateway.text_work import TextWork
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.settings.config import DEMO_MODELS
 
 CONTEXT_TOKENS = 500
 HELLO = ChatRequest(messages=[{"role": "user", "content": "hello"}])

@@ -1,8 +1,8 @@
 """The receipt describes the final way of the request, and the failures before it."""
 
-from baton.types import Path
-from gateway.receipt import ReceiptDraft
-from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.core.types import Path
+from baton.gateway.request.receipt import ReceiptDraft
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 def reserved() -> decode_pb2.Reserved:

@@ -3,12 +3,13 @@
 import pytest
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Path, Receipt, SamplingParams, Usage
-from gateway.detokenizer import Detokenizer, byte_tokens
-from gateway.reply import OutputEnd, Reply
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import InvalidRequest
+from baton.core.types import Path, Receipt, SamplingParams, Usage
+from baton.gateway.core.request import OutputEnd
+from baton.gateway.text.detokenizer import Detokenizer, byte_tokens
+from baton.gateway.text.reply import Reply
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level
 from tests.unit.gateway.tokenizers import token_id as id_of
 

@@ -9,18 +9,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import DataLoss, InternalError, NoNode, Overloaded
-from baton.types import LocalPolicy
-from gateway.commands import (
-    AskDecode,
-    CallPrefill,
-    CancelPrefill,
-    Command,
-    Finish,
-    LeaveDecode,
-    SubmitToDecode,
-)
-from gateway.events import (
+from baton.core.errors import DataLoss, InternalError, NoNode, Overloaded
+from baton.core.types import LocalPolicy
+from baton.gateway.core.events import (
     Cancelled,
     DecodeReplied,
     Event,
@@ -31,7 +22,16 @@ from gateway.events import (
     Started,
     TimePassed,
 )
-from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.gateway.request.commands import (
+    AskDecode,
+    CallPrefill,
+    CancelPrefill,
+    Command,
+    Finish,
+    LeaveDecode,
+    SubmitToDecode,
+)
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,

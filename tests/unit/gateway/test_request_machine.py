@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DataLoss,
@@ -18,10 +18,12 @@ from baton.errors import (
     Overloaded,
     UnknownLease,
 )
-from baton.types import LocalPolicy, Slo
-from gateway import events
-from gateway.back_off import BackOff
-from gateway.commands import (
+from baton.core.types import LocalPolicy, Slo
+from baton.gateway.core import events
+from baton.gateway.core.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
+from baton.gateway.core.request import OutputEnd
+from baton.gateway.request.back_off import BackOff
+from baton.gateway.request.commands import (
     AskDecode,
     CallPrefill,
     CancelPrefill,
@@ -32,10 +34,8 @@ from gateway.commands import (
     Respond,
     SubmitToDecode,
 )
-from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
-from gateway.reply import OutputEnd
-from gateway.request_machine import RequestMachine
-from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.gateway.request.machine import RequestMachine
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
 from tests.unit.gateway.served import (
     LENGTH,

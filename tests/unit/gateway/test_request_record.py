@@ -5,11 +5,11 @@ import logging
 import grpc
 import pytest
 
-from baton.errors import InvalidRequest, NoNode
+from baton.core.errors import InvalidRequest, NoNode
+from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.observe.meter import RequestMeter
+from baton.gateway.observe.request_record import RequestRecord, RequestRecords
 from baton.metrics.declared import Outcome
-from gateway.board import Board, Count
-from gateway.meter import RequestMeter
-from gateway.request_record import RequestRecord, RequestRecords
 
 
 class Recorded:

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from baton import __version__
-from baton.errors import NoNode
+from baton.core.errors import NoNode
+from baton.gateway.core.events import FleetChanged, Started, TimePassed
+from baton.gateway.core.shared_counters import Board
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.revisions import serving_revisions, serving_versions
+from baton.gateway.observe.metrics import GatewayMetrics
+from baton.gateway.request.commands import Finish, SubmitToDecode
+from baton.gateway.request.machine import RequestMachine
 from baton.metrics.exposition import by_series
-from gateway.board import Board
-from gateway.commands import Finish, SubmitToDecode
-from gateway.events import FleetChanged, Started, TimePassed
-from gateway.figures import GatewayMetrics
-from gateway.fleet_node import FleetNode
-from gateway.request_machine import RequestMachine
-from gateway.revisions import serving_revisions, serving_versions
-from protos.baton.v1 import node_pb2
+from baton.protos.v1 import node_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, request, rules
 from tests.unit.gateway.served import LENGTH, Served, Words, accepted, only, token
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded
-from baton.gateway_config import GatewaySettings
+from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.role_change import switch_role, switchable
+from baton.gateway.text.model import ServedModel, read_served_model
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.rpc.guard import OpenGuard
+from baton.rpc.secure_server import Protection
 from baton.rpc.server import GrpcServer
 from baton.security.certificates import Authority
-from baton.security.guard import OpenGuard
 from baton.security.roles import Role
-from baton.security.servers import Protection
 from baton.security.tls import InternalTls
-from baton.settings_reader import read_settings
-from gateway.connections import Connections
-from gateway.model import ServedModel, read_served_model
-from gateway.role_change import switch_role, switchable
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet
 from tests.unit.gateway.scripted_nodes import ScriptedNode
 from tests.unit.security.settings import TlsSettings

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from baton.costs import StepCosts
-from gateway.room import Rooms, enough_rows
-from gateway.router import NodeView
+from baton.core.costs import StepCosts
+from baton.gateway.fleet.router import NodeView
+from baton.gateway.serving.node_capacity import Rooms, enough_rows
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))
 DECODE = NodeView(

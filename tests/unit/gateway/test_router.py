@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.types import LocalPolicy
-from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.router import NodeView, Wanted, pick_decode, pick_prefill
 
 REVISION = "ours"
 

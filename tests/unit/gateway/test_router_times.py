@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.costs import StepCosts, StepWork
-from baton.types import LocalPolicy, Slo
-from gateway.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill
+from baton.core.costs import StepCosts, StepWork
+from baton.core.types import LocalPolicy, Slo
+from baton.gateway.fleet.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill
 from tests.unit.gateway.test_router import address, node
 
 FAST = StepCosts(((64, 0.005), (2048, 0.05)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-5)

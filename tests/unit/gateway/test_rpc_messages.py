@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from baton.convert import sampling_from_proto
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.collected import Collector
-from gateway.rpc.open_inference_messages import read_request, to_response
-from gateway.rpc.vllm_messages import to_chunk, to_complete, to_generate
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
-from protos.inference import open_inference_pb2 as oip
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.grpc.open_inference_messages import read_request, to_response
+from baton.gateway.grpc.vllm_messages import to_chunk, to_complete, to_generate
+from baton.gateway.serving.collected import Collector
+from baton.protos.inference import open_inference_pb2 as oip
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import sampling_from_proto
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 CONTEXT = 100

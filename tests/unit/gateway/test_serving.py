@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 import pytest
 
-import gateway.connections
-from baton.config import DEMO_MODELS
-from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
-from baton.gateway_config import GatewaySettings
+import baton.gateway.request.connections
+from baton.core.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
+from baton.gateway.fleet.discovery.directory import Directory
+from baton.gateway.fleet.discovery.sources import Place
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.chat.types import ChatRequest
+from baton.gateway.text.model import ServedModel, read_served_model
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.node import waiting
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits
-from baton.settings_reader import read_settings
-from gateway.chat.types import ChatRequest
-from gateway.connections import Connections
-from gateway.discovery.directory import Directory
-from gateway.discovery.sources import Place
-from gateway.model import ServedModel, read_served_model
-from gateway.serving import Serving
-from gateway.tokenizer import TextTokenizer
-from node import waiting
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.unit.gateway.fleets import DECODE
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
@@ -287,7 +287,7 @@ def listed_addresses(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         async def look_up(self) -> frozenset[str]:
             return frozenset(self.listed)
 
-    monkeypatch.setattr(gateway.connections, "Directory", Listing)
+    monkeypatch.setattr(baton.gateway.request.connections, "Directory", Listing)
     return listings
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gateway.recent import Shown
-from gateway.slow import mark_slow
+from baton.gateway.observe.recent import Shown
+from baton.gateway.observe.slow_reasons import mark_slow
 
 
 def request(first_s: float | None = 0.1, gap_s: float | None = 0.01, **changes: Any) -> Shown:

@@ -1,7 +1,7 @@
 """How many streams run next to a client with few requests, by what streams were measured to take."""
 
-from gateway.room import DecodeRoom, Room
-from gateway.streams import Progress, StreamBound
+from baton.gateway.serving.node_capacity import DecodeRoom, Room
+from baton.gateway.serving.stream_limit import Progress, StreamBound
 
 
 def room(load: int) -> Room:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.text_pieces import PieceEncoder
+from baton.gateway.text.text_pieces import PieceEncoder
 from tests.unit.gateway.tokenizers import TEXTS, byte_fallback, byte_level, token_id
 
 SPECIAL = ("<|start|>", "<|end|>", "<|end|>!", "[INST]", "|><")

@@ -5,8 +5,8 @@ from threading import Event
 
 import pytest
 
-from baton.errors import Overloaded
-from gateway.text_work import _SMALL_BYTES, TextWork, text_budget
+from baton.core.errors import Overloaded
+from baton.gateway.text.text_work import _SMALL_BYTES, TextWork, text_budget
 
 BOUND_S = 60.0
 LARGE = 2 * _SMALL_BYTES

@@ -1,9 +1,9 @@
 """The phases of a waterfall, read from the journals of requests that were served, retried and lost."""
 
-from baton.errors import InvalidRequest, NoNode
-from gateway.timeline import Moment, Phase, Timeline, phases, read
-from gateway.tracing.journal import FirstToken
-from protos.baton.v1 import decode_pb2, prefill_pb2
+from baton.core.errors import InvalidRequest, NoNode
+from baton.gateway.observe.timeline import Moment, Phase, Timeline, phases, read
+from baton.gateway.request.journal import FirstToken
+from baton.protos.v1 import decode_pb2, prefill_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, failed, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InternalError
-from gateway.token_order import TokenOrder
-from protos.baton.v1 import common_pb2, decode_pb2
+from baton.core.errors import InternalError
+from baton.gateway.request.token_order import TokenOrder
+from baton.protos.v1 import common_pb2, decode_pb2
 
 
 def step_token(index: int) -> decode_pb2.StepToken:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS
-from baton.errors import ConfigError
-from gateway.tokenizer import TextTokenizer
+from baton.core.errors import ConfigError
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.settings.config import DEMO_MODELS
 from tests.unit.gateway.tokenizers import byte_level, token_id
 
 BYTE_LEVEL = byte_level()

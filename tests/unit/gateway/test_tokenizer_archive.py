@@ -6,8 +6,8 @@ import os
 import zipfile
 from pathlib import Path
 
-from baton.config import DEMO_MODELS
-from gateway.rpc.tokenizer_archive import TokenizerArchive, make_archive
+from baton.gateway.grpc.tokenizer_archive import TokenizerArchive, make_archive
+from baton.settings.config import DEMO_MODELS
 
 
 def names(data: bytes) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.turns import _TURNS_PER_PASS, _WRITES_MAX, Turns
+from baton.gateway.request.write_scheduler import _TURNS_PER_PASS, _WRITES_MAX, Turns
 
 BOUND_S = 60.0
 MESSAGE_S, TOKEN_S = 50e-6, 5e-6  # of the process, for a message and for each of its tokens

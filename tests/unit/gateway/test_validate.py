@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ContextOverflow, InvalidRequest, UnknownModel
-from baton.types import Grammar, GrammarKind, SamplingParams
-from gateway.chat.checkpoint_files import read_checkpoint
-from gateway.chat.model import ChatModel
-from gateway.chat.renderer import ChatRenderer
-from gateway.model import ServedModel
-from gateway.reply import OutputEnd
-from gateway.request import Outputs
-from gateway.tokenizer import TextTokenizer
-from gateway.validate import (
+from baton.core.errors import ContextOverflow, InvalidRequest, UnknownModel
+from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.gateway.core.request import OutputEnd, Outputs
+from baton.gateway.serving.validate import (
     check_output,
     check_outputs,
     check_prompt,
@@ -26,9 +20,14 @@ from gateway.validate import (
     check_text,
     end_of,
 )
-from grammar.checker import GrammarChecker
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.gateway.text.chat.checkpoint_files import read_checkpoint
+from baton.gateway.text.chat.model import ChatModel
+from baton.gateway.text.chat.renderer import ChatRenderer
+from baton.gateway.text.model import ServedModel
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.grammar.checker import GrammarChecker
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
 
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from baton.errors import Cancelled, NoNode, Overloaded
-from gateway.connections import Connections
-from gateway.model import ServedModel
-from gateway.serving import Serving
-from protos.baton.v1 import common_pb2, node_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import Cancelled, NoNode, Overloaded
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.model import ServedModel
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 from tests.unit.gateway.test_serving import BOUND_S, Client, Running, model, running, settings_of
 

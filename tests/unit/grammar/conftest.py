@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS, tokenizer_file
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.compiler import GrammarCompiler
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 
 TOKENIZER = tokenizer_file(DEMO_MODELS / "llama")
 EOS = 4095

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.budget import Budget
-from grammar.compiler import GrammarCompiler
-from grammar.matcher import MaskFiller, Matcher
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.budget import Budget
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.matcher import MaskFiller, Matcher
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
 
 LETTERS = Grammar(GrammarKind.REGEX, "[a-z]{2000}")

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from baton.bounded import process as bounded_process
-from baton.errors import InternalError, InvalidRequest, Overloaded
-from baton.types import Grammar, GrammarKind
-from grammar.checker import Bounds, GrammarChecker
-from grammar.compiler import GrammarCompiler
-from node.waiting import until
+from baton.core.errors import InternalError, InvalidRequest, Overloaded
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.checker import Bounds, GrammarChecker
+from baton.grammar.compiler import GrammarCompiler
+from baton.node.waiting import until
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
 
 BOUND_S = 120

@@ -12,13 +12,13 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar import compiler as module
-from grammar.compiler import GrammarCompiler
-from grammar.lark import readable_lark
-from grammar.limits import MOST_BYTES
-from grammar.matcher import MaskFiller
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar import compiler as module
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.lark import readable_lark
+from baton.grammar.limits import MOST_BYTES
+from baton.grammar.matcher import MaskFiller
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE, Accepts
 
 NESTED = 'root ::= expr\nexpr ::= term ("+" term)*\nterm ::= [0-9]+ | "(" expr ")"\n'
@@ -214,6 +214,6 @@ def test_marks_that_are_no_operators_between_expressions_are_kept(accepts: Accep
 
 @pytest.mark.parametrize("text", ["'[' * 99_000", "'start: \"' + '\\\\\"' * 99_000"])
 def test_a_text_without_ends_is_read_in_bounded_time(text: str) -> None:
-    program = f"from grammar.lark import readable_lark; readable_lark({text})"
+    program = f"from baton.grammar.lark import readable_lark; readable_lark({text})"
     bounded = f'ulimit -t 10; exec {sys.executable} -c "$0"'
     assert subprocess.run(["bash", "-c", bounded, program], check=False).returncode == 0

@@ -5,10 +5,10 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.compiler import GrammarCompiler
-from grammar.matcher import MaskFiller, Matcher, forbid
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.matcher import MaskFiller, Matcher, forbid
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
 
 CHOICE = Grammar(GrammarKind.CHOICE, '["yes", "no"]')

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.compiler import GrammarCompiler
-from grammar.matcher import MaskFiller
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.matcher import MaskFiller
 from tests.unit.grammar.conftest import EOS, Accepts
 
 BOUNDS: dict[str, Callable[[Fraction, Fraction], bool]] = {

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import GrammarKind
-from grammar.patterns import UnsupportedPattern, to_rust
-from grammar.schema import readable_schema
+from baton.core.errors import InvalidRequest
+from baton.core.types import GrammarKind
+from baton.grammar.patterns import UnsupportedPattern, to_rust
+from baton.grammar.schema import readable_schema
 from tests.unit.grammar.conftest import Accepts
 
 REFUSED: list[tuple[Any, str]] = [

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from grammar.compiler import GrammarCompiler
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.grammar.compiler import GrammarCompiler
 from tests.unit.grammar.conftest import EOS, Accepts
 
 X = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}

@@ -5,9 +5,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 
 NUM_LAYERS = 2
 layouts = st.sampled_from(tuple(KVCacheLayout))

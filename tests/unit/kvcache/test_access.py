@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import InternalError
-from kvcache.access import gather_tokens, store_kv, store_latent
-from kvcache.cache import PagedKVCache
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.tokens import TokenIndex, WriteIndex
-from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from baton.core.errors import InternalError
+from baton.kvcache.access import gather_tokens, store_kv, store_latent
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.tokens import TokenIndex, WriteIndex
+from baton.kvcache.wire.digest import digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 
 GQA = KVCacheSpec(KVKind.GQA, 3, 4, 2, "bfloat16")
 MLA = KVCacheSpec(KVKind.MLA, 3, 1, 6, "bfloat16")
@@ -183,7 +183,7 @@ def test_a_payload_of_many_tiles_has_one_digest(
     layout: KVCacheLayout, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With runs that do not end with a row of the digest, and other work between the tiles."""
-    monkeypatch.setattr("kvcache.wire.gather_scatter._TILE_BYTES", tile_bytes)
+    monkeypatch.setattr("baton.kvcache.wire.gather_scatter._TILE_BYTES", tile_bytes)
     kind, num_heads = (KVKind.MLA, 1) if layout in MLA_LAYOUTS else (KVKind.GQA, 3)
     spec = KVCacheSpec(kind, num_layers=3, num_kv_heads=num_heads, head_dim=96, dtype="bfloat16")
     cache, block_ids = new_cache(spec, layout, 8)

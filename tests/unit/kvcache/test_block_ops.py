@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InternalError
-from kvcache.block_ops import copy_blocks, swap_blocks
-from kvcache.cache import PagedKVCache
-from kvcache.kernels.blocks import copy
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import InternalError
+from baton.kvcache.block_ops import copy_blocks, swap_blocks
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.kernels.blocks import copy
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import block_sizes, copy_of, dtypes, layouts, new_cache, spec_of
 

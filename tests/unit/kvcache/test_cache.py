@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 
 
 def spec_for(layout: KVCacheLayout) -> KVCacheSpec:

@@ -1,4 +1,4 @@
-"""A cache's prepared moves equal those of `kvcache.wire.gather_scatter` for any memory."""
+"""A cache's prepared moves equal those of `baton.kvcache.wire.gather_scatter` for any memory."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.errors import InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
-from kvcache.wire.prepared import DeviceWire
+from baton.core.errors import InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.wire.digest import digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from baton.kvcache.wire.prepared import DeviceWire
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import NUM_LAYERS, block_sizes, copy_of, dtypes, layouts, new_cache, spec_of
 

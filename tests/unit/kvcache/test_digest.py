@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache.wire.digest import (
+from baton.kvcache.wire.digest import (
     COLUMNS,
     LENGTH_WEIGHT,
     ROW_BYTES,
@@ -19,7 +19,7 @@ from kvcache.wire.digest import (
     digest_on_device,
     row_weights,
 )
-from kvcache.wire.kernels.digest import CONSTANTS, digest_payload
+from baton.kvcache.wire.kernels.digest import CONSTANTS, digest_payload
 from tests.device import DEVICE
 
 SIGN_BITS = b"\x00\x00\x00\x80"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.block_ops import convert_kv
-from kvcache.fp8 import dequantize, quantize
-from kvcache.kernels.blocks import convert
-from kvcache.layout import KVCacheLayout
+from baton.kvcache.block_ops import convert_kv
+from baton.kvcache.fp8 import dequantize, quantize
+from baton.kvcache.kernels.blocks import convert
+from baton.kvcache.layout import KVCacheLayout
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import copy_of, new_cache, spec_of
 

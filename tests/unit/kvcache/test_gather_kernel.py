@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache.access import gather_tokens
-from kvcache.kernels.gather import gather_ranges, gather_slots
-from kvcache.layout import KVCacheLayout
-from kvcache.tokens import TokenIndex, TokenRanges
+from baton.kvcache.access import gather_tokens
+from baton.kvcache.kernels.gather import gather_ranges, gather_slots
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.tokens import TokenIndex, TokenRanges
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import as_bytes, block_sizes, copy_of, dtypes, layouts, new_cache, spec_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import ConfigError
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout, LayoutChoice, parse_layout
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout, LayoutChoice, parse_layout
 
 
 def test_the_default_layout_is_nhd() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcache.fp8 import dequantize, quantize
-from kvcache.scales import K_RANGE, Q_RANGE, V_RANGE, KVScales
+from baton.kvcache.fp8 import dequantize, quantize
+from baton.kvcache.scales import K_RANGE, Q_RANGE, V_RANGE, KVScales
 from tests.device import DEVICE
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baton.errors import InternalError
-from kvcache.cache import PagedKVCache
-from kvcache.kernels.blocks import copy
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.states import copy_states
+from baton.core.errors import InternalError
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.kernels.blocks import copy
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.states import copy_states
 
 STATE = KVCacheSpec(KVKind.STATE, num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32")
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=1, num_kv_heads=2, head_dim=4, dtype="bfloat16", state=STATE)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.access import store_kv, store_latent
-from kvcache.cache import PagedKVCache
-from kvcache.kernels.store import store
-from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from kvcache.tokens import WriteIndex
+from baton.kvcache.access import store_kv, store_latent
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.kernels.store import store
+from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.tokens import WriteIndex
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import block_sizes, copy_of, new_cache, spec_of
 

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InternalError
-from kvcache.access import store_kv, store_latent
-from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.layout import MLA_LAYOUTS, KVCacheLayout
-from kvcache.spec import DTYPE_BYTES, FP8_DTYPES, KV_DTYPE_BYTES, KVKind
-from kvcache.tokens import WriteIndex
-from kvcache.wire.conversion import Converter, gather_converted, open_converter
-from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire
-from kvcache.wire.kernels import conversion as kernels
-from kvcache.wire.places import places_of
+from baton.core.errors import InternalError
+from baton.kvcache.access import store_kv, store_latent
+from baton.kvcache.cache import TORCH_DTYPES, PagedKVCache
+from baton.kvcache.layout import MLA_LAYOUTS, KVCacheLayout
+from baton.kvcache.spec import DTYPE_BYTES, FP8_DTYPES, KV_DTYPE_BYTES, KVKind
+from baton.kvcache.tokens import WriteIndex
+from baton.kvcache.wire.conversion import Converter, gather_converted, open_converter
+from baton.kvcache.wire.digest import digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire
+from baton.kvcache.wire.kernels import conversion as kernels
+from baton.kvcache.wire.places import places_of
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import NUM_LAYERS, block_sizes, copy_of, layouts, new_cache, spec_of
 
@@ -161,7 +161,7 @@ def test_long_ranges_are_gathered_in_pieces_and_digested(monkeypatch: pytest.Mon
     )
     turns: list[int] = []
     expected = _gathered(cache, (block_ids, (5, 135), range(NUM_LAYERS), range(3)), converter=converter)
-    monkeypatch.setattr("kvcache.wire.conversion._TILE_BYTES", 70 * cache.spec.bytes_per_token_layer)
+    monkeypatch.setattr("baton.kvcache.wire.conversion._TILE_BYTES", 70 * cache.spec.bytes_per_token_layer)
     gather_converted(
         cache,
         converter,

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
-from kvcache.wire.digest import COLUMNS, constant_term, digest
-from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
-from kvcache.wire.kernels.digest import CONSTANTS
-from kvcache.wire.kernels.gather_scatter import gather_and_digest, move
-from kvcache.wire.places import places_of
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
+from baton.kvcache.wire.digest import COLUMNS, constant_term, digest
+from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from baton.kvcache.wire.kernels.digest import CONSTANTS
+from baton.kvcache.wire.kernels.gather_scatter import gather_and_digest, move
+from baton.kvcache.wire.places import places_of
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import NUM_LAYERS, block_sizes, copy_of, dtypes, layouts, new_cache, spec_of
 

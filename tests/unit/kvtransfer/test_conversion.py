@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.errors import PeerRefused
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import PeerRefused
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion, conversion_of
 from kvtransfer.plan import WirePlan
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from kvtransfer.flows import Flow, RankPair, flows, heads_of
 
 LAYERS = 8

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.errors import InternalError, UnknownLease
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import InternalError, UnknownLease
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant, LeaseTable, Refusal
 from kvtransfer.parts import parts_of
 from kvtransfer.segments import Segment, Tag, payload_bytes

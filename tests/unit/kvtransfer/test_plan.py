@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import PeerRefused
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import PeerRefused
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.flows import Flow, RankPair, part_flows
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between, wire_oldest
 

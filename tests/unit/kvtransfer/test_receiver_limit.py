@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.cpu import CpuMover

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.errors import DataLoss
+from baton.core.errors import DataLoss
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, Tag
 from kvtransfer.transports.loopback import LoopbackTransport

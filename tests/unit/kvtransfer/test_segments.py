@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, InternalError
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import ConfigError, InternalError
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.v1 import common_pb2
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
 from kvtransfer.segments import (
@@ -24,7 +25,6 @@ from kvtransfer.segments import (
     decode_trailer,
     payload_bytes,
 )
-from protos.baton.v1 import common_pb2
 
 SEGMENT = Segment(2**64 - 1, 77, 3, 0, 4, 16, 32, 0, 2, 4096)
 

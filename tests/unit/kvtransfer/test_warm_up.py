@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton.errors import DataLoss, PeerRefused
+from baton.core.errors import DataLoss, PeerRefused
 from kvtransfer.movers.mover import DoneReading
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import TRAILER_BYTES, Segment

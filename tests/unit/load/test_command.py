@@ -3,7 +3,7 @@
 import pytest
 
 from baton.cli.program import new_app, run
-from load.command import bench
+from baton.load.command import bench
 
 
 @pytest.mark.parametrize(

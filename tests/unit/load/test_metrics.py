@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
-from load.goals import Goal, parse_goal
-from load.metrics import spread, summarize
-from load.records import Outcome, Record
+from baton.core.errors import InvalidRequest
+from baton.load.goals import Goal, parse_goal
+from baton.load.metrics import spread, summarize
+from baton.load.records import Outcome, Record
 
 
 def record(*times: float, counts: tuple[int, ...] = (), due: float = 0.0, end: float | None = None) -> Record:

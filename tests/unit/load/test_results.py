@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequest
-from load.goals import Goal
-from load.plots import check_plot, plot
-from load.records import Outcome, Record
-from load.results import SCHEMA, ClientReport, Found, Results, Run, read_results, relabelled
-from load.tables import markdown
+from baton.core.errors import InvalidRequest
+from baton.load.goals import Goal
+from baton.load.plots import check_plot, plot
+from baton.load.records import Outcome, Record
+from baton.load.results import SCHEMA, ClientReport, Found, Results, Run, read_results, relabelled
+from baton.load.tables import markdown
 
 GOAL = Goal(ttft_s=0.4, tpot_s=0.02)
 CLIENT = ClientReport(processes=2, late_p99_s=0.001, lag_p99_s=0.002, cpu_share=0.3, bound_s=0.01)

@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from load.goals import Goal
-from load.probe import probe
-from load.records import Outcome
-from load.results import Run
-from load.runner import Clients, RunOptions
-from load.target import Server, Target
-from load.worker import Progress
-from load.workload import Planned
+from baton.load.goals import Goal
+from baton.load.probe import probe
+from baton.load.records import Outcome
+from baton.load.results import Run
+from baton.load.runner import Clients, RunOptions
+from baton.load.target import Server, Target
+from baton.load.worker import Progress
+from baton.load.workload import Planned
 from tests.unit.load.stand_in import StandIn, standing_in
 
 OPTIONS = RunOptions("a test", bound_s=60.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load.search import CONFIRMATIONS, RateSearch
+from baton.load.search import CONFIRMATIONS, RateSearch
 
 REQUESTS = 500
 

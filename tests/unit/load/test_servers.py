@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import BatonError, InvalidRequest, NoNode
-from load.metrics import Summary, summarize
-from load.probe import probe
-from load.records import Outcome, Record
-from load.sse import SseReader, read_chunk
-from load.target import Api, Server, Target
-from load.worker import Job, Sender
-from load.workload import Planned
+from baton.core.errors import BatonError, InvalidRequest, NoNode
+from baton.load.metrics import Summary, summarize
+from baton.load.probe import probe
+from baton.load.records import Outcome, Record
+from baton.load.sse import SseReader, read_chunk
+from baton.load.target import Api, Server, Target
+from baton.load.worker import Job, Sender
+from baton.load.workload import Planned
 from tests.unit.load.stand_in import StandIn, Writer, begin, chunk, part, plain, standing_in
 
 LONG_S = 300.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequest
-from load.traces import TraceRequest, read_trace, write_trace
+from baton.core.errors import InvalidRequest
+from baton.load.traces import TraceRequest, read_trace, write_trace
 
 MOONCAKE = [
     {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [0, 7]},

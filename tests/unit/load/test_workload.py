@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
-from load.arrivals import Arrivals, arrival_times
-from load.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
-from load.prompts import Contents, PromptMaker
-from load.traces import TraceRequest
-from load.workload import PRESETS, Planned, Replay, Span, Synthetic
+from baton.core.errors import InvalidRequest
+from baton.load.arrivals import Arrivals, arrival_times
+from baton.load.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
+from baton.load.prompts import Contents, PromptMaker
+from baton.load.traces import TraceRequest
+from baton.load.workload import PRESETS, Planned, Replay, Span, Synthetic
 
 COUNT = 4000
 

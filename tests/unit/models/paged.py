@@ -8,12 +8,12 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import build_common_metadata
 from attention.selection import select_backend
-from kvcache.cache import PagedKVCache
-from kvcache.layout import parse_layout
-from kvcache.spec import KVCacheShape, KVKind
-from models.causal_lm import CausalLM
-from models.config.model_config import ModelConfig
-from models.needs import attention_needs, kv_cache_spec
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import parse_layout
+from baton.kvcache.spec import KVCacheShape, KVKind
+from baton.models.config.model_config import ModelConfig
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.loading.needs import attention_needs, kv_cache_spec
 from tests.unit.models.recurrent_steps import state_rows
 
 BLOCK_SIZE = 4

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import torch
 
-from engine.batch import MOST_SNAPSHOTS
-from models.recurrent.rows import StateRows
+from baton.engine.batch import MOST_SNAPSHOTS
+from baton.models.kernels.recurrent.rows import StateRows
 
 _PADDING = 2
 

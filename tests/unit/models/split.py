@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from baton.expert_load import ExpertLoad
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.local_config import local_config
-from models.parallel import SINGLE, TensorParallel, with_experts_placed
-from models.router import Router
-from models.weights.loader import load_model
+from baton.core.expert_load import ExpertLoad
+from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.moe.router import Router
+from baton.models.layers.parallel import SINGLE, TensorParallel, with_experts_placed
+from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
 from tests.unit.models.paged import PagedDriver, backend_for
 
 PROMPT_TOKENS, CHUNK, DECODED_TOKENS = 11, 7, 4

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.adapters.layer import add_in_torch
-from models.kernels import adapter_products
-from models.kernels.adapter_products import FEW_TOKENS, MANY_TOKENS, SlotWeights, add_products, group_by_adapter
+from baton.models.adapters.layer import add_in_torch
+from baton.models.kernels import adapter_products
+from baton.models.kernels.adapter_products import FEW_TOKENS, MANY_TOKENS, SlotWeights, add_products, group_by_adapter
 from tests.device import DEVICE
 
 SLOTS = 3

@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.errors import ConfigError
-from models.adapters.adapter import Adapter, LayerShape, read_adapter
-from models.adapters.bank import AdapterBank
-from models.config.reader import read_config
-from models.local_config import local_config
-from models.parallel import SINGLE, TensorParallel
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.adapters.adapter import Adapter, LayerShape, read_adapter
+from baton.models.adapters.bank import AdapterBank
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
 from tests.ranks import run_ranks
 from tests.unit.models.lora import TARGETS, merge, save_adapter
 from tests.unit.models.paged import PagedDriver, backend_for

@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from baton.errors import ConfigError
-from models.adapters.adapter import Adapter, read_adapter
-from models.kernels import adapter_products
-from models.kernels.grouped_gemm import ExpertWeights, multiply_by_expert
-from models.parallel import TensorParallel
+from baton.core.errors import ConfigError
+from baton.models.adapters.adapter import Adapter, read_adapter
+from baton.models.kernels import adapter_products
+from baton.models.kernels.moe.grouped_gemm import ExpertWeights, multiply_by_expert
+from baton.models.layers.parallel import TensorParallel
 from tests.device import DEVICE
 from tests.ranks import run_ranks
 from tests.unit.engine.tiny import transformers_greedy

@@ -12,12 +12,12 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from baton.config import NodeSettings
-from baton.errors import ConfigError
-from engine.build import Built, build_runner
-from engine.engine import Engine
-from engine.request import EngineRequest
-from models.adapters.adapter import read_adapter
+from baton.core.errors import ConfigError
+from baton.engine.build import Built, build_runner
+from baton.engine.engine import Engine
+from baton.engine.request import EngineRequest
+from baton.models.adapters.adapter import read_adapter
+from baton.settings.config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, EventRecorder, greedy, prompt_of, transformers_greedy
 from tests.unit.models.tiny import save_tiny

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from baton.errors import InternalError
-from models.kernels.matmul import multiply_invariant
-from models.linear import Linear
-from models.products import make_batch_invariant
+from baton.core.errors import InternalError
+from baton.models.kernels.matmul.matmul import multiply_invariant
+from baton.models.layers.linear import Linear
+from baton.models.layers.products import make_batch_invariant
 from tests.invariance import Invariant, Lengths, differences
 from tests.unit.models.tiny import save_tiny
 

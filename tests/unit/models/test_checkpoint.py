@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.errors import ConfigError
-from models.weights.checkpoint import read_checkpoint
+from baton.core.errors import ConfigError
+from baton.models.checkpoint.checkpoint import read_checkpoint
 
 INDEX = "model.safetensors.index.json"
 

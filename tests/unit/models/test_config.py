@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.fields import Fields
-from models.config.file import ConfigFile
-from models.config.model_config import GQAConfig, MLAConfig, TopKMethod
-from models.config.reader import read_config
-from models.config.rope import Llama3Scaling, YarnScaling
+from baton.core.errors import ConfigError
+from baton.models.config.fields import Fields
+from baton.models.config.file import ConfigFile
+from baton.models.config.model_config import GQAConfig, MLAConfig, TopKMethod
+from baton.models.config.rope import Llama3Scaling, YarnScaling
+from baton.models.families.reader import read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

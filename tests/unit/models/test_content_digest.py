@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from models.weights.checkpoint import read_checkpoint
-from models.weights.content_digest import content_digest
-from models.weights.digest_cache import DigestCache
+from baton.core.errors import ConfigError
+from baton.models.checkpoint.checkpoint import read_checkpoint
+from baton.models.loading.content_digest import content_digest
+from baton.models.loading.digest_cache import DigestCache
 from tests.damaged_weights import flip_bit
 from tests.unit.models.tiny import save_tiny
 

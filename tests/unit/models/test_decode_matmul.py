@@ -11,20 +11,13 @@ from attention.backends.triton_mla import TritonMLA
 from attention.kernels.mla.head_products import HeadProducts
 from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVKind
-from models.kernels.decode_matmul import (
-    MAX_TOKENS,
-    DecodeMultiply,
-    Tile,
-    choose,
-    multiply,
-    new_counters,
-)
-from models.kernels.matmul import multiply_heads_invariant
-from models.layers import Embedding
-from models.linear import Linear
-from models.products import use_decode_products, use_library_products
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVKind
+from baton.models.kernels.matmul.decode_matmul import MAX_TOKENS, DecodeMultiply, Tile, choose, multiply, new_counters
+from baton.models.kernels.matmul.matmul import multiply_heads_invariant
+from baton.models.layers.common import Embedding
+from baton.models.layers.linear import Linear
+from baton.models.layers.products import use_decode_products, use_library_products
 from tests.device import DEVICE
 
 SMALL = Tile(64, 64, 32, num_warps=4, num_stages=2)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
-from models.config.reader import read_config
-from models.families.delta_config import DeltaSwitches
-from models.local_config import local_config
-from models.needs import kv_cache_spec
-from models.parallel import TensorParallel
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
+from baton.models.families.hybrid.delta_config import DeltaSwitches
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import kv_cache_spec
 from tests.unit.models.paged import backend_for
 from tests.unit.models.test_equals_transformers import Pair, assert_equal, in_pieces, tokens_of
 from tests.unit.models.tiny import save_tiny

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig, QKNorm
-from models.config.reader import read_config
-from models.config.rope import AlphaScaling, RopeConfig
-from models.families.llama_switches import LlamaSwitches, Norms, QueryGrowth
-from models.weights.loader import checkpoint_views, load_model
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
+from baton.models.config.rope import AlphaScaling, RopeConfig
+from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import checkpoint_views, load_model
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
 

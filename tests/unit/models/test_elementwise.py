@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.elementwise import gelu, sigmoid, silu, softplus
+from baton.models.layers.elementwise import gelu, sigmoid, silu, softplus
 
 Function = Callable[[Tensor], Tensor]
 PAIRS: list[tuple[Function, Function]] = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.families.table import FAMILIES
-from models.weights.loader import load_model
+from baton.models.families.reader import read_config
+from baton.models.families.table import FAMILIES
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.loading.loader import load_model
 from tests.unit.models import tiny_gemma
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import TINY, VOCAB_SIZE, architecture_of, save_tiny

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.experts import Experts
-from models.families.gemma4 import Gemma4Experts
-from models.families.gpt_oss import GptOssExperts
-from models.families.gpt_oss_config import GptOssSwitches
-from models.families.llama4 import Llama4Experts
-from models.kernels.expert_order import num_tiles_max, order_by_expert, sort_assignments
-from models.kernels.grouped_gemm import SharedWeights, tiles_for
-from models.kernels.routing import choose_experts, route, router_logits
-from models.layers import GatedMLP
-from models.router import Router
+from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
+from baton.models.families.dense.gemma4 import Gemma4Experts
+from baton.models.families.moe.gpt_oss import GptOssExperts
+from baton.models.families.moe.gpt_oss_config import GptOssSwitches
+from baton.models.families.moe.llama4 import Llama4Experts
+from baton.models.kernels.moe.expert_order import num_tiles_max, order_by_expert, sort_assignments
+from baton.models.kernels.moe.grouped_gemm import SharedWeights, tiles_for
+from baton.models.kernels.moe.routing import choose_experts, route, router_logits
+from baton.models.layers.common import GatedMLP
+from baton.models.layers.moe.experts import Experts
+from baton.models.layers.moe.router import Router
 from tests.device import DEVICE
 
 GPT_OSS = GptOssSwitches(swiglu_limit=1.5, swiglu_alpha=1.7)

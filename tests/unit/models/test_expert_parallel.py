@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baton.errors import ConfigError
-from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.config.reader import read_config
-from models.experts import Experts, RoutedExperts
-from models.families.gemma4 import Gemma4Experts
-from models.families.gpt_oss import GptOssExperts, Mxfp4Experts
-from models.families.gpt_oss_config import GptOssSwitches
-from models.families.llama4 import Llama4Experts
-from models.kernels.expert_order import sort_assignments
-from models.local_config import local_config
-from models.parallel import TensorParallel, experts
-from models.weights.loader import checkpoint_views, load_model
-from models.weights.shares import Shares
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
+from baton.models.families.dense.gemma4 import Gemma4Experts
+from baton.models.families.moe.gpt_oss import GptOssExperts, Mxfp4Experts
+from baton.models.families.moe.gpt_oss_config import GptOssSwitches
+from baton.models.families.moe.llama4 import Llama4Experts
+from baton.models.families.reader import read_config
+from baton.models.kernels.moe.expert_order import sort_assignments
+from baton.models.layers.moe.experts import Experts, RoutedExperts
+from baton.models.layers.parallel import TensorParallel, experts
+from baton.models.loading.loader import checkpoint_views, load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.shares import Shares
 from tests.device import DEVICE
 from tests.ranks import run_ranks
 from tests.unit.models.fp8_checkpoints import by_block, save_fp8

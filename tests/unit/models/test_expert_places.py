@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError
-from baton.expert_load import ExpertLoad, LayerLoad, imbalance, read_expert_load
-from models.expert_places import LayerPlaces, place_experts, place_layer
+from baton.core.errors import ConfigError
+from baton.core.expert_load import ExpertLoad, LayerLoad, imbalance, read_expert_load
+from baton.models.config.expert_places import LayerPlaces, place_experts, place_layer
 
 
 @st.composite

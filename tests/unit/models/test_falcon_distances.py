@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.models.falcon import modeling_falcon
 
-from models.config.reader import read_config
-from models.weights.loader import load_model
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
 from tests.unit.models.paged import BLOCK_SIZE, PagedDriver, backend_for
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

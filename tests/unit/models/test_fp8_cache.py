@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attention.layer import Attention
 from attention.mla import MLAAttention
-from baton.errors import ConfigError
-from kvcache.spec import FP8_DTYPES
-from models.config.reader import read_config
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.kvcache.spec import FP8_DTYPES
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
 from tests.unit.models.paged import BLOCK_SIZE, PagedDriver, backend_for
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import fp8_gemm, fp8_quantize
-from models.kernels.fp8_gemm import Tile
-from models.linear import FusedLinear, Linear
-from models.quantization import fp8, fp8_linear
-from models.quantization.config import Fp8Config, Granularity
-from models.quantization.fp8_linear import Fp8Linear
+from baton.models.config.quantization.config import Fp8Config, Granularity
+from baton.models.formats import fp8
+from baton.models.kernels.quantized import fp8_gemm, fp8_quantize
+from baton.models.kernels.quantized.fp8_gemm import Tile
+from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.quantization import fp8_linear
+from baton.models.quantization.fp8_linear import Fp8Linear
 from tests.device import DEVICE
 
 SMALL = Tile(16, 64, weights_first=True, num_warps=4, num_stages=3)

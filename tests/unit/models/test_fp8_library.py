@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import fp8_library
-from models.kernels.fp8_gemm import Weight
-from models.linear import FusedLinear
-from models.quantization import fp8, fp8_linear
-from models.quantization.config import Fp8Config, Granularity
-from models.quantization.fp8_linear import Fp8Linear
+from baton.models.config.quantization.config import Fp8Config, Granularity
+from baton.models.formats import fp8
+from baton.models.kernels.quantized import fp8_library
+from baton.models.kernels.quantized.fp8_gemm import Weight
+from baton.models.layers.linear import FusedLinear
+from baton.models.quantization import fp8_linear
+from baton.models.quantization.fp8_linear import Fp8Linear
 from tests.device import DEVICE
 
 BLOCKS = Fp8Config(Granularity.BLOCK, False)

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.errors import ConfigError
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.experts import Experts
-from models.linear import Linear
-from models.quantization.fp8_linear import Fp8Linear
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.linear import Linear
+from baton.models.layers.moe.experts import Experts
+from baton.models.loading.loader import load_model
+from baton.models.quantization.fp8_linear import Fp8Linear
 from tests.unit.models.fp8_checkpoints import VOCAB_SIZE, Pair, by_block, by_channel, by_tensor, save_fp8
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_quantization import AUTO_FP8, COMPRESSED_BLOCKS, COMPRESSED_DYNAMIC, DEEPSEEK

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import delta_gates
-from models.kernels import gated_delta as kernels
-from models.kernels.gated_delta_systems import CHUNK
-from models.kernels.gated_norm import gated_norm
-from models.recurrent.delta_gates import correction_rates, log_decays
-from models.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
-from models.recurrent.gated_norm import GatedRMSNorm
-from models.recurrent.rows import StateRows
+from baton.models.kernels.recurrent import delta_gates
+from baton.models.kernels.recurrent import gated_delta as kernels
+from baton.models.kernels.recurrent.gated_delta_systems import CHUNK
+from baton.models.kernels.recurrent.gated_norm import gated_norm
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
+from baton.models.layers.recurrent.gated_delta import gated_delta, in_torch, sub_chunks, unit
+from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
 from tests.device import DEVICE
 from tests.unit.models.recurrent_steps import state_rows
 

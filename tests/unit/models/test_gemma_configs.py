@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.config.rope import ProportionalScaling, RopeConfig
-from models.families.gemma3n_config import Gemma3nSwitches
-from models.families.gemma4_config import Gemma4Switches
-from models.families.gemma_config import NormsBefore
-from models.needs import kv_cache_spec
-from models.weights.kv_scales import kv_scales
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.config.rope import ProportionalScaling, RopeConfig
+from baton.models.families.dense.gemma3n_config import Gemma3nSwitches
+from baton.models.families.dense.gemma4_config import Gemma4Switches
+from baton.models.families.dense.gemma_config import NormsBefore
+from baton.models.families.reader import read_config
+from baton.models.loading.kv_scales import kv_scales
+from baton.models.loading.loader import load_model
+from baton.models.loading.needs import kv_cache_spec
 from tests.unit.models.paged import backend_for
 from tests.unit.models.split import run_model
 from tests.unit.models.tiny import save_tiny

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from models.config.reader import read_config
-from models.families.gemma import GemmaForCausalLM, GemmaRMSNorm
-from models.weights.loader import load_model
+from baton.models.families.dense.gemma import GemmaForCausalLM, GemmaRMSNorm
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.blocksparse import BlocksparseParams
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
-from models.config.reader import read_config
-from models.config.rope import RopeConfig, YarnScaling
-from models.families.llama4_config import Llama4Switches, TemperatureTuning
-from models.identity import config_digest, model_identity
-from models.quantization.config import Fp8Config, Granularity
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
+from baton.models.config.quantization.config import Fp8Config, Granularity
+from baton.models.config.rope import RopeConfig, YarnScaling
+from baton.models.families.moe.llama4_config import Llama4Switches, TemperatureTuning
+from baton.models.families.reader import read_config
+from baton.models.loading.identity import config_digest, model_identity
 from tests.unit.models.tiny import save_tiny
 
 # With a value in every kind of part.

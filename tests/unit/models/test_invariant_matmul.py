@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.config import SOURCE_ROOT
-from baton.environment import child_environment
-from models.experts import weighted_sum
-from models.kernels.matmul import (
+from baton.models.kernels.matmul.matmul import (
     TILES,
     Tile,
     choose_tile,
@@ -20,6 +17,9 @@ from models.kernels.matmul import (
     multiply_invariant,
     multiply_strided,
 )
+from baton.models.layers.moe.experts import weighted_sum
+from baton.settings.config import SOURCE_ROOT
+from baton.settings.environment import child_environment
 from tests.device import DEVICE
 
 SHAPES = [(96, 32), (61, 32), (32, 48), (1, 7), (33, 129), (4096, 64), (100, 12), (64, 1024)]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.config.rope import RopeConfig, YarnScaling
-from models.families.gemma import GemmaRMSNorm
-from models.kernels import activation, norms
-from models.kernels.rotary import angles
-from models.layers import RMSNorm, gelu_tanh_and_multiply, silu_and_multiply
-from models.rotary import Rotary
+from baton.models.config.rope import RopeConfig, YarnScaling
+from baton.models.families.dense.gemma import GemmaRMSNorm
+from baton.models.kernels import activation, norms
+from baton.models.kernels.rotary import angles
+from baton.models.layers.common import RMSNorm, gelu_tanh_and_multiply, silu_and_multiply
+from baton.models.layers.rotary import Rotary
 from tests.device import DEVICE
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

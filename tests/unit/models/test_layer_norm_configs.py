@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.decoder import alibi_slopes
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.config.rope import RopeConfig
-from models.families.layer_norm_config import Activation, LayerNormSwitches, Projection
+from baton.core.errors import ConfigError
+from baton.models.config.decoder import alibi_slopes
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.config.rope import RopeConfig
+from baton.models.families.dense.layer_norm_config import Activation, LayerNormSwitches, Projection
+from baton.models.families.reader import read_config
 
 STARCODER2: dict[str, Any] = {
     "architectures": ["Starcoder2ForCausalLM"],

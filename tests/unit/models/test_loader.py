@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from baton.errors import ConfigError
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.weights.loader import checkpoint_views, load_model
-from models.weights.names import EMBEDDING, HEAD, renamed
+from baton.core.errors import ConfigError
+from baton.models.checkpoint.names import EMBEDDING, HEAD, renamed
+from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.loading.loader import checkpoint_views, load_model
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
 

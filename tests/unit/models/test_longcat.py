@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from baton.errors import ConfigError
-from models.config.model_config import MLAConfig, ModelConfig, Scoring, TopKMethod
-from models.config.reader import read_config
-from models.experts import Experts
-from models.kernels.zero_experts import given_back
-from models.local_config import local_config
-from models.moe import MoE, given_back_in_torch
-from models.needs import kv_cache_spec
-from models.parallel import TensorParallel
-from models.weights.loader import _build, load_model
-from planner.model_size import model_size
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import MLAConfig, ModelConfig, Scoring, TopKMethod
+from baton.models.families.reader import read_config
+from baton.models.kernels.moe.zero_experts import given_back
+from baton.models.layers.moe.experts import Experts
+from baton.models.layers.moe.moe import MoE, given_back_in_torch
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.loader import _build, load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import kv_cache_spec
+from baton.planner.model_size import model_size
 from tests.device import DEVICE
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import save_tiny

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config.model_config import ModelConfig
-from models.config.reader import read_config
-from models.config.rope import LongRopeScaling
-from models.identity import config_digest
-from models.weights.loader import load_model
+from baton.models.config.model_config import ModelConfig
+from baton.models.config.rope import LongRopeScaling
+from baton.models.families.reader import read_config
+from baton.models.loading.identity import config_digest
+from baton.models.loading.loader import load_model
 from tests.unit.models import tiny, tiny_rope
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import save_tiny

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.experts import Experts
-from models.kernels.decode_matmul import DecodeMultiply, new_counters
-from models.layers import GatedMLP, gelu_tanh_and_multiply
-from models.moe import MoE
-from models.products import make_batch_invariant
-from models.quantization.fp8 import E4M3
+from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
+from baton.models.formats.fp8 import E4M3
+from baton.models.kernels.matmul.decode_matmul import DecodeMultiply, new_counters
+from baton.models.layers.common import GatedMLP, gelu_tanh_and_multiply
+from baton.models.layers.moe.experts import Experts
+from baton.models.layers.moe.moe import MoE
+from baton.models.layers.products import make_batch_invariant
 
 SIZE = 8
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.weights.expert_names import our_name
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.families.reader import read_config
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.loading.expert_names import our_name
+from baton.models.loading.loader import load_model
 from tests.unit.models import tiny_moe
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny

@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from models.families.nearest import nearest, traits_of
-from models.families.table import FAMILIES, FEATURES, Features
+from baton.models.families.nearest import nearest, traits_of
+from baton.models.families.table import FAMILIES, FEATURES, Features
 
 NAMES = {
     **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

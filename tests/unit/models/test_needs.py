@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from attention.backend import AttentionFeature, AttentionNeeds, MLADims
-from kvcache.spec import KVCacheSpec, KVKind
-from models.config.reader import read_config
-from models.needs import attention_needs, kv_cache_spec, resolve_dtype
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.models.families.reader import read_config
+from baton.models.loading.needs import attention_needs, kv_cache_spec, resolve_dtype
 from tests.unit.models.paged import BLOCK_SIZE, cache_shape
 from tests.unit.models.tiny import save_tiny
 

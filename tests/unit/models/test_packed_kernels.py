@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from models.config.model_config import MoEConfig, Scoring, TopKMethod
-from models.experts import run_experts, weighted_sum
-from models.families.gpt_oss import Mxfp4Experts
-from models.families.gpt_oss_config import GptOssSwitches
-from models.kernels import int8_gemm
-from models.kernels.packed_experts import run_packed_experts
-from models.kernels.packed_gemm import MAX_TOKENS, Product
-from models.kernels.packed_many import in_order
-from models.layers import silu_and_multiply
-from models.quantization.packed import PackedWeight, pack_halves, stacked
+from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
+from baton.models.families.moe.gpt_oss import Mxfp4Experts
+from baton.models.families.moe.gpt_oss_config import GptOssSwitches
+from baton.models.formats.packed import PackedWeight, pack_halves, stacked
+from baton.models.kernels.quantized import int8_gemm
+from baton.models.kernels.quantized.packed_experts import run_packed_experts
+from baton.models.kernels.quantized.packed_gemm import MAX_TOKENS, Product
+from baton.models.kernels.quantized.packed_many import in_order
+from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.moe.experts import run_experts, weighted_sum
 from tests.device import DEVICE
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.packed_experts import multiply_experts
-from models.kernels.packed_gemm import Product
-from models.kernels.packed_probe import compare_experts, compare_products
+from baton.models.kernels.quantized.packed_experts import multiply_experts
+from baton.models.kernels.quantized.packed_gemm import Product
+from baton.models.kernels.quantized.packed_probe import compare_experts, compare_products
+from baton.tritonlib.hopper_check import HopperKernels, Verdict, check
 from tests.device import DEVICE
-from tritonlib.hopper_check import HopperKernels, Verdict, check
 
 DEVICE_ = torch.device(DEVICE)
 

@@ -12,19 +12,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.errors import ConfigError
-from kvcache.cache import TORCH_DTYPES
-from models.causal_lm import CausalLM
-from models.config.reader import read_config
-from models.families.gpt_oss import Mxfp4Experts
-from models.identity import config_digest, model_identity
-from models.kernels.packed_gemm import Product
-from models.linear import Linear
-from models.quantization.int8_linear import Int8Linear
-from models.quantization.mxfp4 import check_scales, dequantize
-from models.quantization.packed_experts import PackedExperts
-from models.quantization.packed_linear import PackedLinear
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.kvcache.cache import TORCH_DTYPES
+from baton.models.families.moe.gpt_oss import Mxfp4Experts
+from baton.models.families.reader import read_config
+from baton.models.formats.mxfp4 import check_scales, dequantize
+from baton.models.kernels.quantized.packed_gemm import Product
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.linear import Linear
+from baton.models.loading.identity import config_digest, model_identity
+from baton.models.loading.loader import load_model
+from baton.models.quantization.int8_linear import Int8Linear
+from baton.models.quantization.packed_experts import PackedExperts
+from baton.models.quantization.packed_linear import PackedLinear
 from tests.unit.models.fp8_checkpoints import VOCAB_SIZE, Pair
 from tests.unit.models.packed_checkpoints import (
     AWQ_CONFIG,

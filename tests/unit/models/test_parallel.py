@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from attention.blocksparse_mask import token_mask
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.families.mamba_config import MambaSwitches
-from models.linear import Linear
-from models.local_config import local_config
-from models.parallel import TensorParallel, kv_heads
-from models.quantization.fp8_linear import Fp8Linear
-from models.quantization.int8_linear import Int8Linear
-from models.quantization.packed_linear import PackedLinear
-from models.weights.checkpoint import read_checkpoint
-from models.weights.expert_names import in_our_names
-from models.weights.loader import checkpoint_views, load_model
-from models.weights.shares import Shares
-from models.weights.tensor_reader import read_tensor
+from baton.core.errors import ConfigError
+from baton.models.checkpoint.checkpoint import read_checkpoint
+from baton.models.checkpoint.tensor_reader import read_tensor
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.families.hybrid.mamba_config import MambaSwitches
+from baton.models.families.reader import read_config
+from baton.models.layers.linear import Linear
+from baton.models.layers.parallel import TensorParallel, kv_heads
+from baton.models.loading.expert_names import in_our_names
+from baton.models.loading.loader import checkpoint_views, load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.shares import Shares
+from baton.models.quantization.fp8_linear import Fp8Linear
+from baton.models.quantization.int8_linear import Int8Linear
+from baton.models.quantization.packed_linear import PackedLinear
 from tests.ranks import run_ranks
 from tests.unit.models import (
     tiny,

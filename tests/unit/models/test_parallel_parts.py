@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.local_config import local_config
-from models.parallel import TensorParallel, channels, kv_heads, padded_rows, query_heads, vocabulary_rows
-from models.weights.shares import Shares
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel, channels, kv_heads, padded_rows, query_heads, vocabulary_rows
+from baton.models.loading.local_config import local_config
+from baton.models.loading.shares import Shares
 from tests.unit.models.phi3_small_checkpoint import PUBLISHED as PHI3_SMALL
 from tests.unit.models.phi3_small_checkpoint import write_config
 from tests.unit.models.split import ranks

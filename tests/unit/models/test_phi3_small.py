@@ -19,13 +19,13 @@ from attention.backends.blocksparse import BlocksparseFlashAttention
 from attention.backends.torch_sdpa import TorchSDPA
 from attention.blocksparse import BlocksparseParams
 from attention.platform import Platform
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig
-from models.config.reader import read_config
-from models.families.phi3_small import gegelu
-from models.families.phi3_small_config import Phi3SmallSwitches
-from models.needs import attention_needs
-from models.weights.loader import checkpoint_views, load_model
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig
+from baton.models.families.dense.phi3_small import gegelu
+from baton.models.families.dense.phi3_small_config import Phi3SmallSwitches
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import checkpoint_views, load_model
+from baton.models.loading.needs import attention_needs
 from tests.unit.models.paged import PagedDriver, backend_for, cache_shape
 from tests.unit.models.phi3_small_checkpoint import PUBLISHED, save_phi3_small, write_config
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from models.families.bloom_config import BloomSwitches
-from models.families.falcon_config import FalconSwitches
-from models.families.gpt_oss_config import GptOssSwitches
-from models.families.llama4_config import Llama4Switches, TemperatureTuning
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from baton.models.families.dense.bloom_config import BloomSwitches
+from baton.models.families.dense.falcon_config import FalconSwitches
+from baton.models.families.moe.gpt_oss_config import GptOssSwitches
+from baton.models.families.moe.llama4_config import Llama4Switches, TemperatureTuning
+from baton.models.families.reader import read_config
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],

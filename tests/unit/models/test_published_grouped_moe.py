@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import transformers
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
-from models.config.reader import read_config
-from models.config.rope import YarnScaling
-from models.families.mimo_config import MiMoSwitches
-from planner.model_size import model_size
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
+from baton.models.config.rope import YarnScaling
+from baton.models.families.moe.mimo_config import MiMoSwitches
+from baton.models.families.reader import read_config
+from baton.planner.model_size import model_size
 
 GLM4_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm, Scoring, TopKMethod
-from models.config.reader import read_config
-from models.config.rope import AlphaScaling, LongRopeScaling, YarnScaling
-from models.families.llama_switches import LlamaSwitches
-from models.families.moe_routers_config import PhimoeSwitches
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, QKNorm, Scoring, TopKMethod
+from baton.models.config.rope import AlphaScaling, LongRopeScaling, YarnScaling
+from baton.models.families.dense.llama_switches import LlamaSwitches
+from baton.models.families.moe.moe_routers_config import PhimoeSwitches
+from baton.models.families.reader import read_config
 
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],

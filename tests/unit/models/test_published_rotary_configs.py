@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from models.config.model_config import GQAConfig, ModelConfig
-from models.config.reader import read_config
-from models.config.rope import LongRopeScaling, RopeConfig
-from models.families.llama_switches import LlamaSwitches
-from models.families.stablelm_config import StableLMSwitches
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.config.rope import LongRopeScaling, RopeConfig
+from baton.models.families.dense.llama_switches import LlamaSwitches
+from baton.models.families.dense.stablelm_config import StableLMSwitches
+from baton.models.families.reader import read_config
 
 PHI3_MINI_4K: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],

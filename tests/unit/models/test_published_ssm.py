@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, ModelConfig, Scoring
-from models.config.reader import read_config
-from models.families.falcon_h1_config import FalconH1Switches
-from models.families.mamba_config import MambaSwitches
-from models.local_config import local_config
-from models.needs import kv_cache_spec
-from models.parallel import TensorParallel
-from planner.model_size import model_size
+from baton.core.errors import ConfigError
+from baton.models.config.model_config import GQAConfig, ModelConfig, Scoring
+from baton.models.families.hybrid.falcon_h1_config import FalconH1Switches
+from baton.models.families.hybrid.mamba_config import MambaSwitches
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import kv_cache_spec
+from baton.planner.model_size import model_size
 
 GRANITE_4_SMALL: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from models.config.reader import read_config
-from models.identity import config_digest
-from models.quantization.awq import AwqConfig
-from models.quantization.config import Fp8Config, Granularity, Quantization
-from models.quantization.gptq import GptqConfig
-from models.quantization.int8_config import Int8Config
-from models.quantization.pack_quantized import PackQuantizedConfig
+from baton.core.errors import ConfigError
+from baton.models.config.quantization.awq import AwqConfig
+from baton.models.config.quantization.config import Fp8Config, Granularity, Quantization
+from baton.models.config.quantization.gptq import GptqConfig
+from baton.models.config.quantization.int8_config import Int8Config
+from baton.models.config.quantization.pack_quantized import PackQuantizedConfig
+from baton.models.families.reader import read_config
+from baton.models.loading.identity import config_digest
 from tests.unit.models.packed_checkpoints import AWQ_CONFIG, gptq_config, int8_config, packed_config
 
 LLAMA: dict[str, Any] = {

@@ -10,10 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from models.config.reader import read_config
-from models.config.rope import YarnScaling
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.models.config.rope import YarnScaling
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
 from tests.unit.models import tiny_delta
 from tests.unit.models.paged import PagedDriver, backend_for
 

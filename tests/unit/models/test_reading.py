@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.errors import ConfigError
-from models.weights import tensor_reader
-from models.weights.checkpoint import StoredTensor, read_checkpoint
-from models.weights.tensor_reader import read_into, read_tensor
+from baton.core.errors import ConfigError
+from baton.models.checkpoint import tensor_reader
+from baton.models.checkpoint.checkpoint import StoredTensor, read_checkpoint
+from baton.models.checkpoint.tensor_reader import read_into, read_tensor
 from tests.device import DEVICE
 
 

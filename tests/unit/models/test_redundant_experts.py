@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError
-from baton.expert_load import ExpertLoad, LayerLoad
-from models.config.reader import read_config
-from models.expert_counts import ExpertCounts, expert_load
-from models.expert_places import place_layer
-from models.experts import Experts
-from models.kernels.expert_places import find_places
-from models.parallel import TensorParallel, with_experts_placed
-from models.weights.loader import checkpoint_views, load_model
+from baton.core.errors import ConfigError
+from baton.core.expert_load import ExpertLoad, LayerLoad
+from baton.models.config.expert_places import place_layer
+from baton.models.families.reader import read_config
+from baton.models.kernels.moe.expert_places import find_places
+from baton.models.layers.expert_counts import ExpertCounts, expert_load
+from baton.models.layers.moe.experts import Experts
+from baton.models.layers.parallel import TensorParallel, with_experts_placed
+from baton.models.loading.loader import checkpoint_views, load_model
 from tests.device import DEVICE
 from tests.ranks import run_ranks
 from tests.unit.models.fp8_checkpoints import by_block, save_fp8

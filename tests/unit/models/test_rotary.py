@@ -10,11 +10,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from baton.errors import ConfigError
-from models import rotary
-from models.config.file import ConfigFile
-from models.config.rope import LongRopeScaling, RopeConfig, read_rope
-from models.rotary import Rotary, inverse_frequencies
+from baton.core.errors import ConfigError
+from baton.models.config.file import ConfigFile
+from baton.models.config.rope import LongRopeScaling, RopeConfig, read_rope
+from baton.models.layers import rotary
+from baton.models.layers.rotary import Rotary, inverse_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {

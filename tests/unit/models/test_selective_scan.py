@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from models.kernels import selective_scan as kernels
-from models.kernels.gated_group_norm import gated_group_norm
-from models.recurrent.gated_group_norm import GatedGroupNorm
-from models.recurrent.rows import StateRows
-from models.recurrent.selective_scan import (
+from baton.models.kernels.recurrent import selective_scan as kernels
+from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
+from baton.models.layers.recurrent.selective_scan import (
     SUB_CHUNK,
     ScanWeights,
     selective_scan_in_torch,

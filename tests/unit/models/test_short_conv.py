@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from models.kernels.short_conv import short_conv as in_triton
-from models.recurrent.rows import StateRows
-from models.recurrent.short_conv import short_conv_in_torch
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.kernels.recurrent.short_conv import short_conv as in_triton
+from baton.models.layers.recurrent.short_conv import short_conv_in_torch
 from tests.device import DEVICE
 
 SLOTS, HEADS, CHANNELS = 7, 3, 40

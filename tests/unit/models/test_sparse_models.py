@@ -10,12 +10,12 @@ import torch
 from attention.backends.flashinfer_mla import FlashInferMLA
 from attention.platform import probe_platform
 from attention.selection import BACKENDS, reasons_against
-from baton.errors import ConfigError
-from kvcache.spec import KVCacheSpec, KVKind
-from models.config.model_config import IndexConfig, MLAConfig, ModelConfig
-from models.config.reader import read_config
-from models.needs import attention_needs, kv_cache_spec
-from models.weights.loader import load_model
+from baton.core.errors import ConfigError
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.models.config.model_config import IndexConfig, MLAConfig, ModelConfig
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import load_model
+from baton.models.loading.needs import attention_needs, kv_cache_spec
 from tests.unit.models.paged import PagedDriver, backend_for, cache_shape
 from tests.unit.models.test_equals_transformers import tokens_of
 from tests.unit.models.tiny import save_tiny

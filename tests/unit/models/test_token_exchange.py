@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import NodeSettings
-from baton.errors import ConfigError
-from engine.build import build_runner
-from models.config.model_config import MLAConfig
-from models.config.reader import read_config
-from models.local_config import local_config
-from models.parallel import TensorParallel
-from models.token_exchange import TokenShares
-from models.weights.shares import Shares
+from baton.core.errors import ConfigError
+from baton.engine.build import build_runner
+from baton.models.config.model_config import MLAConfig
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel
+from baton.models.layers.token_exchange import TokenShares
+from baton.models.loading.local_config import local_config
+from baton.models.loading.shares import Shares
+from baton.settings.config import NodeSettings
 from tests.unit.models.tiny import save_tiny
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"

@@ -12,12 +12,12 @@ import sentencepiece
 import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from baton.config import DEMO_MODELS
-from baton.errors import ConfigError
-from gateway.chat.checkpoint_files import read_checkpoint
-from gateway.tokenizer import TextTokenizer
-from models.tokenizer_files import byte_pairs, find
-from models.tokenizer_files.find import tokenizer_json
+from baton.core.errors import ConfigError
+from baton.gateway.text.chat.checkpoint_files import read_checkpoint
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.models.loading.tokenizer_files import byte_pairs, find
+from baton.models.loading.tokenizer_files.find import tokenizer_json
+from baton.settings.config import DEMO_MODELS
 
 ROOT = Path(__file__).resolve().parents[3]
 CORPUS = [line for name in ("README.md", "docs/usage.md") for line in (ROOT / name).read_text().splitlines()] + [

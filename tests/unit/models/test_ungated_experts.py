@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.ungated_experts import SquaredReluExperts
+from baton.models.layers.moe.ungated_experts import SquaredReluExperts
 from tests.device import DEVICE
 
 

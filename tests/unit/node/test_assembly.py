@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import DecodeSettings
-from baton.errors import ConfigError
-from engine.build import StepLimits
-from node.assembly import engine_limits
-from node.starting import nameless
-from protos.baton.v1 import common_pb2
+from baton.core.errors import ConfigError
+from baton.engine.build import StepLimits
+from baton.node.assembly import engine_limits
+from baton.node.starting import nameless
+from baton.protos.v1 import common_pb2
+from baton.settings.config import DecodeSettings
 
 
 def settings(**values: object) -> DecodeSettings:

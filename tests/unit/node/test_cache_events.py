@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.block_keys import BlockNumbers, KeyChain
-from engine.scheduling.block_manager import BlockManager
-from node import cache_events
-from node.cache_events import CacheEvents, CacheLog
-from protos.baton.v1 import node_pb2 as pb
+from baton.core.block_keys import BlockNumbers, KeyChain
+from baton.engine.scheduling.block_manager import BlockManager
+from baton.node import cache_events
+from baton.node.cache_events import CacheEvents, CacheLog
+from baton.protos.v1 import node_pb2 as pb
 
 BLOCK_SIZE = 4
 INCARNATION = 7

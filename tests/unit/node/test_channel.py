@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import BatonError, DataLoss, InternalError, UnknownLease
+from baton.core.errors import BatonError, DataLoss, InternalError, UnknownLease
+from baton.node.ranks.channel import Channel
+from baton.node.ranks.messages import Verb
+from baton.node.ranks.serving import perform
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.rank_transfer import RankTransfer
-from node.ranks.channel import Channel
-from node.ranks.messages import Verb
-from node.ranks.serving import perform
 
 BIG = os.urandom(3 << 20)  # more than a socket holds
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import PeerRefused
-from kvcache.layout import KVCacheLayout
-from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.core.errors import PeerRefused
+from baton.kvcache.layout import KVCacheLayout
+from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.node.describe import from_info, to_info
+from baton.protos.v1 import common_pb2 as pb
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
-from node.describe import from_info, to_info
-from protos.baton.v1 import common_pb2 as pb
 
 KV = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", windows=(0, 4))
 INDEX = KVCacheSpec(KVKind.MLA, num_layers=2, num_kv_heads=1, head_dim=6, dtype="bfloat16")

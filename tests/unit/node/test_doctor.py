@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import CPU_CACHE_MIB, DEMO_MODELS, DecodeSettings
-from models.config.reader import read_config
-from models.needs import kv_cache_spec
-from node.doctor import link
-from node.doctor.__main__ import cache_bytes_of
-from node.doctor.link import check_link
-from node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
-from node.doctor.packages import check_packages
-from node.doctor.verdict import Grade, Verdict
+from baton.models.families.reader import read_config
+from baton.models.loading.needs import kv_cache_spec
+from baton.node.doctor import link
+from baton.node.doctor.__main__ import cache_bytes_of
+from baton.node.doctor.link import check_link
+from baton.node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
+from baton.node.doctor.packages import check_packages
+from baton.node.doctor.verdict import Grade, Verdict
+from baton.settings.config import CPU_CACHE_MIB, DEMO_MODELS, DecodeSettings
 from tests.warm import BATON, run_warm
 
 HEALTHY = {"dev/shm/.keep": "", "sys/fs/cgroup/memory.max": "max\n"}

@@ -10,7 +10,7 @@ import pytest
 
 WAITS_IN_C = """
 import ctypes, signal, sys
-from node.early_end import ending_at_signals
+from baton.node.early_end import ending_at_signals
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with ending_at_signals():
@@ -20,7 +20,7 @@ with ending_at_signals():
 """
 ENDS_IN_PYTHON = """
 import signal, sys, time
-from node.early_end import ending_at_signals
+from baton.node.early_end import ending_at_signals
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 with ending_at_signals():
     pass
@@ -32,13 +32,13 @@ while True:
 
 NEVER_EXITS = """
 import atexit, threading
-from baton.exits import exit_at_once
+from baton.core.exits import exit_at_once
 atexit.register(threading.Event().wait)
 threading.Thread(target=threading.Event().wait).start()
 """
 HOLDS_THE_INTERPRETER = """
 import ctypes
-from baton.exits import exit_within
+from baton.core.exits import exit_within
 exit_within(0.01)
 ctypes.PyDLL(None).pause()  # for ever, and no Python runs in this process
 """

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from baton.convert import expert_load_from_proto
-from baton.errors import InvalidRequest
-from baton.expert_load import ExpertLoad, LayerLoad
+from baton.core.errors import InvalidRequest
+from baton.core.expert_load import ExpertLoad, LayerLoad
 from baton.metrics.exposition import by_series
-from models.expert_places import place_experts
-from node.expert_load import ExpertLoads
+from baton.models.config.expert_places import place_experts
+from baton.node.expert_load import ExpertLoads
+from baton.rpc.convert import expert_load_from_proto
 
 PLAN = place_experts((False, True, True), 4, ranks=2)  # experts 0 and 1 on rank 0, 2 and 3 on rank 1
 

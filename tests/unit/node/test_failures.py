@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from baton.errors import BatonError, Cancelled, DataLoss, InternalError, InvalidRequest, Overloaded
-from node.failures import log_failure
+from baton.core.errors import BatonError, Cancelled, DataLoss, InternalError, InvalidRequest, Overloaded
+from baton.node.failures import log_failure
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import subprocess
 import psutil
 import pytest
 
-from baton.errors import ConfigError, Draining
-from node.fault import Fault
-from node.ranks.stopped import StoppedFor
+from baton.core.errors import ConfigError, Draining
+from baton.node.fault import Fault
+from baton.node.ranks.stopped import StoppedFor
 
 
 @pytest.mark.parametrize(

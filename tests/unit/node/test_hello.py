@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import PeerRefused
+from baton.core.errors import PeerRefused
+from baton.node.hello import check_accepted, check_addresses, check_info, check_measure
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from kvtransfer.records import LinkMeasure
-from node.hello import check_accepted, check_addresses, check_info, check_measure
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 Change = Callable[[common_pb2.NodeInfo], None]
 

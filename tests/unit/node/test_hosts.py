@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from baton import __version__
-from baton.config import DecodeSettings
-from baton.errors import BatonError, ConfigError
+from baton.core.errors import BatonError, ConfigError
+from baton.node.ranks.carry import Greeting, read_line
+from baton.node.ranks.gate import Gate
+from baton.node.ranks.group import Worker, wait_for_ranks
+from baton.node.ranks.host import explain_end, why_silent
+from baton.node.ranks.hosts import Hosts
+from baton.node.ranks.join import serve_store
+from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Lost, Meeting, Setup, Up
+from baton.node.ranks.worker import receive_setup
 from baton.security.certificates import write_set
 from baton.security.peers import PeerTls
 from baton.security.roles import Role
-from baton.settings_reader import hosts_of
-from node.ranks.carry import Greeting, read_line
-from node.ranks.gate import Gate
-from node.ranks.group import Worker, wait_for_ranks
-from node.ranks.host import explain_end, why_silent
-from node.ranks.hosts import Hosts
-from node.ranks.join import serve_store
-from node.ranks.messages import CHANNELS, GateSetup, Joined, Lost, Meeting, Setup, Up
-from node.ranks.worker import receive_setup
+from baton.settings.config import DecodeSettings
+from baton.settings.reader import hosts_of
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import DecodeSettings
+from baton.node.describe import describe_measure, from_measure, to_measure
+from baton.node.link_floor import below_floor, machine_cures
+from baton.settings.config import DecodeSettings
 from kvtransfer.records import LinkMeasure
-from node.describe import describe_measure, from_measure, to_measure
-from node.link_floor import below_floor, machine_cures
 from tests.unit.node.test_doctor import HOST, WANTED, verdicts
 
 MEASURE = LinkMeasure("tcp", 1.25, latency_s=40e-6, message_cost_s=90e-6)

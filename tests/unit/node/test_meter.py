@@ -2,13 +2,13 @@
 
 import pytest
 
-from baton.errors import InternalError
+from baton.core.errors import InternalError
+from baton.core.types import TokenOutput
+from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
 from baton.metrics.declared import Role
 from baton.metrics.tally import Layout
-from baton.types import TokenOutput
-from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
+from baton.node.meter import NodeMeter
 from kvtransfer.leases import LeaseTotals
-from node.meter import NodeMeter
 
 
 def cells(meter: NodeMeter, name: str, *labels: str, count: int = 1) -> list[int]:

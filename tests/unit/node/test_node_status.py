@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.convert import costs_from_proto
-from node.assembly import Listener, Node, load
-from protos.baton.v1 import common_pb2
+from baton.node.assembly import Listener, Node, load
+from baton.protos.v1 import common_pb2
+from baton.rpc.convert import costs_from_proto
 from tests.unit.baton.test_costs import COSTS
 from tests.unit.prefill_node.nodes import prefill_settings
 
@@ -29,7 +29,7 @@ async def test_a_status_says_whether_the_node_is_stuck(
     monkeypatch: pytest.MonkeyPatch, after_s: float, stuck: bool
 ) -> None:
     """Below 0, every turn of the transfer thread is too long."""
-    monkeypatch.setattr("node.assembly.STUCK_AFTER_S", after_s)
+    monkeypatch.setattr("baton.node.assembly.STUCK_AFTER_S", after_s)
     settings = prefill_settings()
     node = Node(settings, load(settings), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
     node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))

@@ -6,7 +6,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from node.progress import LoadingProgress
+from baton.node.progress import LoadingProgress
 
 GIB = 1 << 30
 
@@ -25,7 +25,10 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_log_gets_a_line_for_every_tenth_with_the_speed(caplog: pytest.LogCaptureFixture) -> None:
     clock, console = Clock(), Console(file=io.StringIO())
-    with caplog.at_level(logging.INFO, logger="node.progress"), LoadingProgress(console=console, clock=clock) as shown:
+    with (
+        caplog.at_level(logging.INFO, logger="baton.node.progress"),
+        LoadingProgress(console=console, clock=clock) as shown,
+    ):
         for step in range(1, 101):
             clock.now_s = step / 10
             shown(step * GIB // 100, GIB)
@@ -37,7 +40,7 @@ def test_a_log_gets_a_line_for_every_tenth_with_the_speed(caplog: pytest.LogCapt
 def test_a_short_load_logs_no_line(caplog: pytest.LogCaptureFixture) -> None:
     console = Console(file=io.StringIO())
     with (
-        caplog.at_level(logging.INFO, logger="node.progress"),
+        caplog.at_level(logging.INFO, logger="baton.node.progress"),
         LoadingProgress(console=console, clock=Clock()) as shown,
     ):
         shown(GIB, GIB)
@@ -48,7 +51,10 @@ def test_a_short_load_logs_no_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_terminal_gets_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     clock, written = Clock(), io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)
-    with caplog.at_level(logging.INFO, logger="node.progress"), LoadingProgress(console=console, clock=clock) as shown:
+    with (
+        caplog.at_level(logging.INFO, logger="baton.node.progress"),
+        LoadingProgress(console=console, clock=clock) as shown,
+    ):
         for step in range(1, 6):
             clock.now_s += 1
             shown(step * GIB // 10, GIB)

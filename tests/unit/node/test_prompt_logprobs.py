@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.convert import prompt_logprobs_from_proto
-from baton.types import MAX_LOGPROBS, PromptLogprob
-from node.prompt_logprobs import add_prompt_logprobs
-from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.core.types import MAX_LOGPROBS, PromptLogprob
+from baton.node.prompt_logprobs import add_prompt_logprobs
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.rpc.convert import prompt_logprobs_from_proto
 
 token_ids = st.integers(0, 2**32 - 1)
 values = st.floats(allow_nan=False)

@@ -3,10 +3,10 @@
 import asyncio
 import socket
 
-from node.ranks.channel import Channel
-from node.ranks.messages import Answer, Start
-from node.ranks.remote import RemoteTransfer
-from node.waiting import until
+from baton.node.ranks.channel import Channel
+from baton.node.ranks.messages import Answer, Start
+from baton.node.ranks.remote import RemoteTransfer
+from baton.node.waiting import until
 
 DEADLINE_S = 60.0
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.costs import StepCosts, StepWork, chunk_pairs
-from baton.types import LocalPolicy
-from gateway.placement import Way
-from load.goals import Goal
-from load.lengths import Uniform
-from load.workload import Planned, Span, Synthetic
-from planner.cluster import ClusterSpec, Outcome, Simulation, simulate
-from planner.node import NodeSpec
-from planner.rivals import in_turn, least_loaded
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.placement import Way
+from baton.load.goals import Goal
+from baton.load.lengths import Uniform
+from baton.load.workload import Planned, Span, Synthetic
+from baton.planner.cluster import ClusterSpec, Outcome, Simulation, simulate
+from baton.planner.node import NodeSpec
+from baton.planner.rivals import in_turn, least_loaded
 
 COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6e-10)
 NODE = NodeSpec(COSTS, step_tokens=1024, kv_tokens=1_000_000)

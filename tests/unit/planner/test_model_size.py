@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigError
-from models.config.reader import read_config
-from models.needs import kv_cache_spec
-from models.weights.loader import _build
-from planner.known_costs import Lengths, kind_by_roofline
-from planner.model_size import model_size
-from planner.roofline import GPUS, cache_tokens, roofline, state_slots
+from baton.core.errors import ConfigError
+from baton.models.families.reader import read_config
+from baton.models.loading.loader import _build
+from baton.models.loading.needs import kv_cache_spec
+from baton.planner.known_costs import Lengths, kind_by_roofline
+from baton.planner.model_size import model_size
+from baton.planner.roofline import GPUS, cache_tokens, roofline, state_slots
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
 

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.costs import StepCosts
-from baton.errors import BatonError, ConfigError, InvalidRequest
-from baton.types import LocalPolicy
-from load.goals import Goal
-from load.lengths import Fixed
-from load.workload import Synthetic
-from planner.cluster import ClusterSpec
-from planner.command import parse_seconds
-from planner.goodput import Measure, find_goodput
-from planner.known_costs import Lengths, kind_by_roofline, read_costs
-from planner.node import NodeSpec
-from planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
-from planner.report import commands, render, to_json, verdict
-from planner.roofline import GPUS
-from planner.sizing import decode_step_tokens, prefill_step_tokens
+from baton.core.costs import StepCosts
+from baton.core.errors import BatonError, ConfigError, InvalidRequest
+from baton.core.types import LocalPolicy
+from baton.load.goals import Goal
+from baton.load.lengths import Fixed
+from baton.load.workload import Synthetic
+from baton.planner.cluster import ClusterSpec
+from baton.planner.command import parse_seconds
+from baton.planner.goodput import Measure, find_goodput
+from baton.planner.known_costs import Lengths, kind_by_roofline, read_costs
+from baton.planner.node import NodeSpec
+from baton.planner.plan import NOTHING, NodeKind, Plan, Question, find_plan
+from baton.planner.report import commands, render, to_json, verdict
+from baton.planner.roofline import GPUS
+from baton.planner.sizing import decode_step_tokens, prefill_step_tokens
 from tests.unit.planner.test_roofline import CONFIGS, ROOT, size_of
 
 COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6e-10)
@@ -153,7 +153,7 @@ def test_the_program_plans_from_a_config_alone_and_says_what_is_missing() -> Non
 
 
 def test_a_node_that_cannot_be_reached_is_an_error() -> None:
-    from planner.known_costs import kind_from_nodes
+    from baton.planner.known_costs import kind_from_nodes
 
     with pytest.raises(BatonError):
         kind_from_nodes(["127.0.0.1:1"], link_bytes_per_s=1e9)

@@ -1,6 +1,6 @@
 """The prefix cache of a simulated node."""
 
-from planner.prefix_cache import PrefixCache
+from baton.planner.prefix_cache import PrefixCache
 
 
 def test_only_leading_ids_count() -> None:

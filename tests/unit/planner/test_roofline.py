@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.costs import StepCosts, StepWork, chunk_pairs
-from baton.errors import ConfigError
-from models.config.reader import read_config
-from models.local_config import local_config
-from models.parallel import TensorParallel, with_experts_placed
-from models.weights.loader import _build
-from planner.known_costs import Lengths, kind_by_roofline
-from planner.model_size import ModelSize, model_size
-from planner.roofline import GPUS, cache_tokens, gpu_of, roofline
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.errors import ConfigError
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import TensorParallel, with_experts_placed
+from baton.models.loading.loader import _build
+from baton.models.loading.local_config import local_config
+from baton.planner.known_costs import Lengths, kind_by_roofline
+from baton.planner.model_size import ModelSize, model_size
+from baton.planner.roofline import GPUS, cache_tokens, gpu_of, roofline
 from tests.unit.models.paged import backend_for
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from baton.types import FinishReason, TokenOutput
-from engine.events import (
+from baton.core.types import FinishReason, TokenOutput
+from baton.engine.events import (
     ChunkComputed,
     LayersComputed,
     PromptScored,
@@ -12,14 +12,14 @@ from engine.events import (
     StepEvents,
     TokenSampled,
 )
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import prefill_pb2 as pb
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment
 from prefill_node.commands import Command
 from prefill_node.events import Called, Event, PeerFacts, StepDone
 from prefill_node.machine import PrefillMachine, PrefillRules
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 
 LAYERS = 4
 PROMPT = tuple(range(100, 108))

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings
+from baton.node.assembly import Listener, Node, load
+from baton.node.describe import from_addresses, from_info, from_measure, to_addresses, to_warm_ups
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2
+from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import channel_options
+from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.plan import agree, links_between
-from node.assembly import Listener, Node, load
-from node.describe import from_addresses, from_info, from_measure, to_addresses, to_warm_ups
-from node.waiting import until
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2
-from protos.baton.v1 import decode_pb2 as pb
 
 # Many steps, each of which needs a turn of the event loop: a call still runs when a message about it arrives.
 STEP_TOKENS = 2

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import Draining, NoNode, PeerRefused, UnknownLease
+from baton.core.errors import Draining, NoNode, PeerRefused, UnknownLease
+from baton.node.assembly import Listener
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2, decode_pb2_grpc
+from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import connect
-from node.assembly import Listener
-from node.waiting import until
 from prefill_node import decode_peers
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost
-from protos.baton.v1 import common_pb2, decode_pb2_grpc
-from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
 
 MISMATCH = common_pb2.Mismatch(field="dtype", ours="float16", theirs="float32", cure="start both alike")

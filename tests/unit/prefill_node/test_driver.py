@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.error_detail import from_detail
-from baton.errors import Cancelled, DataLoss, Draining, NoNode, Overloaded
-from node.assembly import Node
-from node.waiting import until
+from baton.core.errors import Cancelled, DataLoss, Draining, NoNode, Overloaded
+from baton.node.assembly import Node
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import prefill_pb2 as pb
+from baton.rpc.error_detail import from_detail
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing
 from prefill_node.events import Draining as DrainingBegins
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
 
 

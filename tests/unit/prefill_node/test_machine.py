@@ -1,6 +1,6 @@
 """Which calls an event concerns, and when calls are refused."""
 
-from baton.errors import Cancelled, Draining, NoNode
+from baton.core.errors import Cancelled, Draining, NoNode
 from prefill_node.commands import EndCall, SendKV, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, CallCancelled, Closing, LeaseEnded, PeerLost, Sent
 from prefill_node.events import Draining as DrainingBegins

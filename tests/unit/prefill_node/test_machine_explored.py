@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
-from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
+from baton.core.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
+from baton.protos.v1 import decode_pb2
 from kvtransfer.records import SendJob
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import (
@@ -28,7 +29,6 @@ from prefill_node.events import (
     SendFailed,
     Sent,
 )
-from protos.baton.v1 import decode_pb2
 from tests.unit.prefill_node.calls import (
     BLOCKS,
     LAYERS,

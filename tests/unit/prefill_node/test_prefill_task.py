@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.convert import prompt_logprobs_from_proto
-from baton.error_detail import from_detail
-from baton.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
-from baton.types import FinishReason, PromptLogprob
-from engine.events import PromptScored, RequestFailed
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.core.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
+from baton.core.types import FinishReason, PromptLogprob
+from baton.engine.events import PromptScored, RequestFailed
+from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.v1 import prefill_pb2 as pb
+from baton.rpc.convert import prompt_logprobs_from_proto
+from baton.rpc.error_detail import from_detail
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import (
     Aborted,
@@ -27,8 +29,6 @@ from prefill_node.events import (
     StopFailed,
 )
 from prefill_node.machine import PrefillMachine
-from protos.baton.v1 import common_pb2, decode_pb2
-from protos.baton.v1 import prefill_pb2 as pb
 from tests.unit.prefill_node.calls import (
     BLOCKS,
     INCARNATION,

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from baton.errors import Cancelled
+from baton.core.errors import Cancelled
+from baton.protos.v1 import prefill_pb2 as pb
 from prefill_node.response_stream import ResponseStream
-from protos.baton.v1 import prefill_pb2 as pb
 
 
 def progress(computed_tokens: int) -> pb.PrefillEvent:

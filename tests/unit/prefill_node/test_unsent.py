@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.spec import KVCacheSpec, KVKind
+from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.segments import Piece
 from prefill_node.unsent import Unsent
 

@@ -16,7 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 import protos
-from baton.errors import PermissionDenied
+from baton.core.errors import PermissionDenied
+from baton.gateway.http.routes import ROUTES
+from baton.rpc.guard import Authorize, CertificateGuard, DoorGuard, Guard
 from baton.rpc.reflection import V1
 from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
@@ -24,11 +26,9 @@ from baton.security.authorize import OPERATOR_PATHS, TABLE, UI_FILES, Right, che
 from baton.security.certificates import Authority
 from baton.security.door import Door
 from baton.security.exposure import is_loopback
-from baton.security.guard import Authorize, CertificateGuard, DoorGuard, Guard
 from baton.security.keys import entry, new_key
 from baton.security.roles import Role
 from baton.security.tls import Dial, InternalTls
-from gateway.http.routes import ROUTES
 from tests.unit.security.settings import DoorSettings, TlsSettings
 
 GATEWAYS = ("baton.v1.Generation", "vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService")

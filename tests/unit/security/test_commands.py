@@ -7,15 +7,15 @@ import pytest
 
 from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
-from baton.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings
-from baton.environment import client_access
-from baton.gateway_config import GatewaySettings
+from baton.gateway.process.process import check_doors
+from baton.rpc.secure_server import protect_node
 from baton.rpc.server import Address
 from baton.security.keys import read_keys
 from baton.security.roles import Role
-from baton.security.servers import protect_node
-from baton.settings_reader import read_settings
-from gateway.process import check_doors
+from baton.settings.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings
+from baton.settings.environment import client_access
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 
 WIDE = Address("0.0.0.0", 7001)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError, Unauthenticated
+from baton.core.errors import ConfigError, Unauthenticated
+from baton.rpc.secure_server import check_certificate, protect_node, watch_client_pems
 from baton.rpc.server import Address
 from baton.security.access import dial_gateway, is_local
 from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, read_keys
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role, role_of
-from baton.security.servers import check_certificate, protect_node, watch_client_pems
 from baton.security.tls import InternalTls
 from baton.security.watched import Watched
 from tests.unit.security.settings import TlsSettings

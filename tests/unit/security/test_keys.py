@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm
 
-from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from baton.core.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from baton.security.authorize import Right
 from baton.security.door import Door, bearer
 from baton.security.identity import Caller

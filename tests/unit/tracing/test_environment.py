@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.core.errors import ConfigError
 from baton.tracing.environment import Collector, read_collector
 
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 
-from tritonlib.hopper_check import MEASURED_VERSIONS, HopperKernels, Pair, check, has_hopper_kernels, may_use, probe_of
+from baton.tritonlib.hopper_check import (
+    MEASURED_VERSIONS,
+    HopperKernels,
+    Pair,
+    check,
+    has_hopper_kernels,
+    may_use,
+    probe_of,
+)
 
 CPU = torch.device("cpu")
 UNMEASURED = "99.1.0"
@@ -86,7 +94,7 @@ def test_no_other_device_has_them() -> None:
     assert not has_hopper_kernels(CPU, never_compared())
 
 
-@pytest.mark.parametrize("missing", [probe_of("tritonlib.no_such_module"), probe_of("tritonlib.math", "nothing")])
+@pytest.mark.parametrize("missing", [probe_of("tritonlib.no_such_module"), probe_of("baton.tritonlib.math", "nothing")])
 def test_kernels_that_cannot_be_imported_fail(missing: Callable[[torch.device], Iterable[Pair]]) -> None:
     assert not check(HopperKernels("a test", missing), CPU).passed
 
@@ -96,8 +104,8 @@ def test_kernels_that_cannot_be_imported_fail(missing: Callable[[torch.device], 
     [
         ("attention.kernels.mla.probe", "compare_on_hopper"),
         ("attention.kernels.blocksparse.probe", "compare_on_hopper"),
-        ("models.kernels.packed_probe", "compare_products_on_hopper"),
-        ("models.kernels.packed_probe", "compare_experts_on_hopper"),
+        ("baton.models.kernels.quantized.packed_probe", "compare_products_on_hopper"),
+        ("baton.models.kernels.quantized.packed_probe", "compare_experts_on_hopper"),
     ],
 )
 def test_the_named_comparisons_exist(module: str, function: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from baton.config import DEMO_MODELS
-from baton.types import Grammar, GrammarKind
-from gateway.chat.model import ChatModel, read_chat_model
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.model import ChatModel, read_chat_model
+from baton.settings.config import DEMO_MODELS
 
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TOOLS = "{{ tools | tojson if tools }}"

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from gateway.chat.parsing.collector import Collector
-from gateway.chat.parsing.parser import FormatParser, Read
-from gateway.chat.types import ChatDelta, OutputParser
+from baton.gateway.text.chat.parsing.collector import Collector
+from baton.gateway.text.chat.parsing.parser import FormatParser, Read
+from baton.gateway.text.chat.types import ChatDelta, OutputParser
 
 
 @dataclass

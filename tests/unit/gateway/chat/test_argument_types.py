@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.parsing.argument_types import ArgumentText, ArgumentTypes
-from gateway.chat.parsing.calls import llama
-from gateway.chat.parsing.json_rewriter import DEPTH_MAX
-from gateway.chat.parsing.xml_call import xml_calls
+from baton.gateway.text.chat.parsing.argument_types import ArgumentText, ArgumentTypes
+from baton.gateway.text.chat.parsing.calls import llama
+from baton.gateway.text.chat.parsing.json_rewriter import DEPTH_MAX
+from baton.gateway.text.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import cut, parse
 
 TEXTS = ['{"a": 1}', "[1]", "true", "42", "1e5", "null", "NaN", "None", '"t"', "", " x ", "1,5", "\ud800\x00\n"]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.config import DEMO_MODELS
-from baton.errors import ConfigError, InvalidRequest
-from gateway.chat.families import family_of
-from gateway.chat.json_request import chat_request
-from gateway.chat.model import ChatModel, read_chat_model
-from gateway.chat.types import ChatRequest, NamedTool
+from baton.core.errors import ConfigError, InvalidRequest
+from baton.gateway.text.chat.families import family_of
+from baton.gateway.text.chat.json_request import chat_request
+from baton.gateway.text.chat.model import ChatModel, read_chat_model
+from baton.gateway.text.chat.types import ChatRequest, NamedTool
+from baton.settings.config import DEMO_MODELS
 from tests.unit.gateway.chat.checkpoints import ASKS, LOOP, TEMPLATES, chat_model, tokenizer, tool, write_checkpoint
 from tests.unit.gateway.chat.outputs import answer_of
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.chat.model import ChatModel, read_chat_model
-from gateway.chat.types import ChatRequest, NamedTool
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.model import ChatModel, read_chat_model
+from baton.gateway.text.chat.types import ChatRequest, NamedTool
+from baton.settings.config import DEMO_MODELS
 from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
 from tests.unit.gateway.chat.outputs import Answer, answer_of
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.chat.json_request import chat_of_message, chat_request
-from gateway.chat.types import NamedTool
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.json_request import chat_of_message, chat_request
+from baton.gateway.text.chat.types import NamedTool
+from baton.protos.v1 import generation_pb2 as pb
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}

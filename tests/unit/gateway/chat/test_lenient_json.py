@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.parsing.cursor import Markers
-from gateway.chat.parsing.json_rewriter import DEPTH_MAX, JsonRewriter
-from gateway.chat.parsing.lenient_json import MENDED_CHARS_MAX, ArgumentReader, rewritten
+from baton.gateway.text.chat.parsing.cursor import Markers
+from baton.gateway.text.chat.parsing.json_rewriter import DEPTH_MAX, JsonRewriter
+from baton.gateway.text.chat.parsing.lenient_json import MENDED_CHARS_MAX, ArgumentReader, rewritten
 
 ENDS = Markers("</t>")
 VALUES = st.recursive(

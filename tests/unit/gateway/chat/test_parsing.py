@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
-from gateway.chat.parsing.collector import Collector
-from gateway.chat.parsing.harmony import harmony, opened_header
-from gateway.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
-from gateway.chat.parsing.xml_call import xml_calls
+from baton.gateway.text.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from baton.gateway.text.chat.parsing.collector import Collector
+from baton.gateway.text.chat.parsing.harmony import harmony, opened_header
+from baton.gateway.text.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from baton.gateway.text.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")

@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.config import DEMO_MODELS
-from baton.errors import BatonError, ConfigError, InvalidRequest, Overloaded
-from baton.types import Grammar, GrammarKind
-from gateway.chat.checkpoint import Checkpoint
-from gateway.chat.checkpoint_files import read_checkpoint
-from gateway.chat.model import ChatModel
-from gateway.chat.renderer import Bounds, ChatRenderer
-from gateway.chat.types import ChatRequest, NamedTool, PreparedChat
-from node.waiting import until
+from baton.core.errors import BatonError, ConfigError, InvalidRequest, Overloaded
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.checkpoint import Checkpoint
+from baton.gateway.text.chat.checkpoint_files import read_checkpoint
+from baton.gateway.text.chat.model import ChatModel
+from baton.gateway.text.chat.renderer import Bounds, ChatRenderer
+from baton.gateway.text.chat.types import ChatRequest, NamedTool, PreparedChat
+from baton.node.waiting import until
+from baton.settings.config import DEMO_MODELS
 from tests.unit.gateway.chat.checkpoints import write_checkpoint
 
 BOUND_S = 120

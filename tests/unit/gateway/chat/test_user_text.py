@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.chat.checkpoint_files import read_checkpoint
-from gateway.chat.model import ChatModel
-from gateway.chat.renderer import ChatRenderer
-from gateway.chat.types import ChatRequest, PreparedChat
-from gateway.tokenizer import TextTokenizer
+from baton.gateway.text.chat.checkpoint_files import read_checkpoint
+from baton.gateway.text.chat.model import ChatModel
+from baton.gateway.text.chat.renderer import ChatRenderer
+from baton.gateway.text.chat.types import ChatRequest, PreparedChat
+from baton.gateway.text.tokenizer import TextTokenizer
 from tests.unit.gateway.chat.checkpoints import SPECIAL, write_checkpoint
 
 START, END = "<|start|>", "<|end|>"

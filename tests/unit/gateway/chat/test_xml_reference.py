@@ -4,7 +4,7 @@ import json
 import re
 from itertools import combinations
 
-from gateway.chat.parsing.xml_call import xml_calls
+from baton.gateway.text.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import parse
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*?)$", re.DOTALL)

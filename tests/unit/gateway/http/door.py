@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import baton.security.door as security
-from baton.config import DEMO_MODELS
-from baton.gateway_config import GatewaySettings
-from baton.settings_reader import read_settings
-from gateway.connections import Connections
-from gateway.http.call import Context
-from gateway.http.server import HttpServer, bind
-from gateway.model import read_served_model
-from gateway.serving import Serving
-from gateway.view import View
-from protos.baton.v1 import common_pb2, decode_pb2
+from baton.gateway.http.call import Context
+from baton.gateway.http.server import HttpServer, bind
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Serving
+from baton.gateway.text.model import read_served_model
+from baton.protos.v1 import common_pb2, decode_pb2
+from baton.settings.config import DEMO_MODELS
+from baton.settings.gateway_config import GatewaySettings
+from baton.settings.reader import read_settings
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 
 BOUND_S = 60

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 
 USAGE = common_pb2.Usage(prompt_tokens=20, completion_tokens=7, cached_tokens=16)
 

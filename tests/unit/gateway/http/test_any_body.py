@@ -8,14 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from baton.config import DEMO_MODELS
-from baton.errors import InvalidRequest
-from gateway.chat.json_request import chat_request as conversation
-from gateway.http.bodies import ChatBody, CompletionBody, TokenizeBody
-from gateway.http.body import parse
-from gateway.http.translate import chat_message, chat_request, completion_messages
-from gateway.model import ServedModel, read_served_model
-from gateway.validate import check_sampling
+from baton.core.errors import InvalidRequest
+from baton.gateway.http.bodies import ChatBody, CompletionBody, TokenizeBody
+from baton.gateway.http.body import parse
+from baton.gateway.http.translate import chat_message, chat_request, completion_messages
+from baton.gateway.serving.validate import check_sampling
+from baton.gateway.text.chat.json_request import chat_request as conversation
+from baton.gateway.text.model import ServedModel, read_served_model
+from baton.settings.config import DEMO_MODELS
 
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from baton.errors import InvalidRequest
-from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
-from gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.http.body import parse, parse_object, read_body
-from gateway.http.checking import Model, checked
-from gateway.http.errors import Refused
-from gateway.http.responses.models import ResponsesRequest
-from gateway.http.translate import chat_request
+from baton.core.errors import InvalidRequest
+from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.gateway.http.body import parse, parse_object, read_body
+from baton.gateway.http.checking import Model, checked
+from baton.gateway.http.errors import Refused
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.translate import chat_request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

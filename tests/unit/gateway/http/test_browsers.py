@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.browsers import check_not_a_page
-from gateway.http.errors import Refused
+from baton.gateway.http.browsers import check_not_a_page
+from baton.gateway.http.errors import Refused
 from tests.unit.gateway.http.door import Door, open_door
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 4}

@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from baton.errors import NoNode
-from gateway.http.chunks import ChatChunks, CompletionChunks, StreamShape
-from gateway.http.logprobs import LogprobWriter
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import NoNode
+from baton.gateway.http.chunks import ChatChunks, CompletionChunks, StreamShape
+from baton.gateway.http.logprobs import LogprobWriter
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.tokens import LENGTH, Numbers, chat, last, text, token
 
 WRITER = LogprobWriter(Numbers(), as_ids=False)

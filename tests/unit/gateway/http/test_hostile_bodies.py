@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
-from gateway.chat.model import ChatModel, read_chat_model
-from gateway.http.anthropic import translate as anthropic
-from gateway.http.anthropic.models import MessagesRequest
-from gateway.http.body import parse_object
-from gateway.http.checking import checked
-from gateway.http.errors import Refused, openai_error
-from gateway.http.responses import translate as responses
-from gateway.http.responses.models import ResponsesRequest
+from baton.core.errors import InvalidRequest
+from baton.gateway.http.anthropic import translate as anthropic
+from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.body import parse_object
+from baton.gateway.http.checking import checked
+from baton.gateway.http.errors import Refused, openai_error
+from baton.gateway.http.responses import translate as responses
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from tests.integration.chatting import TEMPLATE
 from tests.integration.cluster import LLAMA
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from gateway.http.routes import ROUTES
+from baton.gateway.http.routes import ROUTES
 from tests.unit.gateway.http.door import Answer, Door, open_door
 
 TOKENIZE = json.dumps({"prompt": "ab"}).encode()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-import gateway.http.call
-from gateway.http.body import parse_object
-from gateway.http.routes import ROUTES
+import baton.gateway.http.call
+from baton.gateway.http.body import parse_object
+from baton.gateway.http.routes import ROUTES
 from tests.unit.gateway.http.door import BOUND_S, open_door
 
 PATHS = [route.path for route in ROUTES if route.body is not None]
@@ -22,7 +22,7 @@ async def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytes
         return parse_object(body)
 
     async with open_door() as door:
-        monkeypatch.setattr(gateway.http.call, "parse_object", read_after_the_answer)
+        monkeypatch.setattr(baton.gateway.http.call, "parse_object", read_after_the_answer)
         for path in PATHS:
             answered.clear()
             wire = await door.connect()

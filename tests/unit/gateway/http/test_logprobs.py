@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
-from gateway.tokenizer import TextTokenizer
-from protos.baton.v1 import common_pb2
+from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.protos.v1 import common_pb2
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level
 
 TEXTS = ["naïve café", "a€😀é", "日本語 is 日本", " the fox", "\r\x01\n"]

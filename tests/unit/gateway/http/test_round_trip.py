@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.json_request import chat_of_message
-from gateway.chat.model import ChatModel, read_chat_model
-from gateway.chat.types import ChatRequest
-from gateway.chat_output import ChatOutput
-from gateway.collected import Collector
-from gateway.http.anthropic.answer import MessageObject
-from gateway.http.anthropic.models import MessagesRequest
-from gateway.http.anthropic.stream import MessageStream
-from gateway.http.anthropic.translate import to_chat as messages_chat
-from gateway.http.bodies import ChatBody
-from gateway.http.body import parse_object
-from gateway.http.checking import checked
-from gateway.http.chunks import ChatChunks, StreamShape
-from gateway.http.parts import Answer
-from gateway.http.responses.answer import Identity, ResponseObject
-from gateway.http.responses.models import ResponsesRequest
-from gateway.http.responses.stream import ResponseStream
-from gateway.http.responses.translate import to_chat as responses_chat
-from gateway.http.translate import chat_request
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.gateway.http.anthropic.answer import MessageObject
+from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.anthropic.stream import MessageStream
+from baton.gateway.http.anthropic.translate import to_chat as messages_chat
+from baton.gateway.http.bodies import ChatBody
+from baton.gateway.http.body import parse_object
+from baton.gateway.http.checking import checked
+from baton.gateway.http.chunks import ChatChunks, StreamShape
+from baton.gateway.http.parts import Answer
+from baton.gateway.http.responses.answer import Identity, ResponseObject
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.stream import ResponseStream
+from baton.gateway.http.responses.translate import to_chat as responses_chat
+from baton.gateway.http.translate import chat_request
+from baton.gateway.serving.chat_output import ChatOutput
+from baton.gateway.serving.collected import Collector
+from baton.gateway.text.chat.json_request import chat_of_message
+from baton.gateway.text.chat.model import ChatModel, read_chat_model
+from baton.gateway.text.chat.types import ChatRequest
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.chat.checkpoints import TEMPLATES, tool, write_checkpoint
 from tests.unit.gateway.http.said import events
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-import gateway.http.call
-import gateway.http.protocol
-from baton.errors import ConfigError
-from gateway.http.app import App
-from gateway.http.call import Call
-from gateway.http.server import bind
+import baton.gateway.http.call
+import baton.gateway.http.protocol
+from baton.core.errors import ConfigError
+from baton.gateway.http.app import App
+from baton.gateway.http.call import Call
+from baton.gateway.http.server import bind
 from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
 
 COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 4}
@@ -166,7 +166,7 @@ async def test_headers_that_are_too_large_are_refused(door: Door) -> None:
 
 
 async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)
     wire = await door.connect()
     wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert (await wire.answer()).error["code"] == "request_timeout"
@@ -174,8 +174,8 @@ async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatc
 
 
 async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
-    monkeypatch.setattr(gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.protocol, "REQUEST_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.call, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
     assert (await wire.head()).status == 200
     while await wire.chunk() != b": keep-alive\n\n":
@@ -310,7 +310,7 @@ async def test_an_aborted_stream_says_so(door: Door) -> None:
 
 
 async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(baton.gateway.http.call, "KEEP_ALIVE_S", 0.01)
     wire = await door.stream({})
     await wire.head()
     await wire.chunk()

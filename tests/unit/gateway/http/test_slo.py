@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.convert import slo_from_proto
-from baton.types import Slo
-from gateway.http.bodies import CompletionBody
-from gateway.http.extras import Extras, fill, set_slo
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.types import Slo
+from baton.gateway.http.bodies import CompletionBody
+from baton.gateway.http.extras import Extras, fill, set_slo
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import slo_from_proto
 
 
 def test_fields_of_the_body_are_in_milliseconds() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.chat.types import NamedTool
-from gateway.http.bodies import ChatBody, CompletionBody
-from gateway.http.body import parse
-from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
-from protos.baton.v1 import common_pb2
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.bodies import ChatBody, CompletionBody
+from baton.gateway.http.body import parse
+from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
+from baton.gateway.text.chat.types import NamedTool
+from baton.protos.v1 import common_pb2
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

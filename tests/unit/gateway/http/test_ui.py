@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from starlette.requests import Request as HttpRequest
 
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.http.call import REQUEST_ID, Call, Context
+from baton.gateway.http.ui.state import state
+from baton.gateway.http.view import REQUESTS_SHOWN, View
+from baton.gateway.observe.recent import KEPT, Finished
+from baton.protos.v1 import common_pb2
 from baton.security.authorize import UI_FILES, Right
 from baton.security.identity import EVERYBODY, Caller, enter
-from gateway.fleet import Fleet
-from gateway.http.call import REQUEST_ID, Call, Context
-from gateway.http.ui.state import state
-from gateway.recent import KEPT, Finished
-from gateway.view import REQUESTS_SHOWN, View
-from protos.baton.v1 import common_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.http.door import Door, open_door, step_token
 
@@ -225,12 +225,12 @@ async def test_the_page_runs_its_own_files_only_and_is_in_no_frame() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.removeprefix("/ui/") for path in UI_FILES if path.endswith(".js")))
 def test_scripts_make_elements_of_no_text(name: str) -> None:
-    script = (resources.files("gateway.http.ui") / name).read_text()
+    script = (resources.files("baton.gateway.http.ui") / name).read_text()
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|srcdoc|document\.write|DOMParser|\beval\b|\bFunction\("
     assert not re.findall(ways + r"|javascript:|createContextualFragment|setTimeout\(\s*[\"'`]", script)
 
 
 def test_the_page_has_no_script_and_no_handler_of_its_own() -> None:
-    page = (resources.files("gateway.http.ui") / "page.html").read_text()
+    page = (resources.files("baton.gateway.http.ui") / "page.html").read_text()
     assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL) == [""]
     assert not re.findall(r"\son\w+=|style=|javascript:|https?://", page)

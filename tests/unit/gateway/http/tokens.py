@@ -1,8 +1,8 @@
 """Tokens and messages of a model whose token N is the text " N"."""
 
-from gateway.reply import Detokenizing
-from protos.baton.v1 import common_pb2
-from protos.baton.v1 import generation_pb2 as pb
+from baton.gateway.text.reply import Detokenizing
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.served import Words
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.errors import NoNode, Overloaded
-from gateway.picker.choice import Choice, Report, Wanted
+from baton.core.errors import NoNode, Overloaded
+from baton.gateway.picker.choice import Choice, Report, Wanted
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:8000"
 ALL = frozenset({A, B, C})

@@ -8,11 +8,11 @@ import orjson
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from baton.errors import BatonError, NoNode, Overloaded
-from gateway.picker.choice import Picked, Wanted
-from gateway.picker.exchange import Exchange
-from gateway.picker.prompt import LOOK_BYTES, look
-from protos.ext_proc import external_processor_pb2 as pb
+from baton.core.errors import BatonError, NoNode, Overloaded
+from baton.gateway.picker.choice import Picked, Wanted
+from baton.gateway.picker.exchange import Exchange
+from baton.gateway.picker.prompt import LOOK_BYTES, look
+from baton.protos.ext_proc import external_processor_pb2 as pb
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 CHAT = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]})

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.picker.prompt import LOOK_BYTES, look
+from baton.gateway.picker.prompt import LOOK_BYTES, look
 
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 FIRST = {"role": "user", "content": "Where is the source of the Nile?"}

@@ -14,22 +14,22 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import ConfigError
-from baton.gateway_config import PickerSettings
+from baton.core.errors import ConfigError
+from baton.gateway.picker.choice import Choice
+from baton.gateway.picker.gateways import Gateways, read_report
+from baton.gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
+from baton.gateway.picker.service import SERVICE_NAME
 from baton.metrics.declared import Role
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import Page, join
 from baton.metrics.port import MetricsPort
 from baton.metrics.tally import Layout, Tally
+from baton.protos.ext_proc import external_processor_pb2 as pb
+from baton.protos.ext_proc import external_processor_pb2_grpc
 from baton.rpc import sockets
 from baton.rpc.server import connect
 from baton.security.certificates import write_set
-from gateway.picker.choice import Choice
-from gateway.picker.gateways import Gateways, read_report
-from gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
-from gateway.picker.service import SERVICE_NAME
-from protos.ext_proc import external_processor_pb2 as pb
-from protos.ext_proc import external_processor_pb2_grpc
+from baton.settings.gateway_config import PickerSettings
 
 FAST = {"poll_s": 0.05, "resolve_s": 0.05, "stale_s": 600.0}
 

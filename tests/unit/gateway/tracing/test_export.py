@@ -9,11 +9,11 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
+from baton.gateway.observe.tracing import export
+from baton.gateway.observe.tracing.export import Exporter
 from baton.metrics.declared import Role
 from baton.metrics.tally import Layout, Tally
 from baton.tracing.environment import Collector
-from gateway.tracing import export
-from gateway.tracing.export import Exporter
 
 DEADLINE_S = 20.0
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from baton.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
+from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
+from baton.gateway.core import events
+from baton.gateway.observe.tracing.tracer import Ending
 from baton.metrics.declared import Outcome
+from baton.protos.v1 import decode_pb2
 from baton.tracing.context import TraceContext, read_context
-from gateway import events
-from gateway.tracing.tracer import Ending
-from protos.baton.v1 import decode_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced, Traces, attributes
 

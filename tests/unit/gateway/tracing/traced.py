@@ -3,15 +3,15 @@
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from baton.errors import BatonError
+from baton.core.errors import BatonError
+from baton.gateway.core.events import Event
+from baton.gateway.observe.tracing.otlp import Encoder
+from baton.gateway.observe.tracing.tracer import Ending, Tracer
+from baton.gateway.request.commands import Command
+from baton.gateway.request.journal import Journal
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext
 from baton.tracing.sampling import Sampling
-from gateway.commands import Command
-from gateway.events import Event
-from gateway.tracing.journal import Journal
-from gateway.tracing.otlp import Encoder
-from gateway.tracing.tracer import Ending, Tracer
 from tests.unit.gateway.fleets import request
 from tests.unit.gateway.served import Served
 

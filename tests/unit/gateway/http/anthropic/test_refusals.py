@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
-from gateway.http.checking import checked
+from baton.core.errors import InvalidRequest
+from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from baton.gateway.http.checking import checked
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}

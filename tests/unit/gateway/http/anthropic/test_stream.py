@@ -7,7 +7,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from baton.errors import (
+from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
     Draining,
@@ -17,14 +17,14 @@ from baton.errors import (
     Overloaded,
     UnknownModel,
 )
-from gateway.http.anthropic.answer import MessageObject
-from gateway.http.anthropic.errors import anthropic_error
-from gateway.http.anthropic.models import MessagesRequest
-from gateway.http.anthropic.stream import MessageStream
-from gateway.http.checking import checked
-from gateway.http.errors import Refused
-from gateway.http.parts import Answer
-from protos.baton.v1 import generation_pb2 as pb
+from baton.gateway.http.anthropic.answer import MessageObject
+from baton.gateway.http.anthropic.errors import anthropic_error
+from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.anthropic.stream import MessageStream
+from baton.gateway.http.checking import checked
+from baton.gateway.http.errors import Refused
+from baton.gateway.http.parts import Answer
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.said import Event, called, ended, events, said
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -5,12 +5,12 @@ from typing import Any
 import orjson
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.chat.types import ChatRequest, NamedTool
-from gateway.http.anthropic.models import MessagesRequest
-from gateway.http.anthropic.translate import to_chat, to_message
-from gateway.http.checking import checked
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.anthropic.translate import to_chat, to_message
+from baton.gateway.http.checking import checked
+from baton.gateway.text.chat.types import ChatRequest, NamedTool
 
 WEATHER = {
     "name": "weather",

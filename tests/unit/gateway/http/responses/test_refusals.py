@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from gateway.http.checking import checked
-from gateway.http.responses.models import ResponsesRequest
+from baton.core.errors import InvalidRequest
+from baton.gateway.http.checking import checked
+from baton.gateway.http.responses.models import ResponsesRequest
 
 FUNCTION = {"type": "function", "name": "f"}
 USER = {"role": "user", "content": "Hi"}

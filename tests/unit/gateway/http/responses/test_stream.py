@@ -6,12 +6,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from baton.errors import InternalError, Overloaded
-from gateway.http.checking import checked
-from gateway.http.responses.answer import Identity, ResponseObject
-from gateway.http.responses.models import ResponsesRequest
-from gateway.http.responses.stream import ResponseStream
-from protos.baton.v1 import generation_pb2 as pb
+from baton.core.errors import InternalError, Overloaded
+from baton.gateway.http.checking import checked
+from baton.gateway.http.responses.answer import Identity, ResponseObject
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.stream import ResponseStream
+from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.said import Event, called, ended, events, said
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -5,12 +5,12 @@ from typing import Any
 import orjson
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.types import Grammar, GrammarKind
-from gateway.chat.types import ChatRequest, NamedTool
-from gateway.http.checking import checked
-from gateway.http.responses.models import ResponsesRequest
-from gateway.http.responses.translate import to_chat, to_message
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.checking import checked
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.translate import to_chat, to_message
+from baton.gateway.text.chat.types import ChatRequest, NamedTool
 
 WEATHER = {
     "type": "function",

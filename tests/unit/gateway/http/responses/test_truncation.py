@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gateway.chat.types import Json
-from gateway.http.responses.truncation import fit
+from baton.gateway.http.responses.truncation import fit
+from baton.gateway.text.chat.types import Json
 
 SYSTEM = {"role": "system", "content": "s"}
 

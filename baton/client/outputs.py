@@ -1,0 +1,132 @@
+"""What a request gives: the events of its outputs, and whole outputs joined from them."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from baton.core.errors import InternalError
+from baton.core.types import FinishReason, PromptLogprob, Receipt, TokenOutput, Usage
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call of an answer, or a piece of one: the pieces of a call have its index, the first its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str  # JSON, or a piece of it
+
+
+@dataclass(frozen=True)
+class ChatDelta:
+    """What some text of the model means in a conversation."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of one output and the text that they add. `text` may be empty while a character is incomplete."""
+
+    text: str
+    tokens: tuple[TokenOutput, ...]
+    index: int = 0  # which output
+    chat: ChatDelta | None = None  # of a chat
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of one output: the rest of the text, why the output ended, usage and receipt.
+
+    Of several outputs, the one that ends last has the usage of all; the others' is zero.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str  # the stop string or stop token id that ended the output, if any
+    usage: Usage
+    receipt: Receipt
+    tokens: tuple[TokenOutput, ...] = ()
+    index: int = 0
+    chat: ChatDelta | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why no token has come for a while, in one sentence for display."""
+
+    message: str
+    text: ClassVar[str] = ""
+    tokens: ClassVar[tuple[TokenOutput, ...]] = ()
+
+
+Event = Piece | Finished | Notice
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole output."""
+
+    text: str
+    tokens: tuple[TokenOutput, ...]
+    finish_reason: FinishReason
+    stop_reason: str
+    usage: Usage  # of all outputs of the request
+    receipt: Receipt
+    index: int = 0
+    chat: ChatDelta | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+
+
+async def collect(events: AsyncGenerator[Event, None]) -> Completion:
+    """Joins all events of one request; of several outputs, returns the first."""
+    return (await collect_all(events))[0]
+
+
+async def collect_all(events: AsyncGenerator[Event, None]) -> list[Completion]:
+    """Joins all events of one request, output by output."""
+    outputs: dict[int, list[Piece | Finished]] = {}
+    async for event in events:
+        if not isinstance(event, Notice):
+            outputs.setdefault(event.index, []).append(event)
+    ended = [event for output in outputs.values() for event in output[-1:] if isinstance(event, Finished)]
+    if not ended or len(ended) < len(outputs):
+        raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+    usage = max((event.usage for event in ended), key=lambda usage: usage.prompt_tokens)
+    return [_joined(outputs[index], usage) for index in sorted(outputs)]
+
+
+def _joined(events: Sequence[Piece | Finished], usage: Usage) -> Completion:
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return Completion(
+        text="".join(event.text for event in events),
+        tokens=tuple(token for event in events for token in event.tokens),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=usage,
+        receipt=last.receipt,
+        index=last.index,
+        chat=_joined_chat([event.chat for event in events if event.chat is not None]),
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), ()),
+    )
+
+
+def _joined_chat(deltas: Sequence[ChatDelta]) -> ChatDelta | None:
+    if not deltas:
+        return None
+    calls: dict[int, list[ToolCall]] = {}
+    for delta in deltas:
+        for piece in delta.tool_calls:
+            calls.setdefault(piece.index, []).append(piece)
+    whole = (
+        ToolCall(index, pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+        for index, pieces in sorted(calls.items())
+    )
+    content = "".join(delta.content for delta in deltas)
+    return ChatDelta(content, "".join(delta.reasoning for delta in deltas), tuple(whole))

@@ -1,0 +1,107 @@
+"""How many tokens each expert of a mixture got: as a node reports it, and as the file that `--expert-load` reads."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.core.errors import ConfigError
+
+_SIZE_MAX = 1 << 26
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class LayerLoad(BaseModel):
+    """One layer.
+
+    Attributes:
+        layer: its number in the model.
+        tokens: of each expert.
+        rank_tokens: of each rank.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layer: int = Field(ge=0)
+    tokens: tuple[_Count, ...]
+    rank_tokens: tuple[_Count, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """See `imbalance`."""
+        return imbalance(self.rank_tokens)
+
+
+class ExpertLoad(BaseModel):
+    """All layers of one node.
+
+    Attributes:
+        model: its name, for people.
+        redundant_experts: of the node that counted.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str = ""
+    redundant_experts: int = Field(0, ge=0)
+    layers: tuple[LayerLoad, ...]
+
+    @property
+    def tokens(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each expert, by layer."""
+        return {each.layer: each.tokens for each in self.layers}
+
+    @property
+    def rank_tokens(self) -> tuple[int, ...]:
+        """Of each rank, over all layers."""
+        return tuple(map(sum, zip(*(each.rank_tokens for each in self.layers), strict=True)))
+
+    def since(self, before: "ExpertLoad") -> "ExpertLoad":
+        """What has come since then, on the same node."""
+        layers = [
+            LayerLoad(
+                layer=now.layer,
+                tokens=_less(now.tokens, then.tokens),
+                rank_tokens=_less(now.rank_tokens, then.rank_tokens),
+            )
+            for now, then in zip(self.layers, before.layers, strict=True)
+        ]
+        return self.model_copy(update={"layers": tuple(layers)})
+
+
+def imbalance(rank_tokens: Sequence[int]) -> float:
+    """Tokens of the busiest rank per token of a mean one: 1 where all have equally many, and where there are none."""
+    total = sum(rank_tokens)
+    return max(rank_tokens) * len(rank_tokens) / total if total else 1.0
+
+
+def read_expert_load(path: Path) -> ExpertLoad:
+    """Raises:
+    ConfigError: the file cannot be read, or is not what `baton expert-load` saves.
+    """
+    cure = "save one by `baton expert-load HOST:PORT --output FILE`"
+    try:
+        if path.stat().st_size > _SIZE_MAX:
+            raise ConfigError(
+                f"{path} is too large for an expert load",
+                field="expert_load",
+                value=str(path),
+                allowed=(f"up to {_SIZE_MAX} bytes",),
+                cure=cure,
+            )
+        return ExpertLoad.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", field="expert_load", value=str(path), cure=cure
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{path} is no expert load: {where}: {first['msg']}", field="expert_load", value=str(path), cure=cure
+        ) from None
+
+
+def _less(now: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(now, then, strict=True))

@@ -1,0 +1,219 @@
+"""Plain values that client, gateway, engine and command line share."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from baton.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Path(StrEnum):
+    REMOTE = "remote"
+    LOCAL = "local"
+    SPLIT = "split"
+
+
+class LocalPolicy(StrEnum):
+    """Where prompts are prefilled."""
+
+    STRICT = "strict"
+    PREFER = "prefer"
+    LOCAL = "local"
+    ELASTIC = "elastic"
+
+
+class GrammarKind(StrEnum):
+    """Languages in which a constraint on the output can be written; `GrammarKind` on the wire describes each."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A constraint on the output: no token is drawn that would break it."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
+class AdapterRef(NamedTuple):
+    """One revision of a LoRA adapter, as requests and nodes name it.
+
+    Args:
+        revision: digest of its numbers.
+    """
+
+    name: str
+    revision: str
+
+
+def _empty_bias() -> Mapping[int, float]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. With `seed` None the gateway draws one, so that any node can continue the request.
+
+    Raises:
+        InvalidRequest: a value is not a number or is out of range; names it.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=_empty_bias)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop: bool = False
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "an integer of at least 1")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
+        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, up to 1")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        _require(
+            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "a number above 0"
+        )
+        _require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "-2 to 2")
+        _require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "-2 to 2")
+        for token_id, bias in self.logit_bias.items():
+            _require(f"logit_bias[{token_id}]", bias, token_id >= 0 and -100 <= bias <= 100, "-100 to 100")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        if self.logprobs is not None:
+            _require("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        if self.prompt_logprobs is not None:
+            ok = 0 <= self.prompt_logprobs <= MAX_LOGPROBS
+            _require("prompt_logprobs", self.prompt_logprobs, ok, f"0 to {MAX_LOGPROBS}")
+        for text in self.stop:
+            _require("stop", repr(text), text != "", "non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _require(name: str, value: object, ok: bool, allowed: str) -> None:
+    # NOTE: every comparison with NaN is false, so NaN fails for every range.
+    if not ok:
+        raise InvalidRequest(f"{name} is {value}", field=name, value=value, allowed=(allowed,))
+
+
+# Not frozen, but never changed: a frozen dataclass takes three times as long to make, and a decode step makes hundreds.
+@dataclass(slots=True)
+class TokenOutput:
+    """One sampled token of a request; `index` is its position in the output, from 0."""
+
+    token_id: int
+    index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprob(NamedTuple):
+    """The logprob of one prompt token, given the tokens before it; None for the first token.
+
+    Args:
+        top_logprobs: token ids and logprobs of the most probable tokens at this place, best first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+_SLO_MAX_S = 1e6
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What is expected of one request's speed; None: no bound.
+
+    Args:
+        ttft_s: from the request's arrival at the gateway to its first token.
+        tpot_s: mean time per token after the first.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if value is not None:
+                _require(f"slo.{name}", value, 0 < value <= _SLO_MAX_S, f"seconds above 0, up to {_SLO_MAX_S:g}")
+
+    def over(self, defaults: "Slo") -> "Slo":
+        """These bounds, and those of `defaults` where this has none."""
+        ttft_s = defaults.ttft_s if self.ttft_s is None else self.ttft_s
+        return Slo(ttft_s, defaults.tpot_s if self.tpot_s is None else self.tpot_s)
+
+
+NO_SLO = Slo()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Report of a finished request. The fields are those of `Receipt` on the wire."""
+
+    path: Path
+    why: str
+    prefill_node: str
+    decode_node: str
+    prompt_tokens_sent: int
+    bytes_sent: int
+    segments: int
+    transport: str
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    first_token_s: float
+    total_s: float
+    attempts: int
+    prefill_cached_tokens: int
+    segment_bytes: int
+    kv_converted: str
+    layer_groups: int
+    predicted_ttft_s: float | None = None
+    split_tokens: int = 0
+    revision: str = ""
+    revision_name: str = ""
+    prefill_version: str = ""
+    decode_version: str = ""

@@ -1,0 +1,105 @@
+"""The message from scheduler to runner: one step's rows as plain integers.
+
+Most rows repeat from step to step, one token further on. They stay the same objects, so nobody makes or reads them
+again. Rows are named tuples, which are several times faster to make than frozen dataclasses.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from baton.core.errors import BatonError
+from baton.core.types import TokenOutput
+from baton.engine.request import IntArray
+from baton.engine.sampling.row import SampleRow
+
+# Snapshots within a row: where a prompt departs from a known prefix, and before its end.
+MOST_SNAPSHOTS = 2
+
+# What a step yields for a row: its token, None where nothing was sampled, or the error with which its request fails.
+RowResult: TypeAlias = TokenOutput | BatonError | None
+
+
+class BatchRow(NamedTuple):
+    """One request's part of a step.
+
+    Args:
+        token_ids: tokens to compute; the first one has position `token_start`.
+        block_ids: blocks of positions 0 up to the last token to compute.
+        token_source: the row of the previous step that samples this row's only token, which the host does not know
+            yet; `token_ids` then holds a 0 in its place. None: `token_ids` are known.
+        sample: None while known tokens of the sequence remain to be computed.
+        since: the number of the first step with this row. Later steps may share the row at the same place, where it
+            stands for one token further on in each step. None: the row is for one step only.
+        adapter: slot of the request's adapter; -1: it has none.
+        state_slot: slot of the request's recurrent state; -1: the model has none.
+        owner: the rank that has the blocks, where each has blocks of its own.
+        snapshots: (tokens, slot), up to MOST_SNAPSHOTS: this slot gets the recurrent state after so many of the row's
+            tokens, which are fewer than all of them.
+    """
+
+    request_id: str
+    token_ids: IntArray
+    token_start: int
+    block_ids: IntArray
+    sample: SampleRow | None
+    token_source: int | None = None
+    since: int | None = None
+    adapter: int = -1
+    state_slot: int = -1
+    owner: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_stop(self) -> int:
+        return self.token_start + len(self.token_ids)
+
+    def at(self, step: int) -> "BatchRow":
+        """The row as it is in that step."""
+        if self.since is None or self.since == step:
+            return self
+        further, sample = step - self.since, self.sample
+        if sample is not None:
+            sample = sample._replace(output_index=sample.output_index + further)
+        return self._replace(token_start=self.token_start + further, sample=sample, since=None)
+
+
+class ScoreRow(NamedTuple):
+    """Which logprobs of prompt tokens a row of a prompt computes.
+
+    Args:
+        targets: the tokens that follow the row's tokens in the prompt. The prompt's last token has none, because the
+            token that follows it is sampled.
+        alternatives: how many of the most probable tokens are wanted at each place.
+    """
+
+    targets: IntArray
+    alternatives: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. Rows of a single token come first: attention splits decodes from prefills by query length.
+
+    Args:
+        shared_rows: the step's rows; other steps may share some of them, see `BatchRow.since`.
+        layers_per_group: a mark is wanted after this many layers each; 0: no marks.
+        scores: the rows whose prompt logprobs are wanted, by place, in order.
+        restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
+    """
+
+    step: int
+    shared_rows: tuple[BatchRow, ...]
+    layers_per_group: int = 0
+    scores: tuple[tuple[int, ScoreRow], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def of_owners(self, count: int) -> "Batch":
+        """The same rows for each of so many owners, to warm up."""
+        rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
+        return Batch(self.step, rows, scores=tuple((place * count, score) for place, score in self.scores))
+
+    @property
+    def rows(self) -> tuple[BatchRow, ...]:
+        """The rows as they are in this step. Makes new rows; hot paths use `shared_rows`."""
+        return tuple(row.at(self.step) for row in self.shared_rows)

@@ -1,0 +1,437 @@
+"""Builds a runner from a node's settings: config, layout, backend, model, cache, in this order; then measures it."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from attention.selection import select_backend
+from baton.core.costs import StepCosts
+from baton.core.errors import ConfigError
+from baton.core.memory import memory_limit_bytes
+from baton.engine.context_room import cpu_cache_bytes
+from baton.engine.device.fits import check_fits, memory_of
+from baton.engine.device.graphs import GraphSettings
+from baton.engine.device.out_of_memory import allocating
+from baton.engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
+from baton.engine.device.runner import ModelRunner
+from baton.engine.device.step_costs import (
+    BOTH_RULE,
+    DECODE_RULE,
+    PREFILL_RULE,
+    STEP_TOKENS,
+    StepRule,
+    choose_step_tokens,
+    measure_costs,
+    served_steps,
+    step_sizes,
+)
+from baton.engine.expert_plan import check_same_plan, plan_experts
+from baton.engine.request import ModelFacts
+from baton.engine.same_model import check_same_config, check_same_files, hashing_content
+from baton.engine.state_room import choose_state_slots
+from baton.grammar.compiler import GrammarCompiler
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.layout import LayoutChoice
+from baton.kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from baton.models.adapters.bank import AdapterBank
+from baton.models.config.model_config import ModelConfig
+from baton.models.config.quantization.config import Fp8Config
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import SINGLE, TensorParallel, kv_heads, refuse_batch_invariance
+from baton.models.loading.identity import ModelIdentity, model_identity
+from baton.models.loading.loader import load_model
+from baton.models.loading.local_config import local_config
+from baton.models.loading.needs import attention_needs, kv_cache_spec, resolve_dtype
+from baton.models.loading.tokenizer_files.find import tokenizer_json
+from baton.settings.config import (
+    CPU_BATCH_REQUESTS,
+    CPU_BATCH_TOKENS,
+    CPU_CACHE_SHARE,
+    GPU_BATCH_REQUESTS,
+    GPU_PREFILL_REQUESTS,
+    MIB,
+    SMALL_GPU_BATCH_REQUESTS,
+    DecodeSettings,
+    NodeSettings,
+    PrefillSettings,
+)
+
+_log = logging.getLogger(__name__)
+
+# Values of --kv-cache-dtype, and the cache dtype that each means; "" is the dtype of the model.
+KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
+_DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
+# Bound of a profiled cache: with a tiny model it would have so many blocks that their tables take gigabytes.
+_MOST_BLOCKS = 1 << 20
+# A seat is of use where the cache holds so many tokens for each.
+_SEAT_TOKENS = 512
+# The cache's part of the memory that a node may use, as far as is known before the weights are loaded.
+_CACHE_SHARE = 0.5
+# The part of a cache's memory that recurrent states may take.
+_STATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Most tokens and requests of one engine step."""
+
+    max_batch_tokens: int
+    max_batch_requests: int
+
+
+class Built(NamedTuple):
+    """A runner and what it consists of; with several ranks, one rank's part.
+
+    Attributes:
+        cache: the rank's own, with the heads of this rank.
+        dtype: of weights and activations; the cache's dtype is in its spec.
+        config: of the whole model.
+        memory: the result of a profile; None where the size of the cache was given.
+        model_spec: the KV of one token on all ranks together.
+        kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
+        grammars: for the model's tokenizer, which is read on first use.
+        costs: of steps as they are served; None before `measured`.
+    """
+
+    runner: ModelRunner
+    cache: PagedKVCache
+    dtype: str
+    layout: LayoutChoice
+    identity: ModelIdentity
+    config: ModelConfig
+    limits: StepLimits
+    memory: MemoryPlan | None
+    model_spec: KVCacheSpec
+    parallel: TensorParallel
+    kv_heads: range
+    grammars: GrammarCompiler
+    costs: StepCosts | None = None
+    largest: StepLimits | None = None  # that it was prepared for; None before `measured`
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it, and `state_slots`."""
+
+    max_batch_tokens: int
+    max_batch_requests: int
+    num_blocks: int | None
+    state_slots: int
+
+
+def build_runner(
+    settings: NodeSettings,
+    *,
+    parallel: TensorParallel = SINGLE,
+    progress: Callable[[int, int], None] | None = None,
+) -> Built:
+    """Loads a model, or one rank's part of it, and allocates its cache.
+
+    Args:
+        settings: the descriptions of the settings say what None means.
+        parallel: the rank of this process. All ranks call this at the same time with settings that differ at most in
+            the device. Their caches get the same number of blocks, set by the rank with the least memory.
+        progress: called while weights are read, with the bytes read so far and the bytes in all.
+
+    On a GPU, where the settings give no step size, the limit is the largest one until `measured` has chosen.
+
+    Raises:
+        ConfigError: a value is wrong, or model, backend and cache do not fit together.
+    """
+    device = _resolve_device(settings.device)
+    if device.type == "cuda":
+        # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
+        torch.cuda.set_device(device)
+    if parallel.own_attention and settings.adapter_slots:
+        raise ConfigError(
+            "attention_data_parallel is on, and the node has slots for adapters",
+            field="attention_data_parallel",
+            value=True,
+            allowed=("false",),
+            cure="leave out one of them: adapters need ranks that compute all tokens together",
+        )
+    config = read_config(settings.model).for_context(settings.max_context_tokens)
+    if config.max_context_tokens < config.max_position_embeddings:
+        _log.warning(
+            "sequences have at most %d tokens, within which LongRoPE's short factors are exact; for up to %d tokens, "
+            "all with its long factors, give every node and gateway a larger max_context_tokens",
+            config.max_context_tokens,
+            config.max_position_embeddings,
+        )
+    parallel = plan_experts(parallel, config, settings)
+    dtype = resolve_dtype(config, settings.dtype, device_type=device.type)
+    kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
+    if settings.kv_cache_dtype == "fp8_e5m2" and isinstance(config.quantization, Fp8Config):
+        # Such a checkpoint's scales of keys and values are made for e4m3.
+        raise ConfigError(
+            "kv_cache_dtype is fp8_e5m2, and the checkpoint's weights are in fp8 (e4m3)",
+            field="kv_cache_dtype",
+            value=settings.kv_cache_dtype,
+            allowed=("auto", "fp8_e4m3"),
+        )
+    model_spec = kv_cache_spec(config, dtype, kv_dtype)
+    rank_config = local_config(config, parallel)
+    if settings.batch_invariant:
+        refuse_batch_invariance(parallel)
+    check_same_config(parallel, settings.model, config, device)
+    check_same_plan(parallel, device)
+    spec = kv_cache_spec(rank_config, dtype, kv_dtype)
+    layout = LayoutChoice(mla=spec.kind is KVKind.MLA, setting=settings.kv_cache_layout)
+    sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
+    check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
+    # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
+    num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
+    shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks, sizes.state_slots)
+    needs = attention_needs(
+        rank_config,
+        dtype=dtype,
+        device=device,
+        shape=shape,
+        kv_dtype=kv_dtype,
+        max_num_reqs=sizes.max_batch_requests,
+        max_num_tokens=sizes.max_batch_tokens,
+        batch_invariant=settings.batch_invariant,
+    )
+    backend = select_backend(needs, forced=settings.attention_backend)
+    identity = model_identity(settings.model, config, load_format=settings.load_format)
+    tokenizer = tokenizer_json(settings.model)
+    check_same_files(parallel, settings.model, identity, tokenizer, device)
+    with allocating("the weights"), hashing_content(parallel, settings, device) as content:
+        model = load_model(
+            settings.model,
+            config,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+            load_format=settings.load_format,
+            batch_invariant=settings.batch_invariant,
+            parallel=parallel,
+            progress=progress,
+        )
+        identity = replace(identity, content_digest=content())
+    known_by = f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}"
+    facts = _facts(config, spec, shape, known_by, num_owners=parallel.num_owners)
+
+    adapters: AdapterBank | None = None
+    if settings.adapter_slots:
+        with allocating(f"{settings.adapter_slots} slots for adapters of rank {settings.max_adapter_rank}"):
+            adapters = AdapterBank(
+                model,
+                config,
+                count=settings.adapter_slots,
+                rank=settings.max_adapter_rank,
+                experts=settings.adapter_experts,
+                parallel=parallel,
+                batch_invariant=settings.batch_invariant,
+            )
+        _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
+    clock = time.thread_time if parallel.rank == 0 else None  # rank 0 ends requests
+    grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids, clock=clock)
+
+    def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
+        known = replace(facts, num_blocks=cache.shape.num_blocks, state_slots=cache.shape.state_slots)
+        return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars, adapters=adapters)
+
+    memory: MemoryPlan | None = None
+    if sizes.num_blocks is None:
+        sizes, memory = _profiled_sizes(settings, sizes, make_runner, spec, shape, device)
+    assert sizes.num_blocks is not None, "given or profiled"
+    num_blocks = parallel.smallest(sizes.num_blocks, device)
+    state_slots = parallel.smallest(sizes.state_slots, device)
+    limits = StepLimits(parallel.smallest(sizes.max_batch_tokens, device), sizes.max_batch_requests)
+    with allocating(f"the KV cache, {num_blocks} blocks of {settings.block_size} tokens"):
+        cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks, state_slots=state_slots), device)
+    if state_slots:
+        _log.info("%s: %d slots for recurrent states of %.1f MiB", device, state_slots, spec.bytes_per_slot / MIB)
+    graphs: GraphSettings | None = None
+    if device.type == "cuda" and settings.cuda_graphs:
+        graphs = GraphSettings(
+            max_requests=limits.max_batch_requests,
+            max_context_tokens=min(config.max_context_tokens, cache.shape.num_slots),
+            memory_bytes=None if memory is None else memory.graphs,
+            max_tokens=limits.max_batch_tokens,
+        )
+    return Built(
+        make_runner(cache, graphs),
+        cache,
+        dtype,
+        layout,
+        identity,
+        config,
+        limits,
+        memory,
+        model_spec,
+        parallel=parallel,
+        kv_heads=kv_heads(model_spec.num_kv_heads, parallel),
+        grammars=grammars,
+    )
+
+
+def measured(built: Built, settings: NodeSettings) -> Built:
+    """Prepares the runner, measures what its steps cost as they are served, and chooses the step size if the settings
+    give none. All ranks call it together, while the cache is empty.
+    """
+    device = built.cache.view.device
+    runner, largest, parallel = built.runner, built.limits, built.parallel
+    limits = largest
+    runner.prepare()
+    steps = served_steps(
+        runner.facts,
+        most_tokens=limits.max_batch_tokens,
+        most_requests=min(limits.max_batch_requests, GPU_BATCH_REQUESTS),
+    )
+    with allocating("steps of the largest size"):
+        costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
+    runner.reset_expert_counts()
+    built = built._replace(costs=costs, largest=largest)
+    limits = step_limits(built, settings)
+    limits = replace(limits, max_batch_tokens=parallel.smallest(limits.max_batch_tokens, device))
+    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
+    _log.info(
+        "%s: steps of up to %d tokens; tokens per second by step size: %s", device, limits.max_batch_tokens, rates
+    )
+    return built._replace(limits=limits)
+
+
+def step_limits(built: Built, settings: NodeSettings) -> StepLimits:
+    """The limits of a node in the role of these settings, within those that it was prepared for at its start."""
+    if built.costs is None or built.largest is None or settings.max_batch_tokens is not None:
+        return built.limits
+    rule, most = step_rule(settings), built.largest
+    sizes = step_sizes(rule, most_tokens=most.max_batch_tokens, max_batch_requests=most.max_batch_requests)
+    return replace(most, max_batch_tokens=choose_step_tokens(built.costs, sizes, rule))
+
+
+def step_rule(settings: NodeSettings) -> StepRule:
+    """What the node's step size is chosen for."""
+    if isinstance(settings, DecodeSettings):
+        return DECODE_RULE
+    also_decodes = isinstance(settings, PrefillSettings) and settings.also_decodes
+    return BOTH_RULE if also_decodes else PREFILL_RULE
+
+
+def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device, *, context_tokens: int) -> _Sizes:
+    """The sizes that the settings give, and the defaults of the others."""
+    on_gpu = device.type == "cuda"
+    num_blocks, cache_bytes = settings.num_blocks, settings.kv_cache_bytes
+    # States are next to a cache of given or default blocks, and within one of given memory.
+    state_bytes = int(memory_of(device) * CPU_CACHE_SHARE) // settings.tensor_parallel_size
+    if cache_bytes is None and not on_gpu:
+        memory_bytes = memory_limit_bytes()
+        cache_bytes = cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes)
+    elif cache_bytes is not None and num_blocks is None:
+        state_bytes = int(cache_bytes * _STATE_SHARE)
+    seats = settings.max_batch_requests
+    slots = choose_state_slots(settings.state_slots, spec, seats=seats or CPU_BATCH_REQUESTS, most_bytes=state_bytes)
+    if num_blocks is None and cache_bytes is not None:
+        kv_bytes = cache_bytes - slots * spec.bytes_per_slot if settings.kv_cache_bytes is not None else cache_bytes
+        num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=kv_bytes)
+    if seats is None and on_gpu:
+        known = None if num_blocks is None else num_blocks * settings.block_size
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        share_bytes = int(total_bytes * settings.gpu_memory_fraction * _CACHE_SHARE)
+        owners = settings.tensor_parallel_size if settings.attention_data_parallel else 1
+        seats = gpu_seats(settings, owners * (share_bytes // spec.bytes_per_token if known is None else known))
+    return _Sizes(
+        settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
+        seats or CPU_BATCH_REQUESTS,
+        num_blocks,
+        slots,
+    )
+
+
+def gpu_seats(settings: NodeSettings, cache_tokens: int) -> int:
+    """Requests of a step on a GPU, by what the node serves and the size that the cache is expected to have."""
+    if not settings.decodes:
+        return GPU_PREFILL_REQUESTS
+    return GPU_BATCH_REQUESTS if cache_tokens >= GPU_BATCH_REQUESTS * _SEAT_TOKENS else SMALL_GPU_BATCH_REQUESTS
+
+
+def _profiled_sizes(
+    settings: NodeSettings,
+    sizes: _Sizes,
+    make_runner: Callable[[PagedKVCache], ModelRunner],
+    spec: KVCacheSpec,
+    shape: KVCacheShape,
+    device: torch.device,
+) -> tuple[_Sizes, MemoryPlan]:
+    """Runs the model on the GPU to choose the size of the cache."""
+    share = MemoryShare(settings.gpu_memory_fraction, settings.staging_bytes(on_gpu=True), graphs=settings.cuda_graphs)
+    with allocating("steps of the largest size"):
+        memory = size_on_gpu(
+            make_runner,
+            spec,
+            shape,
+            device=device,
+            step_tokens=sizes.max_batch_tokens,
+            max_batch_requests=sizes.max_batch_requests,
+            share=share,
+        )
+    slots = choose_state_slots(
+        settings.state_slots,
+        spec,
+        seats=sizes.max_batch_requests,
+        most_bytes=int(memory.kv_cache * _STATE_SHARE),
+    )
+    kv_bytes = memory.kv_cache - slots * spec.bytes_per_slot
+    fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=kv_bytes)
+    return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
+
+
+def _facts(
+    config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str, *, num_owners: int
+) -> ModelFacts:
+    return ModelFacts(
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_context_tokens,
+        # Some checkpoints name ids outside of their vocabulary. They cannot be drawn, so they need not be forbidden.
+        eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
+        identity=identity,
+        window_tokens=max(spec.windows, default=0),
+        state_slots=shape.state_slots,
+        num_owners=num_owners,
+    )
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device is {device!r}", field="device", value=device, allowed=_DEVICES) from None
+    if resolved.type != "cuda":
+        return resolved
+    count = torch.cuda.device_count()
+    index = resolved.index or 0
+    if index >= count:
+        raise ConfigError(
+            f"device is {device}, and this machine has {count} GPU(s)",
+            field="device",
+            value=device,
+            allowed=("auto", "cpu", *(f"cuda:{index}" for index in range(count))),
+            cure="install a torch with CUDA, give the container a GPU, or use --device cpu" if count == 0 else "",
+        )
+    # With an index, so that it means the same GPU in every thread.
+    return torch.device("cuda", index)
+
+
+def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int) -> int:
+    block_bytes = spec.bytes_per_token * block_size
+    if block_bytes > kv_cache_bytes:
+        raise ConfigError(
+            f"a cache of {kv_cache_bytes} bytes holds no block of {block_bytes} bytes",
+            field="kv_cache_mib",
+            value=kv_cache_bytes,
+            allowed=(f"at least {block_bytes} bytes",),
+            cure="give the cache more memory, or use a smaller block_size",
+        )
+    return kv_cache_bytes // block_bytes

@@ -1,0 +1,59 @@
+"""Refuses sizes that no state of this machine could hold, before weights are loaded for half a minute."""
+
+import torch
+
+from baton.core.errors import ConfigError
+from baton.core.memory import memory_limit_bytes
+from baton.kvcache.spec import KVCacheSpec
+from baton.settings.config import MIB, NodeSettings
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the GPU; of the CPU, what this machine has and its container may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory_limit_bytes()
+
+
+def check_fits(
+    settings: NodeSettings,
+    spec: KVCacheSpec,
+    *,
+    num_blocks: int | None,
+    device: torch.device,
+    state_slots: int = 0,
+) -> None:
+    """Checks one rank's cache and staging buffers against all memory of its device.
+
+    Args:
+        num_blocks: None: a profile chooses it.
+        state_slots: places for recurrent states.
+
+    Raises:
+        ConfigError: they are larger, whatever else runs there.
+    """
+    memory = memory_of(device)
+    staging = settings.staging_bytes(on_gpu=device.type == "cuda")
+    if staging > memory:
+        raise ConfigError(
+            f"staging_slots is {settings.staging_slots}, which needs {_mib(staging)} for both directions where "
+            f"{device} has {_mib(memory)}",
+            field="staging_slots",
+            value=settings.staging_slots,
+            cure="lower --staging-slots or --segment-mib",
+        )
+    states = state_slots * spec.bytes_per_slot
+    cache = states + (num_blocks or 0) * settings.block_size * spec.bytes_per_token
+    if cache + staging > memory:
+        most = max(0, (memory - staging - states) // (settings.block_size * spec.bytes_per_token))
+        raise ConfigError(
+            f"num_blocks is {num_blocks}, a KV cache of {_mib(cache)} where {device} has {_mib(memory)}",
+            field="num_blocks",
+            value=num_blocks,
+            allowed=(f"up to {most}",),
+            cure="lower --num-blocks or --kv-cache-mib, or use a machine with more memory",
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.0f} MiB"

@@ -1,0 +1,161 @@
+"""Grammars of the rows of steps: a matcher for each row, and the masks for each step's draw.
+
+A row's newest token may still be on the device when the next step is launched. So masks are made after a step's forward
+pass is queued and before its draw is: this waits for the previous step's tokens while the device computes.
+
+NOTE: a captured step cannot apply them. It is replayed before the mask of its own draw can be known, and would have to
+wait in its middle; the rows with a grammar are drawn by a few kernels after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from baton.core.errors import BatonError, InternalError
+from baton.core.types import Grammar
+from baton.engine.batch import BatchRow
+from baton.engine.request import IntArray, int_array
+from baton.engine.sampling.choice import NO_TOKEN
+from baton.engine.sampling.masks import Masks
+from baton.engine.sampling.row import SampleRow
+from baton.engine.sampling.sampler import SampledOnHost
+from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.matcher import Mask, MaskFiller, Matcher, forbid
+
+
+class GrammarRows:
+    """Keeps the matchers of the newest step's rows, and no others: a request that leaves is forgotten by the next step,
+    and one that comes back, such as after a preemption, is followed anew from its output. Every rank of a node computes
+    the same. Used by the thread that launches steps.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, device: torch.device) -> None:
+        self._compiler = compiler
+        self._device = device
+        self._filler = MaskFiller()
+        self._followed: dict[str, _Followed] = {}
+        self._drawn: _Drawn | None = None
+
+    @property
+    def num_matchers(self) -> int:
+        """Number of matchers that are kept."""
+        return len(self._followed)
+
+    def masks(self, rows: Sequence[BatchRow]) -> "tuple[Masks | None, dict[int, BatonError]]":
+        """The masks of a step's draw, and why rows cannot be drawn, by place in `rows`. Waits for the previous step.
+
+        Args:
+            rows: all rows with a grammar that the step draws, as they are in this step; others are passed over.
+        """
+        before, self._followed = self._followed, {}
+        drawn, self._drawn = self._drawn, None
+        places = [place for place, row in enumerate(rows) if _grammar_of(row) is not None]
+        if not places:
+            return None, {}
+        tokens = {} if drawn is None else drawn.tokens()
+        failed: dict[int, BatonError] = {}
+        matched: list[tuple[int, Matcher, SampleRow]] = []
+        for place in places:
+            row = rows[place]
+            sample = row.sample
+            assert sample is not None, "rows with a grammar are drawn"
+            try:
+                followed = self._follow(row, sample, before.get(row.request_id), tokens.get(row.request_id))
+            except BatonError as error:
+                failed[place] = error
+                continue
+            self._followed[row.request_id] = followed
+            matched.append((place, followed.matcher, sample))
+        if not matched:
+            return None, failed
+        rows_G = np.array([place for place, _, _ in matched], np.int64)
+        masks_GW = np.empty((len(matched), matched[0][1].words), np.int32)
+        errors = self._filler.fill([matcher for _, matcher, _ in matched], masks_GW)
+        for (place, _, sample), refused, mask_W in zip(matched, errors, masks_GW, strict=True):
+            if refused is not None:
+                failed[place] = refused
+            self._forbid(mask_W, sample)
+        return Masks(rows_G, masks_GW), failed
+
+    def drawn(self, rows: Sequence[BatchRow], on_host: SampledOnHost) -> None:
+        """The draw of these rows, those of `masks`, is queued together with its copy to the host."""
+        if self._followed:
+            self._drawn = _Drawn([row.request_id for row in rows], on_host, _event(self._device))
+
+    def _follow(
+        self, row: BatchRow, sample: SampleRow, followed: "_Followed | None", newest: int | None
+    ) -> "_Followed":
+        """The row's matcher after all of its output.
+
+        Raises:
+            BatonError: the output breaks the grammar, or not all of it is known here.
+        """
+        grammar = sample.params.grammar
+        assert grammar is not None
+        if row.token_source is not None:
+            if followed is None or newest is None or newest == NO_TOKEN:
+                # The step before has failed, and this row with it; otherwise the request must fail now.
+                raise InternalError("the tokens of a constrained output are not known here")
+            followed.consume(newest)
+        else:
+            output = sample.output
+            if followed is None or followed.grammar != grammar or output[: len(followed.tokens)] != followed.tokens:
+                followed = _Followed(grammar, self._compiler.matcher(grammar))
+            for token_id in output[len(followed.tokens) :]:
+                followed.consume(token_id)
+        if len(followed.tokens) != sample.output_index:
+            raise InternalError(
+                f"{len(followed.tokens)} tokens of a constrained output are known, token {sample.output_index} is next"
+            )
+        return followed
+
+    def _forbid(self, mask_W: Mask, sample: SampleRow) -> None:
+        """Forbids the ends of the sequence that the request does not want yet, while the grammar allows anything else:
+        a complete grammar ends the output."""
+        unwanted = sample.forbidden
+        if sample.params.ignore_eos:
+            unwanted = (*unwanted, *self._compiler.eos_token_ids)
+        if unwanted:
+            forbid(mask_W, unwanted)
+
+
+@dataclass
+class _Followed:
+    """One request's output and its matcher."""
+
+    grammar: Grammar
+    matcher: Matcher
+    tokens: IntArray = field(default_factory=int_array)
+
+    def consume(self, token_id: int) -> None:
+        self.matcher.consume(token_id)
+        self.tokens.append(token_id)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Tokens of the previous step that a queued copy brings to the host."""
+
+    request_ids: list[str]
+    on_host: SampledOnHost
+    arrived: torch.cuda.Event | None
+
+    def tokens(self) -> dict[str, int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        words = self.on_host.words[: len(self.request_ids)].tolist()
+        return dict(zip(self.request_ids, words, strict=True))
+
+
+def _grammar_of(row: BatchRow) -> Grammar | None:
+    return None if row.sample is None else row.sample.params.grammar
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,183 @@
+"""A decode step's rows as the host keeps them from step to step, in the bytes that are copied to the device.
+
+Unchanged rows are reused by identity, so they cost one comparison; numpy advances all rows by one token at once.
+Legend: N most rows, C rows that have changed.
+"""
+
+from collections.abc import Sequence
+from itertools import compress, count
+from operator import is_not
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.errors import InternalError
+from baton.engine.batch import BatchRow
+from baton.engine.request import IntArray, int_array
+from baton.engine.sampling.choice import SamplingArrays
+from baton.engine.sampling.decode_rows import DecodeSampling
+
+# Triton compiles a kernel again for a pointer that is not a multiple of 16, and wide loads need more. With this
+# multiple every field begins at a multiple of 256 bytes.
+ROWS_MULTIPLE = 64
+# What the host writes for each row in addition to the numbers for sampling, and the value of padding.
+_FIELDS = (
+    ("token_ids", np.int32, 0),
+    ("token_source", np.int32, 0),
+    ("seq_lens", np.int32, 0),
+    ("new_block", np.int32, 0),
+    ("new_block_place", np.int64, 0),
+    ("positions", np.int64, 0),
+    ("slot_mapping", np.int64, -1),
+    ("adapters", np.int32, -1),
+    ("state_slots", np.int32, -1),
+)
+# Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
+_GROWING = "seq_lens", "positions", "slot_mapping"
+_NO_BLOCKS = int_array()
+
+
+class HostRows:
+    """The rows of one decode step after the other.
+
+    Args:
+        max_rows: a multiple of ROWS_MULTIPLE.
+        max_blocks: most blocks of a row.
+        table_width: width of the device's block table, which has one more row than there are rows.
+
+    Attributes:
+        memory: all fields concatenated, as bytes.
+        fields: views of `memory`, [N] each.
+        num_computed: [N] int32, read by the host only.
+        sampling: how the rows are sampled; its arrays are views of `memory`.
+    """
+
+    def __init__(self, max_rows: int, *, max_blocks: int, table_width: int, block_size: int) -> None:
+        sampling = SamplingArrays.empty(max_rows)
+        sampling.fill(())
+        padding: dict[str, NDArray[Any]] = {name: np.full(max_rows, value, dtype) for name, dtype, value in _FIELDS}
+        padding |= sampling._asdict()
+        self.memory = np.concatenate([values.view(np.uint8) for values in padding.values()])
+        self.fields: dict[str, NDArray[Any]] = {}
+        start = 0
+        for name, values in padding.items():
+            self.fields[name] = self.memory[start : start + values.nbytes].view(values.dtype)
+            start += values.nbytes
+        self.num_computed = np.zeros(max_rows, np.int32)
+        self.sampling = DecodeSampling(SamplingArrays(*(self.fields[name] for name in sampling._fields)))
+        self._growing = [
+            self.num_computed,
+            *(self.fields[name] for name in _GROWING),
+            self.sampling.arrays.output_index_R,
+        ]
+        self._max_blocks = max_blocks
+        self._table_width = table_width
+        self._nowhere = max_rows * table_width
+        self._padding = {name: value for name, _, value in _FIELDS} | {"new_block_place": self._nowhere}
+        self.fields["new_block_place"][:] = self._nowhere
+        self._block_size = block_size
+        self._step = self._size = 0
+        # None: no row, or one that the next step cannot share.
+        self._rows: list[BatchRow | None] = [None] * max_rows
+        # The blocks that the device has of each row, the blocks that it lacks, and the rows that get one with a step.
+        self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
+        self._missing: dict[int, IntArray] = {}
+        self._growing_rows: list[int] = []
+
+    def take(self, rows: Sequence[BatchRow], *, step: int, prompts: Sequence[BatchRow] = ()) -> dict[int, IntArray]:
+        """Takes over the rows of a step. Returns the blocks of rows whose blocks the device must replace; a row that
+        only gets one more block is not among them, because the step itself adds it.
+
+        Args:
+            prompts: rows that follow, of which only the sampling is taken; they are padding otherwise.
+
+        Raises:
+            InternalError: too many rows, or a row with too many blocks; then nothing is taken.
+        """
+        size, max_rows = len(rows), len(self._rows)
+        if (all_rows := size + len(prompts)) > max_rows:
+            raise _no_room(f"{all_rows} rows", "rows", all_rows, max_rows)
+        changed = list(compress(count(), map(is_not, rows, self._rows)))
+        longest = max([len(rows[place].block_ids) for place in changed], default=0)
+        if longest > self._max_blocks:
+            raise _no_room(f"a row of {longest} blocks", "block_ids", longest, self._max_blocks)
+        for values in self._growing:
+            values[:size] += step - self._step
+        if size < self._size:
+            self._pad(range(size, self._size))
+        self._step, self._size = step, size
+        if changed:
+            self._write(changed, [rows[place].at(step) for place in changed])
+            for place in changed:
+                self._rows[place] = None if rows[place].since is None else rows[place]
+        if prompts:
+            self.sampling.write(range(size, all_rows), [row.sample for row in prompts])
+            self._size = all_rows
+        return self._grow() if self._missing or self._growing_rows else {}
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return bool((self.fields["adapters"] >= 0).any())
+
+    def copied(self) -> None:
+        """Call it when the step is queued: from then on the device has all rows' blocks. A request whose blocks change
+        has a new array, so arrays are compared by identity."""
+        if self._missing:
+            for place, ids in self._missing.items():
+                self._blocks[place] = ids
+            self._missing = {}
+
+    def _grow(self) -> dict[int, IntArray]:
+        """Adds the new blocks of rows with one more block to the step. Returns the blocks of the other changed rows."""
+        new_block, new_block_place = self.fields["new_block"], self.fields["new_block_place"]
+        new_block_place[self._growing_rows] = self._nowhere
+        growing, others = [], {}
+        for place, ids in self._missing.items():
+            known = len(ids) - 1
+            if ids[:known] == self._blocks[place]:
+                new_block[place], new_block_place[place] = ids[known], place * self._table_width + known
+                growing.append(place)
+            else:
+                others[place] = ids
+        self._growing_rows = growing
+        return others
+
+    def _write(self, places: list[int], rows: list[BatchRow]) -> None:
+        fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
+        _, tokens, starts, blocks, samples, sources, _, adapters, state_slots, *_ = zip(*rows, strict=True)
+        sources_C = [
+            max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
+        ]
+        assert max(sources_C) < 2 * max_rows, "a token source is not a row of a step"
+        starts_C = np.array(starts)
+        columns_C, offsets_C = np.divmod(starts_C, self._block_size)
+        blocks_C = np.array([ids[column] for ids, column in zip(blocks, columns_C.tolist(), strict=True)])
+        fields["token_ids"][places_C] = [ids[0] for ids in tokens]
+        fields["token_source"][places_C] = sources_C
+        fields["adapters"][places_C] = adapters
+        fields["state_slots"][places_C] = state_slots
+        fields["positions"][places_C] = self.num_computed[places_C] = starts_C
+        fields["seq_lens"][places_C] = starts_C + 1
+        fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C
+        self.sampling.write(places, samples)
+        for place, ids in zip(places, blocks, strict=True):
+            if ids is not self._blocks[place]:
+                self._missing[place] = ids
+            else:
+                self._missing.pop(place, None)
+
+    def _pad(self, rows: range) -> None:
+        padded = slice(rows.start, rows.stop)
+        for name, value in self._padding.items():
+            self.fields[name][padded] = value
+        self.num_computed[padded] = 0
+        self.sampling.pad(rows)
+        self._rows[padded] = [None] * len(rows)
+        for place in [place for place in self._missing if place in rows]:
+            del self._missing[place]
+
+
+def _no_room(what: str, field: str, value: int, most: int) -> InternalError:
+    return InternalError(f"a decode step has {what}", field=field, value=value, allowed=(f"at most {most}",))

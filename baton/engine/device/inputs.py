@@ -1,0 +1,168 @@
+"""Tensors on the device for a step that runs outside of a graph, made from its rows in one copy.
+
+With attention data parallelism, tokens and sampled rows are those of all ranks, and metadata and positions those of
+this rank. Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.host_to_device import to_device
+from attention.metadata import CommonAttentionMetadata, plan_batch
+from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
+from baton.engine.device.row_places import place_rows
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.layers.token_exchange import TokenExchange, TokenShares
+
+# Triton compiles a kernel again for a stride of 1 and for one that is not a multiple of 16; no step may wait for that.
+TABLE_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of one step.
+
+    Attributes:
+        token_ids_T, positions_T: int64.
+        adapters_T: int32, the slot of each token's adapter, -1 for none; None: no token has one.
+        states: the recurrent states of the rows; None: the model has none.
+        sampled: the rows that are sampled, on the host.
+        sampled_S: int64, the same rows.
+        last_S: int64, the last token of each sampled row.
+        starts: the first token of each row, on the host.
+        shares: how many of the tokens each rank has; None: all ranks have all of them.
+    """
+
+    common: CommonAttentionMetadata
+    token_ids_T: Tensor
+    positions_T: Tensor
+    adapters_T: Tensor | None
+    states: StateRows | None
+    sampled: list[int]
+    sampled_S: Tensor
+    last_S: Tensor
+    starts: Sequence[int]
+    shares: TokenShares | None
+
+
+def stage_step(
+    rows: Sequence[BatchRow],
+    last_tokens: Tensor,
+    *,
+    block_size: int,
+    with_states: bool = False,
+    exchange: TokenExchange | None = None,
+) -> StepInputs:
+    """Makes the inputs of a step. The host does not wait for the copy.
+
+    Args:
+        with_states: the model has recurrent states.
+        last_tokens: int32, the tokens of the previous step, row by row; `token_source` is an index into it.
+        exchange: the model's, with attention data parallelism.
+
+    Raises:
+        InternalError: a row without tokens, or with too few blocks.
+    """
+    own, is_idle, starts, num_places, shares = place_rows(rows, exchange)
+    batch = plan_batch(
+        query_lens=[len(row.token_ids) for row in own],
+        context_lens=[row.token_start for row in own],
+        block_tables=[row.block_ids for row in own],
+        block_size=block_size,
+        width_multiple=TABLE_MULTIPLE,
+    )
+    if is_idle:
+        batch = replace(batch, slots_T=np.full_like(batch.slots_T, -1))
+    token_ids = np.zeros(num_places, np.int64)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        token_ids[start : start + len(row.token_ids)] = row.token_ids
+    lengths = np.array([len(row.token_ids) for row in rows], np.int64)
+    sampled = [index for index, row in enumerate(rows) if row.sample is not None]
+    pending = [index for index, row in enumerate(rows) if row.token_source is not None]
+    *copied, token_ids_T, sampled_S, last_S, places_P, sources_P = to_device(
+        (
+            *batch.to_copy,
+            token_ids,
+            np.array(sampled, np.int64),
+            (starts + lengths)[sampled] - 1,
+            starts[pending],
+            np.array([rows[index].token_source for index in pending], np.int64),
+        ),
+        last_tokens.device,
+    )
+    if pending:
+        token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64).clamp_(min=0))
+    common, positions_T = batch.common(copied)
+    adapters_T = _adapters(rows, last_tokens.device)
+    states = _states(rows, last_tokens.device) if with_states else None
+    return StepInputs(
+        common, token_ids_T, positions_T, adapters_T, states, sampled, sampled_S, last_S, starts.tolist(), shares
+    )
+
+
+def count_decodes(rows: Sequence[BatchRow]) -> int:
+    """Rows of a single token, which are at the front."""
+    for place, row in enumerate(rows):
+        if len(row.token_ids) > 1:
+            return place
+    return len(rows)
+
+
+def _states(rows: Sequence[BatchRow], device: torch.device) -> StateRows:
+    num_decodes = count_decodes(rows)
+    slots = np.array([row.state_slot for row in rows], np.int32)
+    context = np.array([row.token_start for row in rows], np.int32)
+    lengths = [len(row.token_ids) for row in rows[num_decodes:]]
+    starts = num_decodes + np.array([0, *accumulate(lengths)], np.int32)
+    decodes = slots[:num_decodes], context[:num_decodes] + 1
+    prompts = slots[num_decodes:], starts, context[num_decodes:]
+    copied = to_device((*decodes, *prompts, *snapshots_of(rows[num_decodes:])), device)
+    decode_slots_N, decode_lens_N, prompt_slots_P, starts_P1, context_P, snapshot_slots_PM, snapshot_lens_PM = copied
+    return StateRows(
+        decode_slots_N,
+        decode_lens_N,
+        prompt_slots_P,
+        starts_P1,
+        context_P,
+        snapshot_slots_PM,
+        snapshot_lens_PM,
+        max_prompt_tokens=max(lengths, default=0),
+    )
+
+
+def snapshots_of(rows: Sequence[BatchRow]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`StateRows.snapshot_slots_PM` and `snapshot_lens_PM` of these prompts."""
+    slots_PM = np.full((len(rows), MOST_SNAPSHOTS), -1, np.int32)
+    lens_PM = np.zeros_like(slots_PM)
+    for place, row in enumerate(rows):
+        for index, (num_tokens, slot) in enumerate(row.snapshots):
+            slots_PM[place, index], lens_PM[place, index] = slot, num_tokens
+    return slots_PM, lens_PM
+
+
+def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:
+    slots = [row.adapter for row in rows]
+    if max(slots, default=-1) < 0:
+        return None
+    slots_T = np.repeat(np.array(slots, np.int32), [len(row.token_ids) for row in rows])
+    (on_device,) = to_device((slots_T,), device)
+    return on_device
+
+
+def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:
+    """int32: the sampled rows' tokens that the host does not know yet, else -1; None if no row with penalties has one.
+
+    Args:
+        token_ids_S: the rows' last tokens on the device.
+    """
+    if not any(row.token_source is not None and row.sample is not None and row.sample.history for row in rows):
+        return None
+    known = np.array([row.token_source is None for row in rows])
+    (known_S,) = to_device((known,), token_ids_S.device)
+    return token_ids_S.to(torch.int32).masked_fill_(known_S, -1)

@@ -1,0 +1,116 @@
+"""A step that is queued on the device, and its tokens on their way to the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.errors import LOGITS_FIELD, BatonError, InternalError
+from baton.core.types import PromptLogprob, TokenOutput
+from baton.engine.batch import RowResult
+from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.sampling.choice import NO_TOKEN
+from baton.engine.sampling.prompt_scores import ScoresOnHost
+
+
+class TokensOnHost(Protocol):
+    """Sampled tokens that a queued copy brings to the host; call `outputs` when the device is done."""
+
+    def outputs(self) -> list[TokenOutput]: ...
+
+
+# Some rows of a step, and their tokens.
+Part: TypeAlias = tuple[list[int], TokensOnHost]
+
+
+@dataclass(frozen=True)
+class PlainTokens:
+    """The tokens of all rows of a padded step, without logprobs.
+
+    Args:
+        output_indices: as in `SampleRow`, one per row.
+        unsampled: rows whose token is discarded.
+    """
+
+    output_indices: NDArray[np.int64]
+    unsampled: frozenset[int]
+
+    def outputs(self, tokens: NDArray[np.int32]) -> list[RowResult]:
+        """One output per row. Call it after the tokens have arrived."""
+        indices = self.output_indices.tolist()
+        token_ids = tokens[: len(indices)].tolist()
+        outputs: list[RowResult] = list(map(TokenOutput, token_ids, indices))
+        if NO_TOKEN in token_ids:
+            for row, token_id in enumerate(token_ids):
+                if token_id == NO_TOKEN:
+                    outputs[row] = _not_finite()
+        for row in self.unsampled:
+            outputs[row] = None
+        return outputs
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tokens of a step.
+
+    Args:
+        plain: the tokens of all rows; None: every sampled row is in `parts`.
+        parts: rows whose tokens replace those of `plain`, or have logprobs.
+        failed: rows whose requests fail with this step.
+    """
+
+    plain: PlainTokens | None
+    parts: Sequence[Part]
+    failed: Mapping[int, BatonError]
+
+
+class LaunchedStep:
+    """A step that is queued on the device.
+
+    Args:
+        drawn: the tokens of the rows.
+        slot: the step's own; it returns to `slots` when the step has ended.
+        scored: the prompt logprobs of the step, if any are wanted.
+    """
+
+    def __init__(
+        self, num_rows: int, drawn: Drawn, slot: StepSlot, slots: StepSlots, scored: ScoresOnHost | None
+    ) -> None:
+        self._num_rows = num_rows
+        self._drawn = drawn
+        self._slot = slot
+        self._slots = slots
+        self._scored = scored
+        self._seconds = 0.0
+
+    def wait(self) -> list[RowResult]:
+        """One entry per row. Call it once, on any thread. Raises device errors."""
+        self._seconds = self._slot.timer.wait()
+        results: list[RowResult] = [None] * self._num_rows
+        if self._drawn.plain is not None:
+            results = self._drawn.plain.outputs(self._slot.tokens_host)
+        self._slots.give_back(self._slot)
+        for indices, tokens in self._drawn.parts:
+            for index, token in zip(indices, tokens.outputs(), strict=True):
+                results[index] = _not_finite() if token.token_id == NO_TOKEN else token
+        for index, error in self._drawn.failed.items():
+            results[index] = error
+        return results
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step on the device; known after `wait`."""
+        return self._seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
+        return {} if self._scored is None else self._scored.outputs()
+
+
+def _not_finite() -> InternalError:
+    message = "the model's logits for the next token are not finite"
+    cure = "check that the weights have no NaN or inf, or give --dtype float32: numbers may overflow in the one in use"
+    return InternalError(message, field=LOGITS_FIELD, value="NaN or inf", cure=cure)

@@ -1,0 +1,228 @@
+"""Steps with prompts as CUDA graphs: captured for some numbers of tokens, and replayed for fewer, padded.
+
+A step is a body, by its tokens, which leaves hidden states, and a head, by its rows, which samples their last tokens.
+So few graphs serve every mix of decodes and prompts. Legend: R rows including padding, T tokens including padding, D
+hidden channel, V vocabulary.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.metadata import AttentionMetadata
+from baton.engine.batch import BatchRow
+from baton.engine.device.capture import Progress, Recorder, affordable, thin
+from baton.engine.device.decode_buffers import DecodeBuffers
+from baton.engine.device.graphs import GraphSettings, Step, capture_sizes
+from baton.engine.device.inputs import count_decodes
+from baton.engine.device.layer_marks import LayerMarks
+from baton.engine.device.prompt_buffers import PromptBuffers, most_prompts, new_prompt_buffers
+from baton.engine.device.step_slot import StepSlot
+from baton.engine.sampling.choice import choose_tokens
+from baton.kvcache.cache import PagedKVCache
+from baton.models.layers.causal_lm import CausalLM
+
+_log = logging.getLogger(__name__)
+
+# Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
+MOST_TOKENS = 4096
+
+# A larger step of which more than half is padding takes longer than a step outside of graphs.
+_CHEAP_TOKENS = 512
+
+# Queues the body of a step over the tokens in the buffers.
+Body = Callable[[], None]
+
+
+def token_sizes(largest: int) -> list[int]:
+    """Numbers of tokens to capture, smallest first. Up to about 256 tokens a step takes as long as reading the weights;
+    larger products take as long as the next multiple of 128."""
+    sizes = [16, 32, 64, 96, 128, 192, 256, *range(320, 512, 64), *range(512, 2048, 128), *range(2048, largest, 256)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+class PromptGraphs:
+    """Captured steps of any mix of decodes and prompts, for one thread and one stream. On a CPU nothing is captured;
+    the same padded step runs.
+
+    Attributes:
+        buffers: shared by all sizes.
+        sizes: captured numbers of tokens, smallest first.
+        head_sizes: captured numbers of rows to sample, smallest first.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        settings: GraphSettings,
+        *,
+        decodes: DecodeBuffers,
+        marks: LayerMarks,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._cache = cache
+        self._settings = settings
+        self._marks = marks
+        self._device = cache.view.device
+        self.buffers: PromptBuffers = new_prompt_buffers(
+            decodes,
+            max_tokens=min(settings.max_tokens, MOST_TOKENS),
+            max_requests=settings.max_requests,
+            max_context_tokens=settings.max_context_tokens,
+            block_size=cache.shape.block_size,
+            hidden_size=model.config.hidden_size,
+            dtype=model.model.embed_tokens.weight.dtype,
+        )
+        self.sizes: list[int] = []
+        self.head_sizes: list[int] = []
+        self._bodies: dict[int, Body] = {}
+        self._heads: dict[int, Step] = {}
+        # Of the step that is filled in.
+        self._num_decodes = self._num_prompts = 0
+
+    def size_for(self, rows: Sequence[BatchRow]) -> int | None:
+        """The captured size that these rows run in; None: they must run outside of a graph."""
+        if len(rows) > self._settings.max_requests:
+            return None
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        place = bisect_left(self.sizes, num_tokens)
+        num_prompts = len(rows) - count_decodes(rows)
+        while place < len(self.sizes) and most_prompts(self.sizes[place]) < num_prompts:
+            place += 1
+        if place == len(self.sizes) or self.sizes[place] > max(_CHEAP_TOKENS, 2 * num_tokens):
+            return None
+        return self.sizes[place]
+
+    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor | None:
+        """Queues a step that writes its tokens to the decodes' `sampled`, and its hidden states to `buffers.hidden`.
+        Returns the logits of its rows, valid until the next step; None if no row is sampled."""
+        self._num_decodes = count_decodes(rows)
+        self._num_prompts = len(rows) - self._num_decodes
+        self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
+        self._bodies[size]()
+        host = self.buffers.decodes.host
+        host.copied()
+        if len(host.sampling.unsampled) == len(rows):
+            return None
+        place = bisect_left(self.head_sizes, len(rows))
+        if place == len(self.head_sizes):
+            return self._sample(len(rows))
+        return self._heads[self.head_sizes[place]]()
+
+    def capture(self, progress: Progress | None = None, *, recorder: Recorder | None = None) -> None:
+        """Captures the sizes that memory allows, largest first, so that smaller ones reuse the memory of the largest.
+        Writes no KV.
+
+        Args:
+            recorder: has the memory of all graphs; None: these graphs have their own.
+        """
+        if self._device.type != "cuda":
+            self._bodies = {size: self._uncaptured(size) for size in self._wanted}
+            self.sizes = sorted(self._bodies)
+        elif self._backend.builder.captures_prompts:
+            self._capture_on_gpu(recorder or Recorder(self._device), progress)
+        else:
+            _log.info("%s has no CUDA graphs of prompts: their steps run without them", self._backend.capabilities.name)
+
+    @property
+    def _wanted(self) -> list[int]:
+        return token_sizes(self.buffers.max_tokens)
+
+    def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
+        start_s = time.perf_counter()
+        first = len(recorder.taken)
+        self._fill_for_capture()
+        heads = thin(capture_sizes(self._settings.most_rows), self._affordable(recorder))
+        for size in reversed(heads):
+            self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
+        self.head_sizes = heads
+        first_body = len(recorder.taken)
+        bodies = thin(self._wanted, self._affordable(recorder))
+        while bodies:
+            *bodies, size = bodies
+            self._bodies[size] = self._captured(size, recorder)
+            bodies = thin(bodies, self._affordable(recorder, first_body))
+            if progress is not None:
+                progress(len(self._bodies), len(self._bodies) + len(bodies))
+        self.sizes = sorted(self._bodies)
+        _log.info(
+            "captured steps of %s tokens with prompts in %.1f s, %.0f MiB",
+            ", ".join(map(str, self.sizes)),
+            time.perf_counter() - start_s,
+            sum(recorder.taken[first:]) / (1 << 20),
+        )
+        if missing := len(self._wanted) - len(self.sizes):
+            _log.warning(
+                "%d of %d sizes of steps with prompts are not captured, because graphs may take %.0f MiB",
+                missing,
+                len(self._wanted),
+                (self._settings.memory_bytes or 0) / (1 << 20),
+            )
+
+    def _affordable(self, recorder: Recorder, first: int | None = None) -> int:
+        """How many more graphs memory allows, the same number on all ranks.
+
+        Args:
+            first: the first of the graphs from which the size of the next ones is estimated; None: there is none yet.
+        """
+        bound, taken = self._settings.memory_bytes, recorder.taken
+        if bound is not None:
+            bound -= sum(taken[:first])
+        return self._model.parallel.smallest(affordable(() if first is None else taken[first:], bound), self._device)
+
+    def _uncaptured(self, size: int) -> Body:
+        builder, buffers = self._backend.builder, self.buffers
+
+        def build() -> AttentionMetadata:
+            return builder.build(0, buffers.common(self._num_decodes, self._num_prompts, size))
+
+        return lambda: self._run(size, build)
+
+    def _captured(self, size: int, recorder: Recorder) -> Body:
+        builder, batch = self._backend.builder, self.buffers.padded(size)
+        self.buffers.pad_all(size)
+        parts = recorder.record_parts(lambda: self._run(size, lambda: builder.build_padded(batch)), self._marks.cutting)
+
+        def replay() -> None:
+            for graph, layer_stop in parts:
+                graph.replay()
+                if layer_stop is not None:
+                    self._marks.passed(layer_stop)
+
+        return replay
+
+    def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> None:
+        """Everything but the head. On a GPU it reads no memory of the host."""
+        buffers = self.buffers
+        buffers.decodes.place_new_blocks(buffers.most_decodes(size))
+        metadata = build()
+        self._model.use_adapters(buffers.adapters[:size])
+        # NOTE: this must be a kernel of torch, for the reason given in `decode_step`.
+        token_ids_T = buffers.look_tokens_up(size)
+        self._model.use_states(None if self._cache.state is None else buffers.state_rows(size))
+        self._model.count_tokens(buffers.slot_mapping[:size])
+        hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
+        buffers.hidden[:size].copy_(hidden_TD)
+
+    def _sample(self, size: int) -> Tensor:
+        """The head: samples the rows' next tokens. Returns logits [R, V]."""
+        buffers, decodes = self.buffers, self.buffers.decodes
+        last_R = buffers.last[:size]
+        torch.index_select(buffers.token_ids, 0, last_R, out=decodes.token_ids[:size])
+        logits_RV = self._model.compute_logits(buffers.hidden.index_select(0, last_R))
+        choose_tokens(logits_RV, decodes.sampling, out_R=decodes.sampled[:size])
+        return logits_RV
+
+    def _fill_for_capture(self) -> None:
+        """Makes every decode padding."""
+        decodes = self.buffers.decodes
+        decodes.fill((), step=0, slot=StepSlot(self._device, input_bytes=len(decodes.host.memory), max_rows=0))
+        decodes.host.copied()

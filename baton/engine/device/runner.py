@@ -1,0 +1,343 @@
+"""One step on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
+
+A step is queued by `launch` and waited for by `LaunchedStep.wait`, so the next one can be queued meanwhile; it reads
+the tokens of the last step on the device. Suffixes: T token of the step, S row that is sampled, L row that wants
+logprobs, D hidden channel, V vocabulary, N most rows of a step.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention.backend import AttentionBackend
+from attention.host_to_device import to_device
+from baton.core.errors import BatonError, InternalError
+from baton.core.types import SamplingParams
+from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from baton.engine.device.capture import Progress, Recorder
+from baton.engine.device.decode_buffers import DecodeBuffers
+from baton.engine.device.grammar_rows import GrammarRows
+from baton.engine.device.graphs import DecodeGraphs, GraphSettings
+from baton.engine.device.inputs import pending_tokens, stage_step
+from baton.engine.device.launched_step import Drawn, LaunchedStep, Part, PlainTokens
+from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
+from baton.engine.device.prompt_graphs import PromptGraphs
+from baton.engine.device.step_slot import StepSlot, StepSlots
+from baton.engine.request import ModelFacts, int_array
+from baton.engine.sampling.masks import keep_allowed
+from baton.engine.sampling.prompt_scores import ScoresOnHost, score_prompts
+from baton.engine.sampling.row import GREEDY_ROW, SampleRow
+from baton.engine.sampling.sampler import sample, with_logprobs
+from baton.grammar.compiler import GrammarCompiler
+from baton.kvcache.cache import PagedKVCache
+from baton.kvcache.states import copy_states
+from baton.models.adapters.adapter import Adapter
+from baton.models.adapters.bank import AdapterBank
+from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.expert_counts import FetchedCounts
+
+_FIRST_ROWS = 64
+
+
+class ModelRunner:
+    """Not thread-safe: one thread calls `prepare`, then `launch`. Steps run in launch order.
+
+    Args:
+        graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
+        grammars: compiles the grammars of rows.
+        adapters: the slots for adapters; None: there are none.
+
+    Attributes:
+        launches: steps so far, warm-up included, by how they were launched: as a graph of decodes, one of prompts, or
+            neither.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        facts: ModelFacts,
+        *,
+        graphs: GraphSettings | None = None,
+        grammars: GrammarCompiler,
+        adapters: AdapterBank | None = None,
+    ) -> None:
+        self.facts = facts
+        self.adapters = adapters
+        self.model = model
+        self.backend = backend
+        self._cache = cache
+        self._device = cache.view.device
+        self._marks = LayerMarks(
+            model.model.layers,
+            self._device,
+            kv_stops=kv_stops(model.config, cache.spec),
+            index_stops=index_stops(model.config),
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
+        if graphs is not None:
+            self._graphs = DecodeGraphs(model, backend, cache, graphs)
+            if graphs.max_tokens and model.exchange is None:  # with it, they would differ by the shares of ranks
+                self._prompts = PromptGraphs(
+                    model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
+                )
+        self.grammars = GrammarRows(grammars, self._device)
+        self._is_prepared = False
+        self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
+        # The tokens that the last step sampled, row by row.
+        if self._graphs is None:
+            self._tokens_N = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
+            self._slots = StepSlots(self._device, input_bytes=0, max_rows=0)
+        else:
+            self._tokens_N = self._graphs.buffers.sampled
+            prompt_bytes = 0 if self._prompts is None else len(self._prompts.buffers.inputs)
+            self._slots = self._graphs.new_slots(prompt_input_bytes=prompt_bytes)
+
+    @torch.inference_mode()
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compiles kernels and captures graphs, so that no request waits for them. Later calls do nothing. Call it on
+        the thread that launches, while the cache is empty: it writes to the cache.
+
+        Args:
+            progress: called with the number of captured graphs and of all graphs.
+        """
+        if self._is_prepared:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            self._warm_up()
+            self._capture(progress, Recorder(self._device))
+            self._warm_up()  # now in the buffers of the graphs
+        else:
+            self._capture(progress)
+        self.reset_expert_counts()
+        self._is_prepared = True
+
+    def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
+        if self._graphs is not None:
+            self._graphs.capture(progress, recorder=recorder)
+        if self._prompts is not None:
+            self._prompts.capture(progress, recorder=recorder)
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot, which no later step uses for another adapter."""
+        assert self.adapters is not None, "the engine has no slots then"
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self.adapters.load(slot, adapter)
+
+    def fetch_expert_counts(self) -> FetchedCounts | None:
+        """The tokens that each expert's places have had in the steps so far. The host does not wait.
+
+        Returns:
+            None: the model has no experts, or its ranks do not hold whole ones.
+        """
+        counts = self.model.expert_counts
+        return None if counts is None else counts.fetch()
+
+    def reset_expert_counts(self) -> None:
+        """After steps that serve nobody."""
+        if self.model.expert_counts is not None:
+            self.model.expert_counts.reset()
+
+    def run(self, batch: Batch) -> list[RowResult]:
+        """Launches a step and waits for it."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, on_mark: OnMark | None = None) -> LaunchedStep:
+        """Queues a step that computes the batch's tokens and writes their KV. On a GPU the host does not wait for it.
+
+        Args:
+            on_mark: gets the marks that the batch asks for, on this thread, while the step is queued; on a CPU the
+                layers are computed by then.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        slot = self._slots.take()
+        slot.timer.start()
+        num_rows = len(batch.shared_rows)
+        scored: ScoresOnHost | None = None
+        marked: AbstractContextManager[None] = nullcontext()
+        if self._cache.state is not None:
+            copy_states(self._cache.state, batch.restores)
+        if batch.layers_per_group and on_mark is not None:
+            marked = self._marks.every(batch.layers_per_group, on_mark)
+        if (size := self._size(self._graphs, batch)) is not None:
+            launch = "decode_graph"
+            drawn = self._launch_decodes(batch, size, slot)
+        elif (size := self._size(self._prompts, batch)) is not None:
+            launch = "prompt_graph"
+            with marked:
+                drawn, scored = self._launch_prompts(batch, size, slot)
+        else:
+            launch = "eager"
+            with marked:
+                drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
+        if self._cache.state is not None:
+            copy_states(self._cache.state, batch.copies)
+        slot.timer.stop()
+        self.launches[launch] += 1
+        return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
+
+    @staticmethod
+    def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
+        """The size in which the batch runs as these graphs; None: it does not."""
+        if graphs is None or (batch.scores and isinstance(graphs, DecodeGraphs)):
+            return None
+        return graphs.size_for(batch.shared_rows)
+
+    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
+        assert self._graphs is not None
+        logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
+        return self._draw_padded(self._graphs.buffers, logits_RV, batch, slot)
+
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ScoresOnHost | None]:
+        assert self._prompts is not None
+        buffers = self._prompts.buffers
+        logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
+        starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
+        scored = self._score(buffers.hidden[:size], starts, batch.scores)
+        if logits_RV is None:
+            self._forget_grammars()
+            return Drawn(None, [], {}), scored
+        return self._draw_padded(buffers.decodes, logits_RV, batch, slot), scored
+
+    def _score(
+        self, hidden_TD: Tensor, starts: Sequence[int], scores: Sequence[tuple[int, ScoreRow]]
+    ) -> ScoresOnHost | None:
+        """The prompt logprobs of a step, None if none are wanted.
+
+        Args:
+            starts: places of the rows' first tokens.
+        """
+        if not scores:
+            return None
+        return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
+
+    def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> Drawn:
+        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
+        rows = batch.shared_rows
+        sampling, num_rows = buffers.host.sampling, len(rows)
+        parts: list[Part] = []
+        failed: dict[int, BatonError] = {}
+        if edited := sorted(sampling.edited):
+            (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
+            edited_rows = [rows[index].at(batch.step) for index in edited]
+            pending_S = pending_tokens(edited_rows, buffers.token_ids.index_select(0, edited_S))
+            logits_SV = logits_RV.index_select(0, edited_S)
+            parts, failed = self._draw(edited, edited_rows, logits_SV, pending_S, edited_S)
+        else:
+            self._forget_grammars()
+        # A copy: the host may advance its own array for the next step before this one has ended.
+        output_indices = sampling.arrays.output_index_R[:num_rows].copy()
+        if wanted := sorted(sampling.with_logprobs):
+            logits_LV, chosen_L = logits_RV[:num_rows], self._tokens_N[:num_rows]
+            if len(wanted) < num_rows:
+                (wanted_L,) = to_device((np.array(wanted, np.int64),), self._device)
+                logits_LV, chosen_L = logits_LV.index_select(0, wanted_L), chosen_L.index_select(0, wanted_L)
+            counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in wanted])]
+            with_them = with_logprobs(
+                logits_LV, chosen_L, output_indices=output_indices[wanted].tolist(), counts=counts
+            )
+            parts.append((wanted, with_them.to_host()))
+        plain = None
+        if len(edited) + len(wanted) < num_rows:
+            slot.fetch(self._tokens_N)
+            plain = PlainTokens(output_indices, frozenset(sampling.unsampled))
+        return Drawn(plain, parts, failed)
+
+    def _launch_eagerly(
+        self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
+    ) -> tuple[Drawn, ScoresOnHost | None]:
+        self._make_room(rows)
+        with_states = self._cache.state is not None
+        exchange = self.model.exchange
+        inputs = stage_step(
+            rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
+        )
+        if exchange is not None and inputs.shares is not None:
+            exchange.use(inputs.shares)
+        self.model.use_adapters(inputs.adapters_T)
+        self.model.use_states(inputs.states)
+        self.model.count_tokens(inputs.common.slot_mapping)
+        metadata = self.backend.builder.build(0, inputs.common)
+        hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+        scored = self._score(hidden_TD, inputs.starts, scores)
+        if not inputs.sampled:
+            self._forget_grammars()
+            return Drawn(None, [], {}), scored
+        logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
+        sampled_rows = [rows[index] for index in inputs.sampled]
+        pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
+        parts, failed = self._draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
+        return Drawn(None, parts, failed), scored
+
+    def _draw(
+        self,
+        places: list[int],
+        rows: Sequence[BatchRow],
+        logits_SV: Tensor,
+        pending_S: Tensor | None,
+        places_S: Tensor,
+    ) -> tuple[list[Part], dict[int, BatonError]]:
+        """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
+        of rows by their place in the step. Overwrites the logits."""
+        masks, errors = self.grammars.masks(rows)
+        drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
+        self._tokens_N.index_copy_(0, places_S, drawn.chosen_R)
+        on_host = drawn.to_host()
+        self.grammars.drawn(rows, on_host)
+        return [(places, on_host)], {places[index]: error for index, error in errors.items()}
+
+    def _warm_up(self) -> None:
+        """Compiles kernels, also the one that applies the masks of grammars."""
+        for batch in _warm_up_batches(self.facts):
+            self.run(batch.of_owners(self.facts.num_owners))
+        vocab_size = self.facts.vocab_size
+        logits = torch.zeros(1, vocab_size, device=self._device)
+        masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)
+        keep_allowed(logits, *to_device((np.zeros(1, np.int64), masks), self._device))
+
+    def _forget_grammars(self) -> None:
+        """No row of this step has a grammar."""
+        self.grammars.masks(())
+
+    def _make_room(self, rows: Sequence[BatchRow]) -> None:
+        """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
+        needed = max(len(rows), *(row.token_source + 1 for row in rows if row.token_source is not None), 0)
+        if needed <= len(self._tokens_N):
+            return
+        if self._graphs is not None:
+            raise InternalError(
+                f"a step of {needed} rows",
+                field="max_requests",
+                value=needed,
+                allowed=(f"at most {len(self._tokens_N)}",),
+            )
+        self._tokens_N = pad(self._tokens_N, (0, 2 * needed - len(self._tokens_N)))
+
+
+def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
+    return [row.sample for row in rows if row.sample is not None]
+
+
+def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
+    """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
+    of their inputs differs. They cover drawn and greedy sampling, and prompt logprobs."""
+    length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
+    blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
+    decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
+    prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
+    prompts = (prompt, prompt._replace(token_start=1))
+    batches = [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    return [*batches, Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))]

@@ -1,0 +1,328 @@
+"""The asyncio side of one engine: owns the scheduler and the run loop, and passes each step's events to a callback.
+
+All methods belong to the event loop's thread and return at once, also while steps run. The device thread exchanges
+only batches and results with it.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+
+from baton.core.errors import BatonError, Cancelled, InternalError
+from baton.core.types import AdapterRef, FinishReason, Grammar, TokenOutput
+from baton.engine.adapters import AdapterSlots
+from baton.engine.device.device_thread import DeviceThread, ExpertCounts, LayersDone, Outcome, StepDone, StepRunner
+from baton.engine.events import StepEvents
+from baton.engine.launch_pace import LaunchPace
+from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
+from baton.engine.scheduling.costs import Costs
+from baton.engine.scheduling.prefixes import PrefixCache
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.grammar.compiler import GrammarCompiler
+from baton.models.adapters.adapter import Adapter
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Async context manager. Entry prepares the device, which may take minutes, and raises what that raises.
+
+    On exit the steps in flight end, and every remaining request fails with Cancelled.
+
+    Args:
+        on_step: called on the event loop after each step, during a step at each of its marks, and when waiting
+            requests are refused. It must not raise: if it does, the engine ends.
+        grammars: compiles the grammars of requests.
+        meter: what steps cost; None: that is never known.
+        num_adapters: slots of the runner for adapters.
+
+    Attributes:
+        adapters: those that requests may name.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        limits: EngineLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepEvents], None],
+        grammars: GrammarCompiler,
+        meter: Costs | None = None,
+        num_adapters: int = 0,
+    ) -> None:
+        self._grammars = grammars
+        self._scheduler = Scheduler(limits, runner.facts, meter, is_pending=grammars.is_pending)
+        self.adapters = AdapterSlots(num_adapters, self._scheduler.uses_adapter)
+        self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
+        self._clock = clock
+        self._on_step = on_step
+        self._pace = LaunchPace()
+        self._timer: asyncio.TimerHandle | None = None  # wakes the loop when the next launch is due
+        self._outcomes: deque[Outcome] = deque()  # not processed yet
+        self._wake = asyncio.Event()
+        self._step_over = asyncio.Event()  # a new one for each step
+        self._over: BatonError | None = None  # why the engine takes no more requests
+        self._loop: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Engine":
+        await self._device.start()
+        self._loop = asyncio.create_task(self._run(), name="engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._loop is not None, "exit comes after entry"
+        self._over = self._over or Cancelled("the engine is closing", cure="try another node")
+        self._wake.set()
+        await self._loop
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus output."""
+        return self._scheduler.max_context_tokens
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """For those who follow what it has."""
+        return self._scheduler.prefix_cache
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Other limits from now on, for a node that changes its role."""
+        self._scheduler.set_limits(limits)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Takes a request whose prompt is computed here.
+
+        A `prefill_only` request ends with its first token, or at its `stop_tokens`, and its blocks stay held until
+        `abort`.
+
+        Raises:
+            InvalidRequest: it could never run.
+            Overloaded: too many requests wait already, or it cannot meet its deadline and is to be refused then.
+            UnknownModel: its adapter is not loaded.
+        """
+        self._check_alive()
+        request = self._with_slot(request)
+        self._prepare_grammar(request)
+        self._scheduler.submit(_with_seed(request), self._clock())
+        self._wake.set()
+
+    def reserve(self, request: EngineRequest, *, arriving_tokens: int = 0) -> Reservation:
+        """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
+
+        Args:
+            arriving_tokens: only the KV of the tokens before this one comes, with the recurrent state after them; 0:
+                that of all tokens.
+
+        Raises:
+            InvalidRequest: it could never run.
+            Overloaded: no room now.
+            UnknownModel: its adapter is not loaded.
+        """
+        self._check_alive()
+        request = self._with_slot(request)
+        self._prepare_grammar(request)
+        return self._scheduler.reserve(_with_seed(request), self._clock(), arriving_tokens=arriving_tokens)
+
+    def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
+        """The reserved request got more tokens elsewhere. `output` is its whole output so far; blocks may be added.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `output` does not continue what the request had.
+            Overloaded: no block left; the reservation stays as it was.
+        """
+        return self._scheduler.extend_reserved(request_id, output)
+
+    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+        """All KV before `first`, the next token, is in the reserved blocks: the request joins the next step that is not
+        launched yet and has a seat for it.
+
+        Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `first` is not the request's next token.
+        """
+        reason = self._scheduler.admit(request_id, first)
+        self._wake.set()
+        return reason
+
+    def prefill_here(self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0) -> None:
+        """The reserved request computes the rest of its sequence here. `output` is its whole output so far.
+
+        Args:
+            received_tokens: the KV of the tokens before this one has arrived in the reserved blocks, sent with the
+                reservation's `resume_at`, or with this number where that is less. A multiple of the block size, and of
+                `EngineLimits.chunk_align_tokens`; 0: none has arrived.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `output` does not continue what the request had, or `received_tokens` cannot be right.
+        """
+        self._scheduler.prefill_here(request_id, output, self._clock(), received_tokens=received_tokens)
+        self._wake.set()
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles a request's grammar on another thread, so that no step waits for it.
+
+        Raises:
+            InvalidRequest: the grammar cannot be followed.
+        """
+        await asyncio.to_thread(self._grammars.check, grammar)
+
+    async def load_adapter(self, name: str, adapter: Adapter) -> AdapterRef:
+        """Loads an adapter next to the running steps; it replaces another revision of its name.
+
+        Raises:
+            Overloaded: no slot is free.
+        """
+        self._check_alive()
+        reference = AdapterRef(name, adapter.revision)
+        if reference in self.adapters.loaded:
+            return reference
+        slot = self.adapters.take()
+        try:
+            await self._device.load_adapter(slot, adapter)
+        except BaseException:
+            self.adapters.failed(slot)
+            raise
+        self.adapters.filled(slot, reference)
+        return reference
+
+    async def expert_counts(self) -> ExpertCounts:
+        """The tokens that each expert's places have had since the start. Steps go on meanwhile."""
+        self._check_alive()
+        return await self._device.expert_counts()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the request in any phase. Returns when its blocks are free; no later event names it."""
+        while self._scheduler.abort(request_id):
+            await self._step_over.wait()
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        return self._scheduler.load()
+
+    def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
+        """Blocks that are held for nothing: by no request, or by one that, as `knows` says, nobody answers for."""
+        return self._scheduler.leaked_blocks(knows)
+
+    async def _run(self) -> None:
+        try:
+            await self._steps()
+        except Exception as error:  # noqa: BLE001  every request fails with it below
+            _log.exception("the engine's loop failed")
+            self._over = _internal("the engine failed", error)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._device.close()
+        assert self._over is not None, "the loop ends only when this is set"
+        last = self._scheduler.fail_all(self._over)
+        self._step_over.set()
+        if last.failed:
+            self._on_step(last)
+
+    async def _steps(self) -> None:
+        """Schedules, launches, completes. The next step is launched before the running one ends, so the device never
+        waits."""
+        while self._over is None or self._scheduler.steps_in_flight:
+            self._wake.clear()
+            events = self._next_events()
+            launched = self._over is None and self._is_due() and self._launch_next()
+            refused = self._scheduler.take_refused()
+            if events is not None:
+                self._on_step(events)
+            if refused is not None:
+                self._on_step(refused)
+            if not launched and events is None:
+                await self._wake.wait()
+
+    def _is_due(self) -> bool:
+        """Whether the next step should be launched now. If not, the loop wakes when it should."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._pace.due_s
+        if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
+            return True
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+        return False
+
+    def _launch_next(self) -> bool:
+        now = self._clock()
+        begun_s = self._pace.begin(now=now) if self._scheduler.steps_in_flight else now
+        batch = self._scheduler.schedule(now)
+        if batch is None:
+            return False
+        self._device.launch(batch)
+        self._pace.launched(begun_s)
+        if self._scheduler.steps_in_flight == 1:
+            self._pace.started(now, self._scheduler.predicted_s, now=now)
+        return True
+
+    def _next_events(self) -> StepEvents | None:
+        """The next events of the oldest step in flight; None: the device has reported nothing new."""
+        if not self._outcomes:
+            return None
+        outcome = self._outcomes.popleft()
+        if isinstance(outcome, LayersDone):
+            return self._scheduler.layers_computed(outcome.layer_stop, outcome.index_stop)
+        self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
+        if isinstance(outcome, StepDone):
+            events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)
+        else:
+            _log.error("an engine step failed", exc_info=outcome.error)
+            events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+        if self._scheduler.steps_in_flight:
+            self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
+        self._step_over.set()
+        self._step_over = asyncio.Event()
+        return events
+
+    def _receive(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._wake.set()
+
+    def _with_slot(self, request: EngineRequest) -> EngineRequest:
+        """With the slot that its adapter has now."""
+        if request.adapter is None:
+            return request
+        return replace(request, adapter_slot=self.adapters.slot_of(request.adapter))
+
+    def _prepare_grammar(self, request: EngineRequest) -> None:
+        """Begins to compile the request's grammar; wakes the loop when a reserved request may run."""
+        if (grammar := request.sampling.grammar) is None or request.stop_tokens is not None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._wake.set)
+
+        self._grammars.prepare(grammar).add_done_callback(wake)
+
+    def _check_alive(self) -> None:
+        if self._over is not None:
+            raise self._over
+
+
+def _internal(message: str, cause: Exception) -> InternalError:
+    error = InternalError(f"{message}: {type(cause).__name__}: {cause}", cure="see the node's log")
+    error.__cause__ = cause
+    return error
+
+
+def _with_seed(request: EngineRequest) -> EngineRequest:
+    sampling = request.sampling
+    if sampling.greedy or sampling.seed is not None:
+        return request
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(64)))

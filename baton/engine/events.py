@@ -1,0 +1,114 @@
+"""The events of one engine step. Plain values; one `StepEvents` per step.
+
+Every step has a token for every request, so tokens are named tuples, which are several times faster to make than
+frozen dataclasses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from baton.core.errors import BatonError
+from baton.core.types import FinishReason, PromptLogprob, TokenOutput
+
+
+@dataclass(frozen=True)
+class RequestStarted:
+    """The first chunk of a request's prompt was in this step. Sent once, also when the prompt is recomputed later.
+
+    Args:
+        cached_tokens: leading tokens whose KV was in the cache. No `ChunkComputed` covers them, nor the tokens whose KV
+            came from elsewhere.
+        queue_s: from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat. The
+            rest of the time to the first token is that of computing.
+    """
+
+    request_id: str
+    cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True)
+class ChunkComputed:
+    """The KV of positions `token_start` to `token_stop` (exclusive) is in the request's blocks of the cache.
+
+    Args:
+        state_slot: where the recurrent state after `token_stop` tokens is, until the request's next step; -1: the model
+            has none.
+        owner: the rank with the blocks; None: every rank has blocks of these numbers.
+    """
+
+    request_id: str
+    token_start: int
+    token_stop: int
+    block_ids: tuple[int, ...]
+    state_slot: int = -1
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
+class LayersComputed:
+    """As `ChunkComputed`, for the first `layer_stop` layers of KV and the first `index_stop` ones of an index only. The
+    step still runs; `ChunkComputed` follows."""
+
+    request_id: str
+    token_start: int
+    token_stop: int
+    layer_stop: int
+    block_ids: tuple[int, ...]
+    owner: int | None = None
+    index_stop: int = 0
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The logprobs of all tokens of a prompt. They come once, in the step that samples the output's first token."""
+
+    request_id: str
+    logprobs: tuple[PromptLogprob, ...]
+
+
+class TokenSampled(NamedTuple):
+    """A token of the request; the last one when `finish_reason` is set.
+
+    Args:
+        stop_reason: the id of the stop token as text when one of `stop_token_ids` ended the request, else empty.
+    """
+
+    request_id: str
+    token: TokenOutput
+    finish_reason: FinishReason | None
+    stop_reason: str
+
+
+# Makes a TokenSampled from a tuple of its fields in half the time of a call of the class: 0.4 us instead of 0.8.
+token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], TokenSampled] = partial(
+    tuple.__new__, TokenSampled
+)
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """The request has ended, or was refused. Its blocks are free; those of a prefill-only request that has run are held
+    until it is aborted."""
+
+    request_id: str
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of a step that has ended, or those of a running step, which has only `layers` and 0 seconds.
+
+    `seconds` is the time of the forward and the sampling, without scheduling.
+    """
+
+    step: int
+    seconds: float
+    started: tuple[RequestStarted, ...] = ()
+    chunks: tuple[ChunkComputed, ...] = ()
+    tokens: tuple[TokenSampled, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()
+    layers: tuple[LayersComputed, ...] = ()
+    scored: tuple[PromptScored, ...] = ()

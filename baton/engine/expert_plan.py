@@ -1,0 +1,38 @@
+"""The plan of a node's experts, from its settings: the same on every rank."""
+
+import torch
+
+from baton.core.errors import ConfigError
+from baton.core.expert_load import read_expert_load
+from baton.models.config.model_config import ModelConfig
+from baton.models.layers.parallel import TensorParallel, with_experts_placed
+from baton.settings.config import NodeSettings
+
+
+def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSettings) -> TensorParallel:
+    """The rank with the plan of its experts, if ranks hold whole ones.
+
+    Args:
+        config: of the whole model.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the load's file is not one of this model.
+    """
+    load = None if settings.expert_load is None else read_expert_load(settings.expert_load)
+    return with_experts_placed(parallel, config, redundant=settings.redundant_experts, load=load)
+
+
+def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
+    """Raises ConfigError on each rank if their plans differ: hosts have copies of the load's file. All ranks call it
+    together.
+
+    Args:
+        device: of tensors that the ranks' group takes.
+    """
+    if parallel.placement is not None and not parallel.agree(repr(parallel.placement), device):
+        raise ConfigError(
+            "the ranks would place experts by different loads",
+            field="expert_load",
+            allowed=("the same file on all hosts",),
+            cure="copy one host's file to the others",
+        )

@@ -1,0 +1,379 @@
+"""Input and status of an engine: requests, reservations, limits, load. Plain values, and the checks on requests."""
+
+from array import array
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple, Self, TypeAlias
+
+from baton.core.errors import ConfigError, InvalidRequest
+from baton.core.types import AdapterRef, SamplingParams, TokenOutput
+
+# NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
+# the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
+IntArray: TypeAlias = "array[int]"
+
+
+def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
+    return array("i", values)
+
+
+# A request without a deadline counts as due so long after its arrival.
+PATIENCE_S = 10.0
+
+
+class QueuePlace(NamedTuple):
+    """Where a request stands among others: lower places go first and give way last.
+
+    All queues of a node sort by this alone.
+
+    Args:
+        due_s: when the request's first token is due; minus infinity: its client has tokens, so its stream stalls
+            while it waits.
+        arrival: number in order of arrival.
+    """
+
+    priority: int
+    due_s: float
+    arrival: int
+
+    @classmethod
+    def of(cls, request: "EngineRequest", *, arrival: int, now: float) -> Self:
+        """The place of a request that arrives now."""
+        if request.output:
+            return cls(request.priority, -inf, arrival)
+        since_s = now if request.since_s is None else request.since_s
+        return cls(request.priority, since_s + PATIENCE_S if request.due_s is None else request.due_s, arrival)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the request has begun: nothing of its priority that arrived later goes before it."""
+        return self.due_s == -inf
+
+    def as_begun(self) -> Self:
+        return self._replace(due_s=-inf)
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to compute.
+
+    Args:
+        output: tokens that the client already has. They are prefilled after the prompt, and the next token's index is
+            `len(output)`.
+        cache_salt: only requests with the same salt share cached blocks.
+        prefill_only: the request ends with its first sampled token; its blocks stay held until it is aborted.
+        layers_per_group: a chunk of the prompt causes an event after about this many layers each, while the step
+            computes the next layers; 0: only when the chunk is complete. Events may come more often when another
+            request of the step asks for smaller groups.
+        decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
+        priority: among waiting requests lower values go first, and equal ones by `due_s`, then in order of arrival.
+        due_s: when its first token is due, on the engine's clock. Late requests go after those that can still be in
+            time; None: see `baton.engine.scheduling.deadlines`.
+        refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
+        tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
+            see `baton.engine.scheduling.slices`.
+        stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
+            `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
+        since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
+        adapter: the node must have it; None: the base model.
+        adapter_slot: where the device has the adapter; set by the engine.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    output: tuple[int, ...] = ()
+    cache_salt: str = ""
+    prefill_only: bool = False
+    layers_per_group: int = 0
+    decode_context_tokens: int | None = None
+    priority: int = 0
+    due_s: float | None = None
+    refuse_late: bool = False
+    tpot_s: float | None = None
+    stop_tokens: int | None = None
+    since_s: float | None = None
+    adapter: AdapterRef | None = None
+    adapter_slot: int = -1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are wanted. They come with the output's first token, so a client that
+        has output tokens has them."""
+        return self.sampling.prompt_logprobs is not None and not self.output
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks held for a request whose KV comes from elsewhere.
+
+    Args:
+        block_ids: all blocks of the sequence in order, including the first decode slot.
+        cached_tokens: leading tokens whose KV is in these blocks already; a multiple of the block size, and less than
+            the sequence.
+        resume_at: first position that may still be computed. KV older than the sliding window is not sent.
+        state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
+        owner: the rank with the blocks; None: every rank has blocks of these numbers.
+        restart_at: the first token to compute if the prompt is computed here after all: that after the cached ones, or
+            an earlier one where the recurrent state after these is not kept. None: that after the cached ones.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    cached_tokens: int
+    resume_at: int
+    state_slot: int = -1
+    owner: int | None = None
+    restart_at: int | None = None
+
+    @property
+    def skipped_tokens(self) -> int:
+        """Leading tokens that need not be computed if the prompt is computed here."""
+        return self.cached_tokens if self.restart_at is None else self.restart_at
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The limits of one engine, set by its operator.
+
+    Args:
+        max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
+        max_batch_requests: requests of one step. See `seats`.
+        max_waiting: requests that may wait for room.
+        max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
+        chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the prompt,
+            so the cuts of a prompt do not depend on other requests. Known tokens of the output, which were decoded
+            before a preemption or on a lost node, are computed one by one as then. A chunk that does not fit into a
+            step's budget waits for the next step. None: a chunk ends where the budget ends.
+        stream_share: part of the seats and blocks up to which requests that decode here are admitted, so that those
+            that are `prefill_only` find room. The first one is admitted in any case, when it is its turn.
+
+    Raises:
+        ConfigError: a limit is too small.
+    """
+
+    max_batch_tokens: int
+    max_batch_requests: int
+    max_waiting: int
+    prefix_cache: bool
+    max_context_tokens: int | None = None
+    chunk_align_tokens: int | None = None
+    stream_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least("max_batch_tokens", self.max_batch_tokens, 1)
+        _at_least("max_batch_requests", self.max_batch_requests, 1)
+        _at_least("max_waiting", self.max_waiting, 0)
+        if self.max_context_tokens is not None:
+            _at_least("max_context_tokens", self.max_context_tokens, 2)
+        if self.chunk_align_tokens is not None:
+            _at_least("chunk_align_tokens", self.chunk_align_tokens, 1)
+            self._check_room_for_a_chunk(self.chunk_align_tokens)
+
+    @property
+    def seats(self) -> int:
+        """Most requests that run at a time: each must find a token in every step. A request takes a seat when it can be
+        computed, not while its KV is on the way; as many more may be on the way."""
+        return min(self.max_batch_requests, self.max_batch_tokens)
+
+    def chunk_stop(self, start: int, stop: int, *, prompt_tokens: int) -> int:
+        """Where a chunk from `start` ends at the latest, of tokens up to `stop` that are output after the prompt's."""
+        if self.chunk_align_tokens is None:
+            return stop
+        if start >= prompt_tokens:
+            return start + 1
+        return min(stop, prompt_tokens, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens)
+
+    def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:
+        """A whole chunk must fit next to the decodes of all other requests, or its prompt might wait forever."""
+        least = chunk_tokens + self.max_batch_requests - 1
+        if self.max_batch_tokens < least:
+            raise ConfigError(
+                f"max_batch_tokens is {self.max_batch_tokens}, which leaves no room for a chunk of {chunk_tokens} "
+                f"tokens next to the decodes of {self.max_batch_requests - 1} other requests",
+                field="max_batch_tokens",
+                value=self.max_batch_tokens,
+                allowed=(f"an integer of at least {least}",),
+                cure="raise max_batch_tokens, or lower max_batch_requests",
+            )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about the model and its cache that scheduling needs.
+
+    Args:
+        max_context_tokens: longest sequence that the model supports.
+        identity: a text that differs between models whose KV differs; part of every prefix key.
+        window_tokens: the widest sliding window of any layer; 0 where no layer has one.
+        state_slots: places for recurrent states; 0: the model has none.
+        scan_tokens: recurrent layers compute prompts in pieces of so many tokens, at multiples of it; a chunk that ends
+            elsewhere changes last bits.
+        num_owners: pools of `num_blocks` each; every request has its blocks in one of them. More than 1 with attention
+            data parallelism: a pool for each rank.
+    """
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    identity: str
+    window_tokens: int = 0
+    state_slots: int = 0
+    scan_tokens: int = 64
+    num_owners: int = 1
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How full an engine is.
+
+    Args:
+        blocks_free: blocks that no request holds, including cached ones.
+        blocks_open: of each pool, those that one more request that decodes here may take.
+        blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
+        tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
+        requests_total: number of all requests so far.
+        preemptions: how often a request gave its blocks back to be recomputed later.
+        backlog_s: predicted time to compute `tokens_waiting` if nothing else ran; 0 while step costs are unknown.
+        decode_rows: requests that decode.
+        context_tokens: keys that one token of each of these reads, the sum of their contexts.
+        refused_late: how many requests were refused because they could not meet their deadline.
+        cache_queries, cache_hits: tokens that were looked up in the prefix cache so far, and those that it had.
+    """
+
+    blocks_total: int
+    blocks_free: int
+    blocks_open: tuple[int, ...]
+    blocks_leased: int
+    requests_running: int
+    requests_waiting: int
+    tokens_waiting: int
+    requests_total: int
+    preemptions: int
+    backlog_s: float = 0.0
+    decode_rows: int = 0
+    context_tokens: int = 0
+    refused_late: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+
+
+def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:
+    """Longest prompt plus output that an engine can hold."""
+    limit = min(facts.max_context_tokens, facts.num_blocks * facts.block_size)
+    return limit if limits.max_context_tokens is None else min(limit, limits.max_context_tokens)
+
+
+def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int, align_tokens: int = 1) -> None:
+    """Raises InvalidRequest when the request could never run."""
+    if not request.prompt:
+        raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
+    _check_ids("prompt", request.prompt, vocab_size)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", tuple(request.sampling.logit_bias), vocab_size)
+    check_output(request, request.output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    if request.stop_tokens is not None:
+        _check_stop(request, request.stop_tokens, multiple=align_tokens)
+
+
+def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> None:
+    length = len(request.prompt) + len(request.output)
+    if not 0 < stop_tokens < length or stop_tokens % multiple:
+        raise InvalidRequest(
+            f"stop_tokens is {stop_tokens} of {length} tokens",
+            field="stop_tokens",
+            value=stop_tokens,
+            allowed=(f"a multiple of {multiple} from 1 to {length - 1}",),
+        )
+    if not request.prefill_only:
+        raise InvalidRequest(
+            "a request that stops within its prompt must be prefill_only", field="stop_tokens", value=stop_tokens
+        )
+    if request.scores_prompt:
+        raise _split_scores("stop_tokens", stop_tokens)
+
+
+def check_received(request: EngineRequest, tokens: int, *, stop: int, multiple: int) -> None:
+    """Raises InvalidRequest when the KV of the tokens before `tokens` cannot have been received.
+
+    Args:
+        stop: length of the sequence, whose last token is always computed here.
+        multiple: of tokens at which a sequence may be split.
+    """
+    if tokens % multiple or not 0 <= tokens < stop:
+        raise InvalidRequest(
+            f"the KV of {tokens} of {stop} tokens cannot have arrived",
+            field="received_tokens",
+            value=tokens,
+            allowed=(f"a multiple of {multiple} from 0 to {stop - 1}",),
+        )
+    if tokens and request.scores_prompt:
+        raise _split_scores("received_tokens", tokens)
+
+
+def _split_scores(field: str, tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        "a prompt whose logprobs are wanted cannot be split",
+        field=field,
+        value=tokens,
+        cure="prefill it on one node",
+    )
+
+
+def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
+    """Raises InvalidRequest when `request` cannot continue after `output`."""
+    _check_ids("output", output, vocab_size)
+    if len(output) >= request.sampling.max_tokens:
+        raise InvalidRequest(
+            f"the output has {len(output)} tokens already, and max_tokens is {request.sampling.max_tokens}",
+            field="output",
+            value=len(output),
+            allowed=(f"at most {request.sampling.max_tokens - 1} tokens",),
+        )
+    length = len(request.prompt) + len(output)
+    if length >= max_context_tokens:
+        raise InvalidRequest(
+            f"prompt and output have {length} tokens, which leaves no room for another one",
+            field="prompt",
+            value=length,
+            allowed=(f"at most {max_context_tokens - 1} tokens",),
+            cure="shorten the prompt",
+        )
+
+
+def check_continuation(known: tuple[int, ...], output: tuple[int, ...]) -> None:
+    """Raises InvalidRequest when `output` does not begin with `known`, the request's output so far."""
+    if output[: len(known)] != known:
+        raise InvalidRequest(
+            f"the output does not begin with the {len(known)} tokens that the request has",
+            field="output",
+            value=output,
+            cure="pass all output tokens so far",
+        )
+
+
+def check_first_token(first: TokenOutput, *, index: int, vocab_size: int) -> None:
+    """Raises InvalidRequest when `first` is not the token at `index` of a request's output."""
+    _check_ids("first_token", (first.token_id,), vocab_size)
+    if first.index != index:
+        raise InvalidRequest(
+            f"the first token has index {first.index}",
+            field="first_token.index",
+            value=first.index,
+            allowed=(str(index),),
+        )
+
+
+def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and (max(ids) >= vocab_size or min(ids) < 0):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"{name} has token id {wrong}", field=name, value=wrong, allowed=(f"0 to {vocab_size - 1}",)
+        )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}", field=name, value=value, allowed=(f"an integer of at least {least}",))

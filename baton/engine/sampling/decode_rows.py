@@ -1,0 +1,64 @@
+"""How the rows of a decode step are sampled, as the host keeps it from step to step."""
+
+from collections.abc import Sequence
+
+from baton.core.types import SamplingParams
+from baton.engine.sampling.choice import SamplingArrays
+from baton.engine.sampling.row import GREEDY_ROW, SampleRow
+
+
+class DecodeSampling:
+    """The numbers of all rows, and which rows need more than the token that the step draws.
+
+    Args:
+        arrays: views of the memory that is copied to the device.
+
+    Attributes:
+        unsampled: rows whose token is discarded.
+        edited: rows whose token is drawn outside of the graph, from edited logits.
+        with_logprobs: rows whose logprobs are wanted in addition to the graph's token.
+    """
+
+    def __init__(self, arrays: SamplingArrays) -> None:
+        self.arrays = arrays
+        self.unsampled: set[int] = set()
+        self.edited: set[int] = set()
+        self.with_logprobs: set[int] = set()
+        self._params: list[SamplingParams] = [GREEDY_ROW.params] * len(arrays.temperature_R)
+
+    def write(self, places: Sequence[int], rows: Sequence[SampleRow | None]) -> None:
+        """Puts `rows` at `places`; None is a row that is not sampled."""
+        for place, row in zip(places, rows, strict=True):
+            self._classify(place, row)
+        samples = [GREEDY_ROW if row is None else row for row in rows]
+        known = self._params
+        # A request's params stay the same object, so an unchanged row costs one comparison.
+        changed = [
+            (place, sample) for place, sample in zip(places, samples, strict=True) if sample.params is not known[place]
+        ]
+        if changed:
+            numbers = SamplingArrays.empty(len(changed))
+            numbers.fill([sample for _, sample in changed])
+            for array, values in zip(self.arrays, numbers, strict=True):
+                array[[place for place, _ in changed]] = values
+            for place, sample in changed:
+                known[place] = sample.params
+        self.arrays.output_index_R[places] = [sample.output_index for sample in samples]
+
+    def pad(self, rows: range) -> None:
+        """Makes these rows padding. It is greedy, which is the fastest draw."""
+        padded = slice(rows.start, rows.stop)
+        self.arrays.temperature_R[padded] = 0
+        self._params[padded] = [GREEDY_ROW.params] * len(rows)
+        for special in (self.unsampled, self.edited, self.with_logprobs):
+            special.difference_update(rows)
+
+    def _classify(self, place: int, row: SampleRow | None) -> None:
+        for special in (self.unsampled, self.edited, self.with_logprobs):
+            special.discard(place)
+        if row is None:
+            self.unsampled.add(place)
+        elif row.edits_logits:
+            self.edited.add(place)
+        elif row.params.logprobs is not None:
+            self.with_logprobs.add(place)

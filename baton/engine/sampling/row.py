@@ -1,0 +1,66 @@
+"""How each next token of a request is sampled, as the scheduler sends it with a step. Pure."""
+
+from typing import NamedTuple
+
+from baton.core.types import SamplingParams
+from baton.engine.request import IntArray, int_array
+
+# Shared by all rows without penalties; nobody writes to it.
+_NO_HISTORY = int_array()
+
+
+class SampleRow(NamedTuple):
+    """How to draw one row's next token.
+
+    Args:
+        params: of the request; with a seed, unless the request is greedy.
+        output_index: the token's position in the output; it determines the draw together with the seed.
+        forbidden: token ids that must not be drawn for this token.
+        history: prompt and output that the host knows, for a request with penalties; else empty. It lacks the token of
+            a row with a `token_source`, which penalties count as well.
+        prompt_tokens: how many tokens of `history` are prompt.
+        output: all tokens before this one, for a request with a grammar; empty for a row with a `token_source`, whose
+            output is known where it is drawn.
+    """
+
+    params: SamplingParams
+    output_index: int
+    forbidden: tuple[int, ...]
+    history: IntArray
+    prompt_tokens: int
+    output: IntArray = _NO_HISTORY
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the token is drawn from edited logits instead of the model's own."""
+        return bool(self.history or self.forbidden or self.params.logit_bias or self.params.grammar)
+
+
+# For warm-up steps, for profiles, and for rows whose token is discarded: greedy draws are the fastest.
+GREEDY_ROW = SampleRow(SamplingParams(temperature=0.0), 0, (), _NO_HISTORY, 0)
+
+
+class SampleRows:
+    """Makes the sample rows of one request.
+
+    Args:
+        end_token_ids: forbidden until the output has `min_tokens` tokens.
+    """
+
+    def __init__(self, params: SamplingParams, *, prompt_tokens: int, end_token_ids: frozenset[int]) -> None:
+        self._params = params
+        self._prompt_tokens = prompt_tokens
+        self._min_tokens = params.min_tokens
+        self._forbidden_early = tuple(sorted(end_token_ids))
+        self._has_penalties = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+
+    def row(self, output_index: int, tokens: IntArray) -> SampleRow:
+        """The row that draws the token at `output_index`. `tokens` are prompt and output as far as they are known."""
+        forbidden = self._forbidden_early if output_index < self._min_tokens else ()
+        history = tokens[:] if self._has_penalties else _NO_HISTORY
+        output = _NO_HISTORY
+        if self._params.grammar is not None and len(tokens) == self._prompt_tokens + output_index:
+            output = tokens[self._prompt_tokens :]
+        return SampleRow(self._params, output_index, forbidden, history, self._prompt_tokens, output)

@@ -1,0 +1,208 @@
+"""Reference counts of blocks, and the index of cached prefixes. Pure.
+
+A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
+taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
+with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
+
+Who follows the cache takes its changes now and then; only blocks that serve every sequence count as cached there, so
+none that has KV without the recurrent state that a computation needs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.core.block_keys import BlockKey, IntArray, KeyChain
+
+CacheChanges = dict[bytes, BlockKey | None]  # by digest, the key of a block that is cached now, None where it is not
+_CHANGES_MIN = 1024
+
+
+class BlockManager:
+    """Reference counts and the prefix index over blocks 0 to `num_blocks - 1`.
+
+    Attributes:
+        num_references: the sum of all reference counts.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_references = 0
+        self._references = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._windowless: set[int] = set()
+        self._unreported: set[int] = set()
+        self._changes: CacheChanges | None = None
+        # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key that was taken.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def match(
+        self,
+        chain: KeyChain,
+        tokens: IntArray,
+        max_blocks: int,
+        *,
+        window_blocks: int = 0,
+        multiple: int = 1,
+        ends_after: Callable[[int], bool] | None = None,
+    ) -> list[int]:
+        """The longest run of cached blocks at the start of `tokens` from which the next token can be computed. Takes no
+        reference.
+
+        Args:
+            max_blocks: longest run to return.
+            window_blocks: how many blocks before a token its layers with a sliding window read.
+            multiple: the length of the run is a multiple of this many blocks.
+            ends_after: whether a run may end after this block of the sequence; None: after any.
+        """
+        blocks = self._run(chain, tokens, max_blocks)
+        while True:
+            del blocks[len(blocks) - len(blocks) % multiple :]
+            while blocks and ends_after is not None and not ends_after(len(blocks) - 1):
+                del blocks[-multiple:]
+            first_read = max(0, len(blocks) - window_blocks)
+            lacking = [index for index in range(first_read, len(blocks)) if blocks[index] in self._windowless]
+            if not lacking:
+                return blocks
+            del blocks[lacking[-1] :]
+
+    def _run(self, chain: KeyChain, tokens: IntArray, max_blocks: int) -> list[int]:
+        blocks: list[int] = []
+        for index in range(max_blocks):
+            key = chain.key(index, tokens)
+            block_id = self._by_digest.get(key.digest)
+            if block_id is None or self._keys[block_id] != key:
+                break
+            blocks.append(block_id)
+        return blocks
+
+    def num_free_without(self, cached: Iterable[int]) -> int:
+        """How many blocks are free, not counting the given cached blocks."""
+        return len(self._free) - sum(1 for block_id in cached if self._references[block_id] == 0)
+
+    def take(self, cached: Sequence[int], num_fresh: int) -> list[int]:
+        """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in this order."""
+        assert self.num_free_without(cached) >= num_fresh, "the caller checks num_free_without first"
+        for block_id in cached:
+            if self._references[block_id] == 0:
+                del self._free[block_id]
+            self._references[block_id] += 1
+        self.num_references += len(cached) + num_fresh
+        return [*cached, *(self._take_free() for _ in range(num_fresh))]
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
+        self.num_references -= len(block_ids)
+        for block_id in reversed(block_ids):
+            assert self._references[block_id] > 0, f"block {block_id} is not held"
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free[block_id] = None
+                if self._keys[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def replace(self, block_ids: Sequence[int]) -> list[int] | None:
+        """Drops one reference of each block and holds as many free ones, which it returns; None: too few would be free,
+        and nothing has changed."""
+        freed = sum(1 for block_id in block_ids if self._references[block_id] == 1)
+        if len(self._free) + freed < len(block_ids):
+            return None
+        self.give_back(block_ids)
+        return self.take((), len(block_ids))
+
+    def register(self, block_id: int, key: BlockKey, *, windowless: bool = False, reported: bool = True) -> None:
+        """Offers a held block to later sequences. The first block of a key stays, unless it lacks windows and the new
+        one does not.
+
+        Args:
+            windowless: layers with a sliding window lack the KV of some of the block's tokens.
+            reported: False: not to those who follow the cache, until `report`.
+        """
+        assert self._references[block_id] > 0, f"block {block_id} is not held"
+        if self._keys[block_id] is not None:
+            return
+        known = self._by_digest.get(key.digest)
+        if known is not None:
+            if windowless or known not in self._windowless:
+                if reported:
+                    self.report((known,))
+                return
+            self._forget(known)
+        self._keys[block_id] = key
+        self._by_digest[key.digest] = block_id
+        if windowless:
+            self._windowless.add(block_id)
+        self._unreported.add(block_id)
+        if reported:
+            self.report((block_id,))
+
+    def report(self, block_ids: Iterable[int]) -> None:
+        """Lets those who follow the cache know of these blocks, if they serve every sequence."""
+        for block_id in block_ids:
+            if block_id not in self._unreported:
+                continue
+            self._unreported.remove(block_id)
+            key = self._keys[block_id]
+            if self._changes is not None and key is not None and block_id not in self._windowless:
+                self._note(key.digest, key)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Offers these blocks to nobody any more."""
+        for block_id in block_ids:
+            self._forget(block_id)
+
+    # ---- following the cache
+
+    def cached_keys(self) -> list[BlockKey]:
+        """The keys of all blocks that are cached now, in no order."""
+        if hidden := self._windowless | self._unreported:
+            return [key for block_id, key in enumerate(self._keys) if key is not None and block_id not in hidden]
+        return [key for key in self._keys if key is not None]
+
+    def cached_key(self, digest: bytes) -> BlockKey | None:
+        """The key of that digest while its block is cached."""
+        block_id = self._by_digest.get(digest)
+        return None if block_id is None or block_id in self._windowless else self._keys[block_id]
+
+    def follow(self) -> None:
+        """Collects changes from now on."""
+        self._changes = {}
+
+    def take_changes(self) -> CacheChanges | None:
+        """The changes since the last call, the last one of each digest. None: nobody followed the cache, or there were
+        too many to keep, and none are collected any more."""
+        changes = self._changes
+        if changes:
+            self._changes = {}
+        return changes
+
+    # ----
+
+    def _note(self, digest: bytes, key: BlockKey | None) -> None:
+        assert self._changes is not None
+        self._changes[digest] = key
+        if len(self._changes) > self.num_blocks // 2 + _CHANGES_MIN:  # then reading all keys costs less
+            self._changes = None
+
+    def _take_free(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        self._references[block_id] = 1
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        if key is not None:
+            del self._by_digest[key.digest]
+            self._keys[block_id] = None
+            if self._changes is not None:
+                self._note(key.digest, None)
+            self._windowless.discard(block_id)
+            self._unreported.discard(block_id)

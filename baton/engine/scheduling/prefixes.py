@@ -1,0 +1,43 @@
+"""The prefix caches of several pools of blocks as one, for those who follow what a node has. Pure."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.core.block_keys import BlockKey
+from baton.engine.scheduling.block_manager import BlockManager, CacheChanges
+
+
+class PrefixCache(Protocol):
+    """What followers of a prefix cache call; `BlockManager` describes it."""
+
+    def cached_keys(self) -> list[BlockKey]: ...
+
+    def follow(self) -> None: ...
+
+    def take_changes(self) -> CacheChanges | None: ...
+
+
+class PooledPrefixes:
+    """A block is cached while any pool has it."""
+
+    def __init__(self, pools: Sequence[BlockManager]) -> None:
+        self._pools = pools
+
+    def cached_keys(self) -> list[BlockKey]:
+        return list({key.digest: key for pool in self._pools for key in pool.cached_keys()}.values())
+
+    def follow(self) -> None:
+        for pool in self._pools:
+            pool.follow()
+
+    def take_changes(self) -> CacheChanges | None:
+        changes: CacheChanges = {}
+        for pool in self._pools:
+            if (of_pool := pool.take_changes()) is None:
+                return None
+            changes.update(of_pool)
+        return {digest: self._cached(digest) for digest in changes}
+
+    def _cached(self, digest: bytes) -> BlockKey | None:
+        """The key of that digest as long as any pool has it."""
+        return next((key for pool in self._pools if (key := pool.cached_key(digest)) is not None), None)

@@ -1,0 +1,155 @@
+"""Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from baton.core.costs import StepWork
+from baton.core.errors import Overloaded
+from baton.engine.events import RequestFailed
+from baton.engine.request import EngineLimits
+from baton.engine.scheduling.costs import Costs
+from baton.engine.scheduling.deadlines import backlog_s, is_late, place_of_late
+from baton.engine.scheduling.request_blocks import RequestBlocks
+from baton.engine.scheduling.roster import Roster
+from baton.engine.scheduling.slices import Pace, Slicer
+from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.steps import NextStep
+
+# Hint to clients whose request is refused for lack of room or time.
+RETRY_AFTER_S = 1.0
+_place_of = attrgetter("place")
+
+
+class Prompts:
+    """The prompts of one engine, of waiting and of running requests.
+
+    Args:
+        stop: computes nothing more of a running request.
+
+    Attributes:
+        num_refused: how many requests were refused for being late.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        blocks: RequestBlocks,
+        limits: EngineLimits,
+        meter: Costs,
+        *,
+        stop: Callable[[RequestState], None],
+    ) -> None:
+        self.num_refused = 0
+        self._stop = stop
+        self._roster = roster
+        self._blocks = blocks
+        self._limits = limits
+        self._meter = meter
+        self._slicer = Slicer(limits.chunk_align_tokens or 1)
+        self._refused: list[RequestFailed] = []
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        self._limits = limits
+
+    @property
+    def backlog_s(self) -> float:
+        """The predicted time for all prompts that are not computed yet; 0 while costs are unknown."""
+        costs = self._meter.costs
+        prompts = self._roster.in_prompt()
+        if costs is None or not prompts:
+            return 0.0
+        return backlog_s(costs, prompts, step_tokens=self._limits.max_batch_tokens)
+
+    def check_in_time(self, state: RequestState, now: float) -> None:
+        """Raises:
+        Overloaded: a new request is to be refused if it is late, and is.
+        """
+        if not state.request.refuse_late:
+            return
+        decoding = self._roster.decoding()
+        decodes = StepWork(len(decoding), sum(each.num_tokens for each in decoding))
+        if is_late(state, self._pace(decodes), start=self._blocks.num_cached(state), now=now):
+            self.num_refused += 1
+            raise self._too_late()
+
+    def add_to(self, step: NextStep, running: list[RequestState], now: float, *, admit: bool) -> None:
+        """Adds chunks of prompts in the order of their requests' places, and lets waiting requests run.
+
+        Args:
+            running: the running requests whose prompt is not whole in a step yet.
+            admit: False: waiting requests wait.
+        """
+        roster = self._roster
+        if not running and not (admit and roster.waiting and roster.free_seats):
+            return
+        pace = self._pace(step.work)
+        for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
+            self._fall_back(state)
+        prompts = deque(sorted([state for state in running if state.phase is Phase.RUNNING], key=_place_of))
+        waited_s = self._waited_s(prompts, now, admit=admit)
+        step.bound = self._slicer.bound(self._meter.costs, step.work, roster.tpots, waited_s=waited_s)
+        while step.budget > 0:
+            waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
+            if waiting is not None and (not prompts or waiting.place < prompts[0].place):
+                admit = self._try_to_run(waiting, step, pace, now)
+            elif prompts:
+                step.add_chunk(prompts.popleft())
+            else:
+                break
+        self._slicer.launched(skipped=step.has_skipped)
+
+    def take_refused(self) -> tuple[RequestFailed, ...]:
+        """The requests that were refused since the last call, because they cannot meet their deadline."""
+        refused, self._refused = tuple(self._refused), []
+        return refused
+
+    def _waited_s(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
+        """For how long the first prompt has waited of which nothing is computed. A prompt in progress does not wait."""
+        roster = self._roster
+        untouched = [state for state in running if not state.started]
+        if admit and roster.free_seats:
+            untouched += roster.waiting[:1]
+        return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
+
+    def _try_to_run(self, state: RequestState, step: NextStep, pace: Pace | None, now: float) -> bool:
+        """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
+        place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
+        start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
+        if is_late(state, pace, start=start, now=now):
+            self._fall_back(state)
+            return True  # with the next one
+        if place is None:
+            return False
+        if not step.chunk_tokens(state, start):
+            return False
+        self._blocks.take(state, place)
+        self._roster.run(state)
+        step.add_chunk(state)
+        return True
+
+    def _pace(self, decodes: StepWork) -> Pace | None:
+        costs = self._meter.costs
+        if costs is None:
+            return None
+        return self._slicer.pace(costs, decodes, self._roster.tpots, step_tokens=self._limits.max_batch_tokens)
+
+    def _fall_back(self, state: RequestState) -> None:
+        """A request that cannot meet its deadline goes after those that can, or is refused."""
+        state.due_s = None
+        if not state.request.refuse_late:
+            self._roster.move(state, place_of_late(state))
+            return
+        if state.phase is Phase.WAITING:
+            self._roster.end(state)
+        else:
+            self._stop(state)
+        self.num_refused += 1
+        self._refused.append(RequestFailed(state.request_id, self._too_late()))
+
+    def _too_late(self) -> Overloaded:
+        return Overloaded(
+            "the first token cannot come before it is due",
+            cure="expect it later, send a shorter prompt, or try again when fewer prompts wait",
+            retry_after_s=max(RETRY_AFTER_S, self.backlog_s),
+        )

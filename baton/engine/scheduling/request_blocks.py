@@ -1,0 +1,280 @@
+"""How many blocks a request needs, and how it gets, registers and loses them. Pure.
+
+With attention data parallelism each rank has a pool of blocks, and a request has all of its blocks in one pool.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from baton.core.block_keys import KeyChain, adapted_identity
+from baton.core.pools import blocks_for, take_from_roomiest
+from baton.engine.request import EngineRequest, ModelFacts, Reservation
+from baton.engine.scheduling.block_manager import BlockManager
+from baton.engine.scheduling.prefixes import PooledPrefixes, PrefixCache
+from baton.engine.scheduling.request_states import RequestStates
+from baton.engine.scheduling.state import RequestState
+
+
+class Place(NamedTuple):
+    """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it.
+
+    Attributes:
+        resumed: after how many of the cached blocks the recurrent state is known, if the model has one.
+    """
+
+    pool: int
+    cached: list[int]
+    resumed: int
+
+
+class RequestBlocks:
+    """The blocks of all requests of one engine.
+
+    Args:
+        align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
+            differs in its last bits from the KV of the same tokens in a prompt.
+
+    Attributes:
+        states: the recurrent states of the requests, which get them with their blocks.
+        queried_tokens, hit_tokens: looked up in the prefix cache so far, and found there.
+    """
+
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
+        self._identity = facts.identity
+        self._block_size = facts.block_size
+        self._prefix_cache = prefix_cache
+        self._aligned = align_tokens > 1
+        self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
+        self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
+        self._window_tokens = facts.window_tokens
+        self._pools = tuple(BlockManager(facts.num_blocks) for _ in range(facts.num_owners))
+        self.states = RequestStates(facts, prefix_cache=prefix_cache, align_tokens=align_tokens)
+        self.queried_tokens = self.hit_tokens = 0
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """For those who follow the prefix cache."""
+        return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
+
+    @property
+    def num_pools(self) -> int:
+        return len(self._pools)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all pools together, as the following two."""
+        return sum(pool.num_blocks for pool in self._pools)
+
+    @property
+    def num_free(self) -> int:
+        return sum(pool.num_free for pool in self._pools)
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that requests hold; one that two of them share counts twice."""
+        return sum(pool.num_references for pool in self._pools)
+
+    def keys(self, request: EngineRequest) -> KeyChain:
+        identity = adapted_identity(self._identity, request.adapter)
+        return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
+
+    def needed(self, state: RequestState) -> int:
+        """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
+        return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
+
+    def _cached(self, state: RequestState, pool: BlockManager) -> list[int]:
+        """The pool's cached blocks for the start of the request, up to `RequestState.reusable_tokens`. The state after
+        the last one is known."""
+        return self._matched(state, pool, partial(self.states.resumes_after, state) if self.states.unit else None)
+
+    def _matched(
+        self,
+        state: RequestState,
+        pool: BlockManager,
+        ends_after: Callable[[int], bool] | None,
+        *,
+        stop: int | None = None,
+    ) -> list[int]:
+        """Args:
+        stop: blocks end before this token.
+        """
+        if not self._prefix_cache:
+            return []
+        most = self._reusable_tokens(state) if stop is None else min(self._reusable_tokens(state), stop - 1)
+        return pool.match(
+            state.keys,
+            state.tokens,
+            most // self._block_size,
+            window_blocks=self._window_blocks,
+            multiple=self._align_blocks,
+            ends_after=ends_after,
+        )
+
+    def tokens_in(self, blocks: list[int]) -> int:
+        return len(blocks) * self._block_size
+
+    def num_cached(self, state: RequestState) -> int:
+        """Leading tokens of the request that need not be computed, in the pool that has most of them."""
+        return self.tokens_in(max((self._cached(state, pool) for pool in self._pools), key=len))
+
+    def reservation(self, state: RequestState) -> Reservation:
+        """Which KV the request's blocks expect from elsewhere."""
+        resume_at = state.num_tokens
+        if self._prefix_cache:
+            # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
+            # sliding window must begin at a block.
+            unit = self._align_blocks * self._block_size
+            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
+        return Reservation(
+            state.request_id,
+            tuple(state.blocks),
+            state.num_cached,
+            resume_at,
+            state.state_slot,
+            state.owner,
+            state.restart_at,
+        )
+
+    def fill(self, state: RequestState) -> None:
+        """The KV of all the request's tokens has arrived, as its reservation asks."""
+        self._received(state, state.num_tokens)
+        self.states.received(state)
+        state.fill()
+        self.register(state)
+
+    def fill_part(self, state: RequestState, num_tokens: int) -> None:
+        """The KV of this many leading tokens has arrived, where `resume_at` was that of the reservation or
+        `num_tokens`, whichever is less."""
+        self._received(state, num_tokens)
+        self.states.received(state)
+        state.receive(num_tokens)
+        self.register(state)
+
+    def _received(self, state: RequestState, num_tokens: int) -> None:
+        if self._window_tokens:
+            resume_at = min(self.reservation(state).resume_at, num_tokens)
+            state.windows_from = max(0, resume_at - self._window_tokens + 1)
+
+    def room(self, spare: Counter[int], before: Iterable[RequestState] = ()) -> list[int]:
+        """Free blocks of each pool, less those to spare, and less those that the requests `before` need, if each takes
+        the pool with most room. May be below 0."""
+        room = [pool.num_free - spare[number] for number, pool in enumerate(self._pools)]
+        for state in before:
+            take_from_roomiest(room, self.needed(state))
+        return room
+
+    def place(
+        self, state: RequestState, room: list[int], *, before: int = 0, arriving_tokens: int | None = None
+    ) -> Place | None:
+        """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
+        that has most room left then. None: nowhere.
+
+        A block of the prefix that a pool has counts as two: it is not taken, and not computed. So a conversation stays
+        where it was, and a short prefix that all requests share does not bring all of them to one rank.
+
+        Args:
+            room: of each pool.
+            arriving_tokens: the state after these tokens arrives. So the state after the cached blocks is not needed,
+                and the last block is sent with the state.
+        """
+        if not self.states.has_room(others=before):
+            return None
+        best, most = None, -1
+        for number, pool in enumerate(self._pools):
+            cached = self._cached(state, pool)
+            resumed = len(cached)
+            if arriving_tokens is not None and self.states.unit:
+                cached = max(cached, self._matched(state, pool, None, stop=arriving_tokens), key=len)
+            held_anew = pool.num_free - pool.num_free_without(cached)
+            left = room[number] - held_anew - (self.needed(state) - len(cached))
+            if left >= 0 and left + len(cached) > most:
+                best, most = Place(number, cached, resumed), left + len(cached)
+        return best
+
+    def take(self, state: RequestState, place: Place) -> None:
+        """Gives the request all blocks that it needs; the cached ones come first."""
+        pool, cached = self._pools[place.pool], place.cached
+        known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0
+        blocks = pool.take(cached, self.needed(state) - len(cached))
+        state.hold(
+            blocks,
+            owner=place.pool if len(self._pools) > 1 else None,
+            num_cached_blocks=len(cached),
+            restart_at=place.resumed * self._block_size,
+            block_size=self._block_size,
+        )
+        self.states.take(state, place.resumed, known_blocks)
+        if self._prefix_cache:
+            self.queried_tokens += state.num_tokens
+            self.hit_tokens += self.tokens_in(cached)
+
+    def restart(self, state: RequestState) -> bool:
+        """No state arrives: the request computes its tokens from `restart_at` on here, not into cached blocks, which
+        others may share. Returns False and changes nothing when too few blocks are free."""
+        shared = state.blocks[state.restart_at // self._block_size : state.num_cached // self._block_size]
+        own = self._pools[state.pool].replace(shared)
+        if own is None:
+            return False
+        self.hit_tokens -= state.num_cached - state.restart_at
+        state.restart(own, block_size=self._block_size)
+        return True
+
+    def extend(self, state: RequestState, num_slots: int) -> bool:
+        """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
+        missing, pool = self._blocks_for(num_slots) - len(state.blocks), self._pools[state.pool]
+        if missing > pool.num_free:
+            return False
+        if missing > 0:
+            state.blocks.extend(pool.take((), missing))
+        return True
+
+    def can_extend(self, states: Iterable[RequestState]) -> bool:
+        """Whether each of the requests finds one more block."""
+        wanted = Counter(state.pool for state in states)
+        return all(count <= self._pools[pool].num_free for pool, count in wanted.items())
+
+    def register(self, state: RequestState) -> None:
+        """Offers the request's full, computed blocks to later requests."""
+        if not self._prefix_cache:
+            return
+        num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
+        # Of a model with states, later blocks serve only requests whose state arrives.
+        reported_tokens = state.state_tokens if self.states.unit else num_tokens
+        for index in range(state.num_registered, num_tokens // self._block_size):
+            self._pools[state.pool].register(
+                state.blocks[index],
+                state.keys.key(index, state.tokens),
+                windowless=index * self._block_size < state.windows_from,
+                reported=(index + 1) * self._block_size <= reported_tokens,
+            )
+            state.num_registered = index + 1
+
+    def report(self, state: RequestState) -> None:
+        """There is a snapshot of the request's state: those who follow the cache learn of the blocks before it."""
+        stop = min(state.num_registered, state.state_tokens // self._block_size)
+        if stop > state.num_reported:
+            self._pools[state.pool].report(state.blocks[state.num_reported : stop])
+            state.num_reported = stop
+
+    def forget(self, state: RequestState) -> None:
+        """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
+        self._pools[state.pool].forget(state.blocks)
+        self.states.forget(state)
+
+    @property
+    def split_multiple(self) -> int:
+        """Of how many tokens a part of a prompt that is computed elsewhere must be a multiple."""
+        return self._align_blocks * self._block_size
+
+    def give_back(self, state: RequestState) -> None:
+        self._pools[state.pool].give_back(state.drop_blocks())
+        self.states.give_back(state)
+
+    def _reusable_tokens(self, state: RequestState) -> int:
+        return min(state.reusable_tokens, state.prompt_tokens) if self._aligned else state.reusable_tokens
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self._block_size)

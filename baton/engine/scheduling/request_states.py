@@ -1,0 +1,155 @@
+"""The recurrent states of one engine's requests: their slots, the snapshots they begin from and leave. Pure.
+
+A prompt that is computed here begins after a block with a snapshot. Snapshots are taken at multiples of `unit` tokens:
+the last one before a prompt's end, so that the same prompt finds it; where a prompt departs from a prefix whose blocks
+are cached but whose state is not, so that the next one finds it; and where a chunk ends. The layers write the first two
+within a chunk, which is not cut for them. While a request decodes, each multiple of `unit` gets a snapshot, for its
+recomputation and for the next turn of a conversation.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from baton.core.errors import BatonError
+from baton.engine.batch import BatchRow, RowResult
+from baton.engine.request import ModelFacts
+from baton.engine.scheduling.state import Phase, RequestState
+from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
+from baton.engine.scheduling.steps import NextStep, Step, StepSnapshot
+
+# Slots that snapshots of decoding requests leave free: until its step has ended, nobody can have a snapshot's slot.
+_SPARE_SLOTS = 1
+
+
+class RequestStates:
+    """Does nothing for models without states.
+
+    Args:
+        align_tokens: of `EngineLimits.chunk_align_tokens`, or 1. Above 1 chunks end at its multiples only, and states
+            after decoded tokens are not kept: they differ in their last bits from those after a prompt's.
+
+    Attributes:
+        unit: of how many tokens a place with a snapshot is a multiple; 0: the model has no states.
+    """
+
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int) -> None:
+        self.slots = StateSlots(facts.state_slots)
+        self.unit = math.lcm(facts.block_size, facts.scan_tokens, align_tokens) if facts.state_slots else 0
+        self._block_size = facts.block_size
+        self._keeps = prefix_cache and self.unit > 0
+        self._aligned = align_tokens > 1
+
+    def has_room(self, *, others: int = 0) -> bool:
+        """Whether a request finds a slot after so many others."""
+        return not self.unit or self.slots.num_available > others
+
+    def resumes_after(self, state: RequestState, index: int) -> bool:
+        """Whether there is a snapshot after this block of the request."""
+        return self.slots.has(state.keys.key(index, state.tokens))
+
+    def take(self, state: RequestState, cached_blocks: int, known_blocks: int) -> None:
+        """Gives the request a slot; its state before the next step is that after the cached blocks.
+
+        Args:
+            known_blocks: leading blocks whose KV is cached, whether their state is or not.
+        """
+        if not self.unit:
+            return
+        source = state.keys.key(cached_blocks - 1, state.tokens) if cached_blocks else None
+        state.state_slot, state.restore_from = self.slots.take(source)
+        state.state_tokens = cached_blocks * self._block_size
+        if self._keeps and not self._aligned:
+            last = (state.prefill_stop - 1) // self.unit * self.unit
+            departs = min(known_blocks * self._block_size // self.unit * self.unit, last)
+            state.snapshot_stops = tuple(stop for stop in sorted({departs, last}) if stop > state.state_tokens)
+
+    def received(self, state: RequestState) -> None:
+        """The request's state has come from elsewhere."""
+        self._unpin(state)
+
+    def restored(self, state: RequestState) -> None:
+        """The request's first step has ended."""
+        self._unpin(state)
+
+    def give_back(self, state: RequestState) -> None:
+        if state.state_slot == NO_SLOT:
+            return
+        self._unpin(state)
+        self.slots.give_back(state.state_slot)
+        state.drop_state()
+
+    def forget(self, state: RequestState) -> None:
+        """Offers no state of the request to later ones."""
+        for index in range(state.state_tokens // self._block_size if self._keeps else 0):
+            self.slots.forget(state.keys.key(index, state.tokens))
+
+    # ---- steps
+
+    def begin_decoded(self, step: NextStep, decoding: Iterable[RequestState]) -> None:
+        """Adds snapshots that are taken before the step, of requests that decode in it and have no row in it yet."""
+        if not self._keeps or self._aligned:
+            return
+        for state in decoding:
+            stop = state.num_scheduled
+            if stop % self.unit:
+                continue
+            # NOTE: before the step and not after the one that ends here, because that one's token may still be unknown.
+            key = state.keys.key(stop // self._block_size - 1, state.tokens)
+            slot = self.slots.begin_snapshot(key, spare=_SPARE_SLOTS)
+            if slot != NO_SLOT:
+                step.restores.append((state.state_slot, slot))
+                step.snapshots.append(StepSnapshot(state, stop, key, slot))
+
+    def begin_snapshots(self, step: NextStep) -> None:
+        """Adds the snapshots that are taken within the step and after it, of prompts."""
+        if not self._keeps:
+            return
+        for index in range(step.num_decodes, len(step.states)):
+            state, row = step.states[index], step.rows[index]
+            within: list[tuple[int, int]] = []
+            for stop in self._stops(state, row):
+                key = state.keys.key(stop // self._block_size - 1, state.tokens)
+                slot = self.slots.begin_snapshot(key)
+                step.snapshots.append(StepSnapshot(state, stop, key, slot))
+                if slot == NO_SLOT:
+                    continue
+                if stop < row.token_stop:
+                    within.append((stop - row.token_start, slot))
+                else:
+                    step.copies.append((state.state_slot, slot))
+            if within:
+                step.rows[index] = row._replace(snapshots=tuple(within))
+
+    def _stops(self, state: RequestState, row: BatchRow) -> list[int]:
+        """After how many tokens the row leaves snapshots, in order."""
+        stops = [stop for stop in state.snapshot_stops if row.token_start < stop < row.token_stop]
+        if row.token_stop % self.unit == 0 and not (self._aligned and row.token_stop > state.prompt_tokens):
+            stops.append(row.token_stop)
+        return stops
+
+    def end_snapshots(self, step: Step, results: Sequence[RowResult] | None) -> None:
+        """The step has ended, before its requests take note of it.
+
+        Args:
+            results: None: it has failed.
+        """
+        for state, stop, key, slot in step.snapshots:
+            # The step of a request that has failed or ended meanwhile computed nothing of use.
+            written = (
+                results is not None
+                and state.phase is Phase.RUNNING
+                and not isinstance(results[step.states.index(state)], BatonError)
+            )
+            if slot != NO_SLOT:
+                self.slots.end_snapshot(key, slot, written=written)
+            if not written or not self.slots.has(key):
+                continue
+            if state.passing is not None:  # the one before served only this request, should it be preempted
+                self.slots.demote(state.passing)
+            state.passing = key if slot != NO_SLOT and stop not in state.snapshot_stops else None
+            state.state_tokens = stop
+
+    def _unpin(self, state: RequestState) -> None:
+        if state.restore_from not in (NO_SLOT, state.state_slot):
+            self.slots.unpin(state.restore_from)
+        state.restore_from = NO_SLOT

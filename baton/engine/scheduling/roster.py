@@ -1,0 +1,167 @@
+"""All live requests of one engine by phase: waiting, ready, running, reserved, held. Pure."""
+
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from operator import attrgetter
+
+from baton.engine.request import QueuePlace
+from baton.engine.scheduling.state import Phase, RequestState
+
+_place_of = attrgetter("place")
+
+
+class Roster:
+    """A request has a seat while it runs.
+
+    Args:
+        may_run: whether a ready request may have a seat now. It delays no other one until then.
+
+    Attributes:
+        seats: most running requests.
+        waiting: waiting requests, sorted by place.
+        ready: requests that have their blocks and wait for a seat, sorted by place.
+        running: running requests, sorted by place.
+        tpots: of the running requests that decode here, with their number; None for those without.
+        arrivals: number of all requests so far.
+        num_reserved: requests whose KV is on its way; no more than there are seats.
+    """
+
+    def __init__(self, *, seats: int, may_run: Callable[[RequestState], bool]) -> None:
+        self._may_run = may_run
+        self.waiting: list[RequestState] = []
+        self.ready: list[RequestState] = []
+        self.running: list[RequestState] = []
+        self.tpots: Counter[float | None] = Counter()
+        self.arrivals = 0
+        self.num_reserved = 0
+        self.seats = seats
+        self._by_id: dict[str, RequestState] = {}
+
+    @property
+    def free_seats(self) -> int:
+        return self.seats - len(self.running)
+
+    @property
+    def may_reserve(self) -> bool:
+        """Whether one more request may be on its way: it should find a seat soon after it arrives."""
+        return not any(map(self._may_run, self.ready)) and self.num_reserved < self.seats
+
+    def decoders(self) -> Counter[int]:
+        """Requests with a seat, or waiting for one, that decode now or later, by pool. A newcomer leaves each of them
+        a free block."""
+        pools = [state.pool for state in self.running if not state.prefill_only]
+        return Counter(pools + [state.pool for state in self.ready])
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that decode here, now or later."""
+        return sum(1 for state in self._by_id.values() if not state.prefill_only)
+
+    @property
+    def num_prompt_blocks(self) -> int:
+        """Blocks of `prefill_only` requests; blocks that two of them share count twice."""
+        return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
+
+    def last_decoder(self, pool: int) -> RequestState:
+        """The pool's running request that gives up its blocks first: the one at the last place."""
+        return next(state for state in reversed(self.running) if state.pool == pool and not state.prefill_only)
+
+    @property
+    def num_leased(self) -> int:
+        """Distinct blocks of requests whose KV is being received or sent."""
+        leased: defaultdict[int, set[int]] = defaultdict(set)
+        for state in self._by_id.values():
+            if state.phase in (Phase.RESERVED, Phase.HELD):
+                leased[state.pool].update(state.blocks)
+        return sum(map(len, leased.values()))
+
+    def decoding(self) -> list[RequestState]:
+        """The running requests whose prompts are computed, without those that end with it."""
+        return [state for state in self.running if not state.prefill_only and not state.prompt_remaining]
+
+    def in_prompt(self) -> list[RequestState]:
+        """The requests whose prompts are not computed yet."""
+        parts = (self.waiting, self.ready, self.running)
+        return [state for states in parts for state in states if state.prompt_remaining]
+
+    def find(self, request_id: str) -> RequestState | None:
+        return self._by_id.get(request_id)
+
+    def everyone(self) -> list[RequestState]:
+        return list(self._by_id.values())
+
+    def waiting_before(self, place: QueuePlace) -> list[RequestState]:
+        return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]
+
+    def enter(self, state: RequestState, phase: Phase) -> None:
+        """Adds a new request, which waits or is reserved."""
+        self.arrivals += 1
+        self._by_id[state.request_id] = state
+        self._join(state, phase)
+
+    def run(self, state: RequestState) -> None:
+        self._leave(state)
+        self._join(state, Phase.RUNNING)
+
+    def make_ready(self, state: RequestState) -> None:
+        """The request has its blocks and may run on the next free seat."""
+        self._leave(state)
+        self._join(state, Phase.READY)
+
+    def fill_seats(self, *, kept: int = 0) -> None:
+        """Gives the free seats, all but `kept`, to the first ready requests that may run."""
+        able = [state for state in self.ready if self._may_run(state)]
+        for state in able[: max(0, self.free_seats - kept)]:
+            self.run(state)
+
+    def move(self, state: RequestState, place: QueuePlace) -> None:
+        """Changes the request's place."""
+        if place == state.place:
+            return
+        phase = state.phase
+        self._leave(state)
+        state.place = place
+        self._join(state, phase)
+
+    def hold(self, state: RequestState) -> None:
+        self._leave(state)
+        self._join(state, Phase.HELD)
+
+    def wait(self, state: RequestState) -> None:
+        """A preempted request waits at its place."""
+        self._leave(state)
+        self._join(state, Phase.WAITING)
+
+    def end(self, state: RequestState) -> None:
+        """Removes the request; its id is free again."""
+        self._leave(state)
+        state.phase = Phase.ENDED
+        del self._by_id[state.request_id]
+
+    def _join(self, state: RequestState, phase: Phase) -> None:
+        state.phase = phase
+        if phase is Phase.RUNNING:
+            insort(self.running, state, key=_place_of)
+            if not state.prefill_only:
+                self.tpots[state.request.tpot_s] += 1
+        elif phase is Phase.WAITING:
+            insort(self.waiting, state, key=_place_of)
+        elif phase is Phase.READY:
+            insort(self.ready, state, key=_place_of)
+        elif phase is Phase.RESERVED:
+            self.num_reserved += 1
+
+    def _leave(self, state: RequestState) -> None:
+        if state.phase is Phase.RUNNING:
+            self.running.remove(state)
+            if not state.prefill_only:
+                self.tpots[state.request.tpot_s] -= 1
+                if not self.tpots[state.request.tpot_s]:
+                    del self.tpots[state.request.tpot_s]
+        elif state.phase is Phase.WAITING:
+            self.waiting.remove(state)
+        elif state.phase is Phase.READY:
+            self.ready.remove(state)
+        elif state.phase is Phase.RESERVED:
+            self.num_reserved -= 1

@@ -1,0 +1,152 @@
+"""How much of a prompt a step takes that also decodes, so that the streams of the decoding requests do not stall. Pure.
+
+With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
+in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
+the gap between two tokens. A TPOT that is out of reach, because a plain decode step takes more than
+`_OUT_OF_REACH` times as long, does not count: nothing is gained by it, and all prompts would wait.
+
+Requests without a TPOT get steps of at most `_MOST_DECODES` times a plain decode step, or `_STEADY_S` where that is
+more: text arrives smoothly at 40 tokens a second, and most of a GPU's prompt speed is reached. A node that gets more
+prompts than these steps can compute must not answer later and later, so the bound grows with the time for which the
+first prompt has waited.
+
+Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
+`_SKIPS_MAX` steps without any it gets such a slice in any case. Steps without decodes are not bounded.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+
+MIN_SLICE_TOKENS = 128
+_TPOT_SHARE = 0.9
+_OUT_OF_REACH = 2.0
+_MOST_DECODES = 3.0
+_STEADY_S = 0.025
+_DOUBLING_S = 0.5  # a prompt that has waited so long gets twice the time
+_SKIPS_MAX = 3
+
+
+class StepBound:
+    """The bound on one step's time.
+
+    Args:
+        seconds: the longest that the step should take.
+        least_tokens: of a slice that is not the rest of its prompt.
+        forced: the first slice may have so many whatever they cost.
+    """
+
+    def __init__(self, costs: StepCosts, seconds: float, *, least_tokens: int, forced: bool) -> None:
+        self._costs = costs
+        self._seconds = seconds
+        self._least_tokens = least_tokens
+        self._forced = forced
+
+    def tokens(self, work: StepWork, start: int, stop: int) -> int:
+        """How many tokens of a prompt from `start` to `stop` may be added to a step with this work; may be 0."""
+        if self._fits(work, start, stop):
+            return stop - start
+        low, high = 0, stop - start  # `low` fits, `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(work, start, start + middle):
+                low = middle
+            else:
+                high = middle
+        if low >= self._least_tokens:
+            return low
+        return min(self._least_tokens, stop - start) if self._forced and not work.prompt_tokens else 0
+
+    def _fits(self, work: StepWork, start: int, stop: int) -> bool:
+        pairs = work.pairs + chunk_pairs(start, stop)
+        whole = StepWork(work.decode_rows, work.keys, work.prompt_tokens + stop - start, pairs)
+        return self._costs.seconds(whole) <= self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast prompts are computed in steps that also decode.
+
+    Args:
+        decodes: of each step.
+        slice_tokens: tokens of prompts in a step that has some.
+        skips: steps without any after each of these.
+    """
+
+    costs: StepCosts
+    decodes: StepWork
+    slice_tokens: int
+    skips: int = 0
+
+    def seconds(self, start: int, stop: int) -> float:
+        """The time to compute a prompt's tokens from `start` to `stop` if no other prompt is computed meanwhile."""
+        whole, rest = divmod(max(0, stop - start), self.slice_tokens)
+        seconds = whole * (self._step_s(self.slice_tokens) + (self.skips * self._step_s(0) if self.skips else 0.0))
+        if rest:
+            seconds += self._step_s(rest)
+        return seconds + self.costs.pair_s * chunk_pairs(start, stop)
+
+    def _step_s(self, tokens: int) -> float:
+        return self.costs.seconds(StepWork(self.decodes.decode_rows, self.decodes.keys, tokens))
+
+
+class Slicer:
+    """Makes the bound of each step; keeps count of steps without a slice.
+
+    Args:
+        align_tokens: prompts are cut at multiples of it, so no slice is smaller.
+    """
+
+    def __init__(self, align_tokens: int = 1) -> None:
+        self._align_tokens = align_tokens
+        self._least_tokens = max(MIN_SLICE_TOKENS, align_tokens)
+        self._skips = 0
+
+    def bound(
+        self, costs: StepCosts | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
+    ) -> StepBound | None:
+        """The bound of a step with prompts; None: there is none.
+
+        Args:
+            work: the decodes of the step.
+            tpots: of the requests that run; None for those without.
+            waited_s: for how long the first prompt has waited.
+        """
+        if costs is None or not work.decode_rows:
+            return None
+        plain_s, growth = costs.seconds(work), 1 + max(0.0, waited_s) / _DOUBLING_S
+        bounds = _tpot_bounds(tpots, plain_s)
+        if len(bounds) < len(tpots):
+            bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
+        forced = self._skips >= _SKIPS_MAX
+        return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
+
+    def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> Pace:
+        """How fast prompts are computed next to these decodes, at best: the attention of long prompts makes no
+        slice smaller, and streams without a TPOT allow steps of any length.
+
+        Args:
+            work, tpots: as for `bound`.
+            step_tokens: most tokens of one step.
+        """
+        # An aligned prompt gets one piece of a step.
+        room = self._align_tokens if self._align_tokens > 1 else max(1, step_tokens - work.decode_rows)
+        plain_s = costs.seconds(work) if work.decode_rows else 0.0
+        bounds = _tpot_bounds(tpots, plain_s) if work.decode_rows else []
+        if not bounds:
+            return Pace(costs, work, room)
+        without_pairs = replace(costs, pair_s=0.0)
+        bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
+        if slice_tokens := bound.tokens(work, 0, room):
+            return Pace(costs, work, slice_tokens)
+        return Pace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
+
+    def launched(self, *, skipped: bool) -> None:
+        """A step is launched. `skipped`: the first prompt got nothing of it for lack of time."""
+        self._skips = self._skips + 1 if skipped else 0
+
+
+def _tpot_bounds(tpots: Collection[float | None], plain_s: float) -> list[float]:
+    """The bounds by those TPOTs that are in reach of a decode step that takes so long without prompts."""
+    return [tpot * _TPOT_SHARE for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]

@@ -1,0 +1,293 @@
+"""The scheduler's state of one live request: tokens, blocks, how much KV is computed, when it ends. Pure."""
+
+from enum import Enum
+from typing import NamedTuple
+
+from baton.core.block_keys import BlockKey, KeyChain
+from baton.core.types import FinishReason, PromptLogprob
+from baton.engine.batch import BatchRow, ScoreRow
+from baton.engine.request import EngineRequest, IntArray, QueuePlace, check_continuation, check_output, int_array
+from baton.engine.sampling.row import SampleRows
+
+# Shared by all rows whose token the host does not know yet; nobody writes to it.
+_UNKNOWN_TOKEN = int_array([0])
+
+
+class Phase(Enum):
+    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, READY for a seat, HELD for its release; all
+    three keep blocks.
+
+    ENDED keeps blocks only while a step in flight has a row of the request.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESERVED = "reserved"
+    READY = "ready"
+    HELD = "held"
+    ENDED = "ended"
+
+
+class End(NamedTuple):
+    """Why a request ends. `stop_reason` is the id of its own stop token as text, if one ended it."""
+
+    reason: FinishReason | None
+    stop_reason: str
+
+
+NO_END = End(None, "")
+
+
+class RequestState:
+    """One live request.
+
+    Attributes:
+        place: among the waiting requests, and among the running ones.
+        queued_at: since when it waits to be computed here.
+        due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
+        tokens: prompt and output as far as they are known.
+        blocks: the request's blocks in order; empty while it waits.
+        owner: the rank that has the blocks; None: every rank has blocks of these numbers, or it has none.
+        num_cached: leading tokens whose KV came from the prefix cache, when it first got blocks.
+        restart_at: the first token to compute here if no state arrives: that after the cached ones, or an earlier one
+            where the recurrent state after these is not kept.
+        num_computed: leading tokens whose KV is in `blocks`.
+        num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
+        num_pending: tokens after `tokens` that steps in flight are drawing.
+        row_index: place of the request's row in the last step that has one.
+        shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
+        prompt_tokens: the length of its prompt, without any output.
+        prefill_stop: tokens that are computed as prompt; later ones are decoded one by one, or elsewhere.
+        splits: the request ends before its last known token, without a sampled one.
+        decode_stop: tokens that are computed in all, if the request decodes; else 0.
+        steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
+        end_token_ids: token ids that may end the request.
+        num_registered: leading blocks that were offered to the prefix cache, or came from it.
+        num_reported: leading blocks of which those who follow the prefix cache know; only for models with states.
+        windows_from: layers with a sliding window may lack the KV of tokens before this one.
+        state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
+        restore_from: the slot whose state it continues from, until its first step has ended; its own where that state
+            is in place; -1: none.
+        state_tokens: longest known prefix after which there is a snapshot of its state.
+        passing: key of its last snapshot, if that serves no prefix that others are likely to have.
+        snapshot_stops: after how many tokens there shall be a snapshot, because a prompt that comes next is likely to
+            share them; in order.
+        scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
+            or all have been reported.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        place: QueuePlace,
+        queued_at: float,
+        keys: KeyChain,
+        eos_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.prefill_only = request.prefill_only
+        self._adapter = request.adapter_slot
+        self.place = place
+        self.queued_at = queued_at
+        self.due_s = None if request.output else request.due_s
+        self.splits = request.stop_tokens is not None
+        self.keys = keys
+        self.phase = Phase.WAITING
+        self.tokens = int_array([*request.prompt, *request.output])
+        self.blocks: IntArray = int_array()
+        self.owner: int | None = None
+        self.num_cached = self.restart_at = 0
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.row_index = 0
+        self.shared_row: BatchRow | None = None
+        self.steady_stop = 0
+        self.num_registered = self.num_reported = 0
+        self.windows_from = 0
+        self.state_slot = self.restore_from = -1
+        self.state_tokens = 0
+        self.passing: BlockKey | None = None
+        self.snapshot_stops: tuple[int, ...] = ()
+        self.prefill_stop = self._prompt_stop
+        self.started = False
+        self.scored: list[PromptLogprob] | None = None
+        sampling = request.sampling
+        self.prompt_tokens = len(request.prompt)
+        self._min_tokens = sampling.min_tokens
+        context_tokens = request.decode_context_tokens or max_context_tokens
+        self._max_tokens = min(self.prompt_tokens + sampling.max_tokens, context_tokens)
+        # The KV of the last token is never computed.
+        self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
+        self._row_blocks: IntArray = int_array()
+        self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.end_token_ids = self._eos_token_ids | self._stop_token_ids
+        # A grammar allows these only where the output may end, and its last one must end it.
+        self._grammar_ends = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
+        self._samples = SampleRows(sampling, prompt_tokens=self.prompt_tokens, end_token_ids=self.end_token_ids)
+        self.end_token_ids |= self._grammar_ends
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def _prompt_stop(self) -> int:
+        return self.request.stop_tokens or len(self.tokens)
+
+    @property
+    def prefilling(self) -> bool:
+        """Part of its prompt is not in any step yet."""
+        return self.num_scheduled < self.prefill_stop
+
+    @property
+    def decoding(self) -> bool:
+        """Its next row is a decode: the prompt is scheduled, and the tokens being drawn cannot include the last one."""
+        return self.prefill_stop <= self.num_scheduled < self.decode_stop
+
+    @property
+    def prompt_remaining(self) -> int:
+        """Tokens of the prompt whose KV is not computed yet."""
+        return max(0, self.prefill_stop - self.num_computed)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How many leading tokens may have their KV from the prefix cache: all but one, or those that need no more
+        logprobs, because these come from the hidden states of the tokens before."""
+        return self.prefill_stop - 1 if self.scored is None else len(self.scored)
+
+    @property
+    def pool(self) -> int:
+        """Number of the pool that the blocks are from."""
+        return self.owner or 0
+
+    def hold(
+        self, blocks: list[int], *, owner: int | None, num_cached_blocks: int, restart_at: int, block_size: int
+    ) -> None:
+        """Gives it these blocks of the owner's; the first `num_cached_blocks` come from the prefix cache."""
+        self.blocks, self.owner = int_array(blocks), owner
+        self._row_blocks = int_array()
+        self.num_registered = num_cached_blocks
+        self.num_computed = self.num_scheduled = num_cached_blocks * block_size
+        self.restart_at = restart_at
+        self.prefill_stop = self._prompt_stop
+        if self.scored is not None:
+            del self.scored[self.num_computed :]  # computed again
+        if not self.started:
+            self.num_cached = self.num_computed
+
+    def restart(self, blocks: list[int], *, block_size: int) -> None:
+        """It computes its tokens from `restart_at` on here. These blocks replace the cached ones from there on, before
+        it has a row."""
+        first = self.restart_at // block_size
+        self.blocks[first : first + len(blocks)] = int_array(blocks)
+        self.num_registered = first
+        self.num_cached = self.num_computed = self.num_scheduled = self.restart_at
+
+    def drop_blocks(self) -> IntArray:
+        """Takes all blocks and their KV away; returns the blocks."""
+        blocks, self.blocks = self.blocks, int_array()
+        self.num_computed = self.num_scheduled = self.num_registered = self.num_reported = 0
+        self.windows_from = self.steady_stop = 0
+        self.shared_row = None
+        self.prefill_stop = self._prompt_stop
+        return blocks
+
+    def drop_state(self) -> None:
+        self.state_slot = self.restore_from = -1
+        self.state_tokens, self.passing, self.snapshot_stops = 0, None, ()
+
+    def fill(self) -> None:
+        """The KV of all its tokens has arrived in its blocks."""
+        self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
+        self.started = True
+
+    def receive(self, num_tokens: int) -> None:
+        """The KV of this many leading tokens is in its blocks: what was cached, and what has arrived."""
+        self.num_computed = self.num_scheduled = num_tokens
+
+    def replace_output(self, output: tuple[int, ...]) -> None:
+        self.tokens = int_array([*self.request.prompt, *output])
+        self.prefill_stop = len(self.tokens)
+        if output:
+            self.due_s, self.place = None, self.place.as_begun()
+
+    def score_prompt(self) -> None:
+        """Its prompt is computed here: the logprobs are collected if they are wanted."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.num_output == 0
+        self.scored = [] if wanted else None
+
+    def score_row(self, row: BatchRow) -> ScoreRow | None:
+        """Which logprobs this row of its prompt computes."""
+        alternatives = self.request.sampling.prompt_logprobs
+        if self.scored is None or alternatives is None:
+            return None
+        return ScoreRow(self.tokens[row.token_start + 1 : row.token_stop + 1], alternatives)
+
+    def take_scores(self) -> tuple[PromptLogprob, ...]:
+        """The logprobs of the whole prompt, of which no more are computed."""
+        assert self.scored is not None
+        scored, self.scored = self.scored, None
+        return PromptLogprob(self.tokens[0], None), *scored
+
+    def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
+        """`next_row` of one token at this place of this step. It becomes `shared_row` if later steps can share it until
+        the request's blocks change."""
+        row = self.next_row(1, block_size=block_size, since=step if place == self.row_index else None)
+        self.row_index = place
+        if row.since is not None:
+            self.shared_row = row
+        return row
+
+    def next_row(self, num_tokens: int, *, block_size: int, since: int | None = None) -> BatchRow:
+        """Its row of the next step, which computes `num_tokens` more tokens. They count as scheduled from now on.
+
+        After the known tokens comes the one that the previous step draws.
+
+        Args:
+            since: the step that makes the row, if later steps may share it.
+        """
+        self.shared_row = None
+        start, known = self.num_scheduled, len(self.tokens)
+        self.num_scheduled = stop = start + num_tokens
+        pending = start == known
+        num_blocks = -(-stop // block_size)
+        # NOTE: blocks are copied only when they change. The device thread reads this array while `blocks` may grow.
+        if len(self._row_blocks) != num_blocks:
+            self._row_blocks = self.blocks[:num_blocks]
+        sample = None
+        if stop == known + self.num_pending:
+            self.num_pending += 1
+            output_index = stop - self.prompt_tokens
+            sample = self._samples.row(output_index, self.tokens)
+            if sample.forbidden or sample.history:  # the next row differs in more than its index
+                since = None
+        tokens, source = (_UNKNOWN_TOKEN, self.row_index) if pending else (self.tokens[start:stop], None)
+        since = since if pending else None
+        shared = self._row_blocks, sample, source, since, self._adapter, self.state_slot, self.pool
+        return BatchRow(self.request_id, tokens, start, *shared)
+
+    def append(self, token_id: int) -> End:
+        """Adds its next token. Returns NO_END when more tokens follow."""
+        self.tokens.append(token_id)
+        return self.end_at(token_id)
+
+    def end_at(self, token_id: int) -> End:
+        """Whether and why it ends with this token, the last of `tokens`."""
+        if token_id in self._grammar_ends or (token_id in self.end_token_ids and self.num_output > self._min_tokens):
+            own = token_id in self._stop_token_ids and token_id not in self._eos_token_ids
+            return End(FinishReason.STOP, str(token_id) if own else "")
+        return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
+
+    def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
+        """Raises InvalidRequest when `output`, the whole output so far, does not continue the request's tokens."""
+        check_continuation(tuple(self.tokens[self.prompt_tokens :]), output)
+        check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)

@@ -1,0 +1,116 @@
+"""Slots of recurrent states: which requests and which prefixes have one. Pure.
+
+A request has a slot of its own from its admission to its end. Slots that no request needs hold snapshots: states after
+the full blocks of a prefix, by the key of its last block. A request that begins with such a prefix copies the snapshot
+to its own slot before its first step. Requests take the places of snapshots, the least recently used ones first; a
+snapshot that a queued step still reads or writes keeps its slot.
+"""
+
+from collections import Counter, OrderedDict
+
+from baton.core.block_keys import BlockKey
+
+NO_SLOT = -1
+
+
+class StateSlots:
+    """Slots 0 to `num_slots - 1`.
+
+    Attributes:
+        num_held: slots of requests.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_held = 0
+        self._free = list(reversed(range(num_slots)))
+        # The least recently used first.
+        self._snapshots: OrderedDict[bytes, tuple[BlockKey, int]] = OrderedDict()
+        self._pins: Counter[int] = Counter()  # copies from a snapshot that have not ended, by slot
+        self._forgotten: set[int] = set()  # pinned slots whose snapshot was dropped
+
+    @property
+    def num_available(self) -> int:
+        """Slots that a request could take now."""
+        return len(self._free) + len(self._snapshots) - (len(self._pins) - len(self._forgotten))
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether there is a snapshot after this block."""
+        known = self._snapshots.get(key.digest)
+        return known is not None and known[0] == key
+
+    def take(self, source: BlockKey | None = None) -> tuple[int, int]:
+        """A slot for a request, and the slot of the snapshot from which it continues; NO_SLOT without `source`. That
+        snapshot is pinned until `unpin`, unless its own slot was the last one: then this is the request's.
+        """
+        assert self.num_available, "the caller checks num_available first"
+        self.num_held += 1
+        if source is None:
+            return self._vacate(), NO_SLOT
+        snapshot = self._snapshots[source.digest][1]
+        if self.num_available == 1 and snapshot not in self._pins:
+            del self._snapshots[source.digest]
+            return snapshot, snapshot
+        self._snapshots.move_to_end(source.digest)
+        self._pins[snapshot] += 1
+        return self._vacate(), snapshot
+
+    def unpin(self, snapshot: int) -> None:
+        """The copy from this snapshot has ended, or is not wanted any more."""
+        self._pins[snapshot] -= 1
+        if self._pins[snapshot]:
+            return
+        del self._pins[snapshot]
+        if snapshot in self._forgotten:
+            self._forgotten.remove(snapshot)
+            self._free.append(snapshot)
+
+    def give_back(self, slot: int) -> None:
+        """A request has ended, and no step in flight uses its slot."""
+        self.num_held -= 1
+        self._free.append(slot)
+
+    # ---- snapshots
+
+    def begin_snapshot(self, key: BlockKey, *, spare: int = 0) -> int:
+        """A slot for the state after this block, which a step will write; NO_SLOT: there is one already, or no room
+        that leaves `spare` slots available. It is nobody's until `end_snapshot`."""
+        if self.has(key):
+            self._snapshots.move_to_end(key.digest)
+            return NO_SLOT
+        return self._vacate() if self.num_available > spare else NO_SLOT
+
+    def end_snapshot(self, key: BlockKey, slot: int, *, written: bool) -> None:
+        """The step has ended. Offers the snapshot to later requests if it was written."""
+        if not written or key.digest in self._snapshots:
+            self._free.append(slot)
+        else:
+            self._snapshots[key.digest] = key, slot
+
+    def demote(self, key: BlockKey) -> None:
+        """This snapshot is the first to go."""
+        if self.has(key):
+            self._snapshots.move_to_end(key.digest, last=False)
+
+    def forget(self, key: BlockKey) -> None:
+        """Drops the snapshot after this block, if there is one."""
+        known = self._snapshots.get(key.digest)
+        if known is None:
+            return
+        slot = known[1]
+        del self._snapshots[key.digest]
+        if slot in self._pins:
+            self._forgotten.add(slot)
+        else:
+            self._free.append(slot)
+
+    def _vacate(self) -> int:
+        if self._free:
+            return self._free.pop()
+        digest, (_, slot) = next(item for item in self._snapshots.items() if item[1][1] not in self._pins)
+        del self._snapshots[digest]
+        return slot

@@ -1,0 +1,272 @@
+"""Steps from their making to their end: the order of decodes, the next step, and the steps in flight. Pure.
+
+The oldest step in flight runs while the next one is prepared, so there are at most two.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from baton.core.block_keys import BlockKey
+from baton.core.costs import StepWork, chunk_pairs
+from baton.core.types import PromptLogprob, TokenOutput
+from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from baton.engine.events import LayersComputed, PromptScored, RequestStarted, StepEvents
+from baton.engine.request import EngineLimits
+from baton.engine.scheduling.slices import StepBound
+from baton.engine.scheduling.state import Phase, RequestState
+
+STEPS_MAX = 2
+
+
+class DecodeOrder:
+    """Which place each decoding request has in a step: the one of the previous step, wherever possible.
+
+    A row that keeps its place is neither made nor copied to the device again.
+
+    Attributes:
+        work: the decodes of the step that was placed last.
+    """
+
+    def __init__(self) -> None:
+        self.work = StepWork()
+        self._decoding: list[RequestState] = []
+        self._placed: list[RequestState] = []
+
+    def place(self, decoding: list[RequestState]) -> list[RequestState]:
+        """The same requests in the order of their places. Newcomers take free places first, then requests that lost
+        their place because the step has fewer rows. All of them must then be scheduled."""
+        num_rows = len(decoding)
+        if decoding != self._decoding:
+            self._decoding = decoding
+            self._placed = _kept_places(self._placed, decoding)
+            self.work = StepWork(num_rows, sum([state.num_scheduled for state in decoding]) + num_rows)
+        elif num_rows:  # each context has grown by one token
+            self.work = StepWork(num_rows, self.work.keys + num_rows)
+        return self._placed
+
+
+def _kept_places(before: list[RequestState], decoding: list[RequestState]) -> list[RequestState]:
+    stay, known = set(decoding), set(before)
+    newcomers = [state for state in decoding if state not in known]
+    places = [state if state in stay else None for state in before[: len(decoding)]]
+    moved = [state for state in before[len(decoding) :] if state in stay]
+    filling = iter([*newcomers, *moved])
+    return [next(filling) if state is None else state for state in places] + list(filling)
+
+
+class StepSnapshot(NamedTuple):
+    """A snapshot of a request's recurrent state that a step leaves.
+
+    Attributes:
+        token_stop: tokens that are in the state.
+        key: of the last block of these.
+        slot: -1: there is a snapshot already, or there is no room.
+    """
+
+    state: RequestState
+    token_stop: int
+    key: BlockKey
+    slot: int
+
+
+class NextStep:
+    """A step in the making: first all decodes, then chunks of prompts while there is budget.
+
+    Attributes:
+        number: of the step.
+        states: the requests of the rows, in the order of the rows.
+        rows: rows of a single token come first.
+        budget: tokens that still fit.
+        started: the requests whose first row is in this step, by id.
+        scores: the requests whose prompt logprobs this step computes.
+        num_decodes: rows of `add_decodes`; they come before all others.
+        work: what the step computes.
+        bound: on the step's time; None: there is none.
+        has_skipped: the first prompt got no token of this step for lack of room.
+        layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
+        restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
+        snapshots: of recurrent states, that can be used once the step has ended.
+
+    Args:
+        state_unit: multiples of this many tokens are where chunks of models with recurrent states should end; 0: the
+            model has none.
+    """
+
+    def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float, state_unit: int = 0) -> None:
+        self.number = number
+        self.states: list[RequestState] = []
+        self.rows: list[BatchRow] = []
+        self.started: dict[str, RequestStarted] = {}
+        self.scores: list[tuple[RequestState, ScoreRow]] = []
+        self.budget = limits.max_batch_tokens
+        self.num_decodes = 0
+        self.work = StepWork()
+        self.bound: StepBound | None = None
+        self.has_skipped = False
+        self.layers_per_group = 0
+        self.restores: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.snapshots: list[StepSnapshot] = []
+        self._state_unit = state_unit
+        self._num_single = 0
+        self._limits = limits
+        self._block_size = block_size
+        self._now = now
+
+    def add_decodes(self, states: list[RequestState], work: StepWork) -> None:
+        """Adds the next token of each request, in this order; `work` is theirs. Call it before `add_chunk`."""
+        rows = self.rows
+        for place, state in enumerate(states):
+            row = state.shared_row
+            if row is None or place != state.row_index or not state.num_pending:
+                row = state.next_decode(place, step=self.number, block_size=self._block_size)
+            else:  # the row of the previous step, one token further on
+                state.num_scheduled += 1
+                state.num_pending += 1
+            rows.append(row)
+        self.states += states
+        self.num_decodes = self._num_single = len(states)
+        self.budget -= len(states)
+        self.work = work
+
+    def chunk_tokens(self, state: RequestState, start: int) -> int:
+        """How many tokens of the request from `start` on still fit; 0: it waits."""
+        stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
+        num_tokens = min(self.budget, stop - start)
+        if self.bound is not None and num_tokens > 0:
+            num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
+        if num_tokens < stop - start and self._limits.chunk_align_tokens is not None:
+            num_tokens = 0
+        elif num_tokens < stop - start and self._state_unit:
+            aligned = (start + num_tokens) // self._state_unit * self._state_unit - start
+            num_tokens = aligned if aligned > 0 else num_tokens
+        if not num_tokens and not self.work.prompt_tokens:
+            self.has_skipped = True
+        return num_tokens
+
+    def add_chunk(self, state: RequestState) -> None:
+        """Adds as much of the request's prompt as fits, which may be nothing."""
+        start = state.num_scheduled
+        num_tokens = self.chunk_tokens(state, start)
+        if not num_tokens:
+            return
+        if not state.started:
+            state.started = True
+            queue_s = self._now - state.queued_at
+            self.started[state.request_id] = RequestStarted(state.request_id, state.num_cached, queue_s)
+        if state.restore_from not in (-1, state.state_slot) and start == state.num_computed:
+            self.restores.append((state.restore_from, state.state_slot))
+        index = self._num_single if num_tokens == 1 else len(self.rows)
+        self.states.insert(index, state)
+        row = state.next_row(num_tokens, block_size=self._block_size)
+        self.rows.insert(index, row)
+        if (score := state.score_row(row)) is not None:
+            self.scores.append((state, score))
+        self.budget -= num_tokens
+        self._num_single += num_tokens == 1
+        work = self.work
+        pairs = work.pairs + chunk_pairs(start, start + num_tokens)
+        self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, pairs)
+        if wanted := state.request.layers_per_group:
+            self.layers_per_group = min(wanted, self.layers_per_group or wanted)
+
+
+class Step(NamedTuple):
+    """A launched step.
+
+    Attributes:
+        states: the requests of the rows, in the order of the rows.
+        started: the requests whose first row is in this step, by id.
+        work: what the step computes.
+        scores: it computes prompt logprobs too.
+        snapshots: of recurrent states, that can be used once it has ended.
+    """
+
+    number: int
+    states: list[RequestState]
+    rows: tuple[BatchRow, ...]
+    started: dict[str, RequestStarted]
+    work: StepWork
+    scores: bool
+    snapshots: tuple[StepSnapshot, ...] = ()
+
+    def layers_computed(self, layer_stop: int, index_stop: int) -> StepEvents:
+        """The events of the running step when its first layers are computed, for requests that ask for marks."""
+        layers = []
+        for state, row in zip(self.states, self.rows, strict=True):
+            start = state.num_computed
+            if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
+                stop = start + len(row.token_ids)
+                blocks = tuple(state.blocks)
+                layers.append(
+                    LayersComputed(state.request_id, start, stop, layer_stop, blocks, state.owner, index_stop)
+                )
+        return StepEvents(self.number, 0.0, layers=tuple(layers))
+
+    def collect_scores(
+        self, results: Sequence[RowResult], scores: Mapping[int, Sequence[PromptLogprob]]
+    ) -> tuple[PromptScored, ...]:
+        """Adds the prompt logprobs of the step to its requests; returns those of the prompts that are complete."""
+        complete: list[PromptScored] = []
+        for index, logprobs in scores.items():
+            state = self.states[index]
+            if state.phase is not Phase.RUNNING:
+                continue
+            assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
+            state.scored += logprobs
+            if isinstance(results[index], TokenOutput):
+                complete.append(PromptScored(state.request_id, state.take_scores()))
+        return tuple(complete)
+
+
+class StepsInFlight:
+    """Steps that were launched and have not ended, oldest first. They are numbered from 1 and end in launch order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        self._launched = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def full(self) -> bool:
+        return len(self._steps) == STEPS_MAX
+
+    @property
+    def launched(self) -> int:
+        """Number of all steps launched so far."""
+        return self._launched
+
+    def launch(self, step: NextStep) -> Batch:
+        """Puts a step after the others."""
+        assert not self.full, f"{STEPS_MAX} steps are in flight"
+        assert step.number == self._launched + 1, f"step {step.number} after step {self._launched}"
+        self._launched = number = step.number
+        # `next_decode` has set the places of the decodes.
+        for index in range(step.num_decodes, len(step.states)):
+            step.states[index].row_index = index
+        rows, snapshots = tuple(step.rows), tuple(step.snapshots)
+        launched = Step(number, step.states, rows, step.started, step.work, bool(step.scores), snapshots)
+        self._steps.append(launched)
+        scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
+        restores, copies = tuple(step.restores), tuple(step.copies)
+        return Batch(number, launched.rows, step.layers_per_group, scores, restores, copies)
+
+    @property
+    def oldest(self) -> Step:
+        """The step that runs, or that has ended and is not yet removed."""
+        return self._steps[0]
+
+    def end_oldest(self) -> Step:
+        """Removes the oldest step."""
+        return self._steps.popleft()
+
+    def has_row_of(self, state: RequestState) -> bool:
+        """Whether a step in flight has a row of the request."""
+        return any(state in step.states for step in self._steps)
+
+    def has_row_with_id(self, request_id: str) -> bool:
+        """Whether a step in flight has a row of a request with this id, which may have ended."""
+        return any(row.request_id == request_id for step in self._steps for row in step.rows)

@@ -1,0 +1,93 @@
+"""What the processes of one gateway have counted: a row of numbers for each process, in memory that all of them share.
+
+A row has one writer at a time: its process, and the parent once that process has ended. So a sum misses no write.
+"""
+
+import mmap
+import os
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Self
+
+from baton.metrics.declared import Outcome, Role
+from baton.metrics.tally import Layout, Tally
+
+_NUMBER_BYTES = 8
+
+
+class Count(IntEnum):
+    """The first columns. RUNNING and WAITING count outputs now; the others since the start of the gateway, up to LOCAL
+    outputs."""
+
+    RUNNING = 0  # and waiting
+    FINISHED = 1
+    FAILED = 2  # neither the client's own mistakes nor requests that it cancelled or that were refused
+    REMOTE = 3
+    LOCAL = 4
+    REFUSED_FULL = 5  # requests that never ran, by reason
+    REFUSED_QUEUE = 6
+    REFUSED_DEADLINE = 7
+    SHED = 8
+    WAITING = 9
+
+
+REFUSALS = MappingProxyType(
+    {
+        "full": Count.REFUSED_FULL,
+        "queue": Count.REFUSED_QUEUE,
+        "deadline": Count.REFUSED_DEADLINE,
+        "shed": Count.SHED,
+    }
+)
+
+
+class Board:
+    """The rows of all processes, and which one is this process's own.
+
+    Args:
+        fd: of the memory that `create` made; None: for this process alone.
+
+    Attributes:
+        layout: of the metrics, whose cells are the further columns.
+        tally: counts metrics in the own row.
+        own: number of the own row.
+    """
+
+    def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
+        self.rows = rows
+        self.layout = Layout(Role.GATEWAY)
+        self._width = len(Count) + self.layout.width
+        self._memory = mmap.mmap(-1 if fd is None else fd, rows * self._width * _NUMBER_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self.own = own
+        self._own = own * self._width
+        self.tally = Tally(self.layout, self._numbers, self._own + len(Count))
+
+    @classmethod
+    def create(cls, rows: int) -> "tuple[Self, int]":
+        """A board that other processes can share, and the file descriptor to give to them."""
+        fd = os.memfd_create("baton-gateway")
+        os.ftruncate(fd, rows * (len(Count) + Layout(Role.GATEWAY).width) * _NUMBER_BYTES)
+        return cls(rows, 0, fd), fd
+
+    def add(self, count: Count, number: int) -> None:
+        """Counts in the own row."""
+        self._numbers[self._own + count] += number
+
+    def total(self, count: Count) -> int:
+        return sum(self._numbers[count :: self._width])
+
+    def totals(self) -> list[int]:
+        """The cells of the metrics, each the sum of all rows."""
+        width = self._width
+        rows = (self._numbers[row * width + len(Count) : (row + 1) * width].tolist() for row in range(self.rows))
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    def bury(self, row: int) -> None:
+        """The process of this row is gone: what ran there has failed."""
+        first = row * self._width
+        ran = self._numbers[first + Count.RUNNING]
+        self._numbers[first + Count.FAILED] += ran
+        self._numbers[first + Count.RUNNING] = self._numbers[first + Count.WAITING] = 0
+        failed = self.layout.first("baton_requests_total", (Outcome.FAILED,))
+        self._numbers[first + len(Count) + failed] += ran

@@ -1,0 +1,149 @@
+"""The addresses of all places of one setting, now: names are resolved and files read at each look-up, Services watched.
+
+A place that cannot be read keeps its last addresses, and so do all of them where they list more than `ADDRESSES_MAX`.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from baton.gateway.fleet.discovery.address_file import AddressFile
+from baton.gateway.fleet.discovery.cluster import ServiceWatch
+from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile, Place, ServicePort
+from baton.rpc.server import Address
+
+log = logging.getLogger("baton")
+
+_RESOLVE_AT_ONCE = 16
+_RESOLVE_S = 2.0  # for which a look-up waits for names
+
+
+class Directory:
+    """The addresses of one role's nodes. An async context manager: inside it, Services are watched.
+
+    Args:
+        on_change: called when a watched Service has changed, or a slow name is resolved, so that the next look-up need
+            not wait.
+    """
+
+    def __init__(self, places: Sequence[Place], on_change: Callable[[], None] = lambda: None) -> None:
+        self._addresses = [place for place in places if isinstance(place, Address)]
+        self._files = [AddressFile(place) for place in places if isinstance(place, ListFile)]
+        self._services = [ServiceWatch(place, on_change) for place in places if isinstance(place, ServicePort)]
+        self._on_change = on_change
+        self._last: dict[Address, frozenset[str]] = {}  # of names
+        self._resolving: dict[Address, asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(_RESOLVE_AT_ONCE)
+        self._all: frozenset[str] = frozenset()
+        self._too_many = False
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Raises:
+        ConfigError: a Service is listed, and no cluster or no client for it is there.
+        """
+        for each in self._services:
+            await each.connect()
+        self._watching = [asyncio.create_task(each.run(), name="service-watch") for each in self._services]
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        tasks = [*self._watching, *self._resolving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._services:
+            await each.close()
+
+    async def look_up(self) -> frozenset[str]:
+        """All addresses of all places, after some seconds at most: of names that take longer, the last ones."""
+        listed = dict.fromkeys([*self._addresses, *(address for file in self._files for address in file.read())])
+        literal = {address for address in listed if _is_literal(address.host)}
+        await self._resolve([address for address in listed if address not in literal])
+        found = frozenset(f"{address.host}:{address.port}" for address in literal).union(
+            *(self._last.get(address, frozenset()) for address in listed if address not in literal),
+            *(service.addresses for service in self._services),
+        )
+        too_many = len(found) > ADDRESSES_MAX
+        if too_many and not self._too_many:
+            log.warning(
+                "%d addresses are listed, of at most %d: the last %d stay", len(found), ADDRESSES_MAX, len(self._all)
+            )
+        self._too_many = too_many
+        self._all = self._all if too_many else found
+        return self._all
+
+    async def _resolve(self, names: Sequence[Address]) -> None:
+        """Resolves the names, and waits for it for a bounded time; those that take longer go on."""
+        for gone in self._last.keys() - names:
+            del self._last[gone]
+        tasks = []
+        for address in names:
+            if (task := self._resolving.get(address)) is None:
+                task = asyncio.create_task(self._resolve_one(address), name=f"resolve {address.host}")
+                self._resolving[address] = task
+            tasks.append(task)
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=_RESOLVE_S)
+        for task in late:
+            task.add_done_callback(lambda _: self._on_change())
+
+    async def _resolve_one(self, address: Address) -> None:
+        try:
+            async with self._turns:
+                self._last[address] = await _addresses_of(address)
+        except OSError as error:
+            if address not in self._last:
+                log.warning("cannot resolve %s: %s", address.host, error.strerror)
+                self._last[address] = frozenset()
+        finally:
+            del self._resolving[address]
+
+
+async def _addresses_of(name: Address) -> frozenset[str]:
+    """Raises:
+    OSError: the name has none.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[Any] | OSError] = loop.create_future()
+
+    def take(found: list[Any] | OSError) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    def ask() -> None:
+        found: list[Any] | OSError
+        try:
+            found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            found = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(take, found)
+
+    # NOTE: a process waits at its end for the threads of pools, and a resolver may take minutes.
+    threading.Thread(target=ask, name=f"resolve {name.host}", daemon=True).start()
+    answers = await answer
+    if isinstance(answers, OSError):
+        raise answers
+    # NOTE: a node that has addresses of both families must not count twice.
+    families = {family for family, *_ in answers}
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    hosts = {str(where[0]) for its_family, _, _, _, where in answers if its_family == family}
+    return frozenset(f"[{host}]:{name.port}" if ":" in host else f"{host}:{name.port}" for host in hosts)
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,262 @@
+"""One node as this gateway knows it: its last status, its peers, and what was sent to it since. Pure.
+
+A prefill node may also decode: it serves whole requests, prompt and output, without a hand-over. It is one node all the
+same, with one status, one backlog and one prefix cache, and two views: `view` for prompts that it computes for decode
+nodes, `decode_view` for requests that it serves alone.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from baton.core.costs import StepCosts
+from baton.core.errors import shortened
+from baton.core.pools import blocks_for, take_from_roomiest
+from baton.core.types import AdapterRef
+from baton.gateway.fleet.backlog import Backlog
+from baton.gateway.fleet.cache_position import CachePosition
+from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
+from baton.gateway.fleet.prediction import prompt_s
+from baton.gateway.fleet.router import NodeView
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.rpc.convert import costs_from_proto, describe_loading, kept_bytes, role_name
+from baton.rpc.revisions import revision_of
+
+Role: TypeAlias = common_pb2.Role.ValueType
+
+# Phases of a pair that last.
+SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
+_TEXT_MAX = 200
+_NEVER_CONNECTED = "not connected yet"
+_UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
+
+
+class FleetNode:
+    """One node: its last status, its peers, and what this gateway has sent to it since that status.
+
+    Args:
+        role: in which it is used.
+        listed: that of the list that has its address.
+        turns: counts the choices of nodes, over all nodes.
+
+    Attributes:
+        loading: whether it is connected and does not serve yet; `detail` says what it does.
+        claimed: incarnation that has said it has this role, where the list says another; 0: none.
+        costs: its step costs as it reports them, and their age.
+    """
+
+    def __init__(self, role: Role, address: str, listed: Role, turns: Iterator[int]) -> None:
+        self.role = role
+        self.listed = listed
+        self.claimed = 0
+        self.address = address
+        self.reachable = self.loading = False
+        self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
+        self.status = node_pb2.NodeStatus()
+        self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
+        self.last_message_at_s = 0.0  # last message on any connection
+        self.retired = False  # no longer listed: removed once its requests are done
+        self.cache = CachePosition()
+        self.revision = ""  # of its weights: requests continue only on nodes of theirs; empty: never reached
+        self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
+        self._view: NodeView | None = _UNKNOWN  # None: something has changed since
+        self._decode_view: NodeView | None = None
+        self.costs = NodeCosts(PROMPT_STEP if role == common_pb2.ROLE_PREFILL else DECODE_STEP)
+        self._costs: StepCosts | None = None  # by which it is chosen
+        self._turns = turns
+        self._turn = self._requests_since = self._tokens_since = 0
+        self._open_blocks = [0]  # of each pool, less those of requests sent since the status
+        self._backlog = Backlog()
+
+    @property
+    def name(self) -> str:
+        return self.status.info.name or self.address
+
+    @property
+    def incarnation(self) -> int:
+        return self.status.info.incarnation
+
+    @property
+    def revision_name(self) -> str:
+        return shortened(self.status.info.model.revision_name, _TEXT_MAX)
+
+    @property
+    def version(self) -> str:
+        return shortened(self.status.info.package_version, _TEXT_MAX)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it works on requests: a node that drains does."""
+        return self.reachable and not self.detail
+
+    @property
+    def _block_size(self) -> int:
+        return max(1, self.status.info.cache_shape.block_size)
+
+    @property
+    def cache_kind(self) -> tuple[str, int]:
+        """Nodes that are equal in it name equal blocks equally."""
+        return self.status.info.cache_identity, self.status.info.cache_shape.block_size
+
+    @property
+    def also_decodes(self) -> bool:
+        """Whether it is a prefill node that serves whole requests too."""
+        return self.role == common_pb2.ROLE_PREFILL and self.status.info.also_decodes
+
+    @property
+    def open(self) -> bool:
+        """Whether it may get new requests."""
+        return self.reachable and not (self.detail or self.status.draining or self.retired)
+
+    @property
+    def never_connected(self) -> bool:
+        return self.detail == _NEVER_CONNECTED
+
+    def view(self) -> NodeView:
+        """As a node of its role."""
+        view = self._view
+        if view is None or view.open != self.open:
+            view = self._view = replace(
+                _to_view(self.address, self.revision, self.status, self.peers, self._costs),
+                open=self.open,
+                requests_since=self._requests_since,
+                tokens_since=self._tokens_since,
+                room_tokens=max(self._open_blocks) * self._block_size,
+                turn=self._turn,
+                name=self.name,
+            )
+            _ = view.queue_s  # computed once, not in each copy of the view
+            self._decode_view = None
+        return view
+
+    def decode_view(self) -> NodeView:
+        """As a node that decodes. A prefill node does it alone: it is no decode node's or prefill node's peer then."""
+        view = self.view()
+        if self.role == common_pb2.ROLE_DECODE:
+            return view
+        if self._decode_view is None:
+            self._decode_view = replace(view, also_prefills=True, ready_peers=frozenset())
+            _ = self._decode_view.queue_s
+        return self._decode_view
+
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prompt that is sent now would be computed."""
+        return self._backlog.at(now_s)
+
+    def note_prompt(self, start: int, stop: int, now_s: float) -> None:
+        """It will compute these tokens of a prompt."""
+        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
+
+    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
+        """A request has been sent to it, of which it has `cached_tokens` already."""
+        self._turn = next(self._turns)
+        self._requests_since += 1
+        self._tokens_since += num_tokens - cached_tokens
+        # As the node counts: with room for a first decoded token.
+        take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
+        self._view = None
+
+    def use_costs(self, costs: StepCosts | None) -> None:
+        """It is chosen by these step costs from now on."""
+        if costs is not self._costs:
+            self._costs, self._view = costs, None
+
+    def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
+        before, now_s = self.status, self.last_message_at_s
+        started = before.info.incarnation != status.info.incarnation
+        works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
+        if started:
+            self.costs = NodeCosts(self.costs.typical)
+        self.costs.report(
+            costs_from_proto(status.step_costs),
+            costs_from_proto(status.step_profile),
+            kind=(self.role, status.info.also_decodes, status.info.tensor_parallel_size, status.max_batch_tokens),
+            works=works or (not started and status.requests_total > before.requests_total),
+            now_s=now_s,
+        )
+        self.revision = revision_of(status.info.model)
+        self.status = status
+        self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
+        self.reachable, self.loading, self.detail = True, False, detail
+        self._requests_since = self._tokens_since = 0
+        self._open_blocks = list(status.blocks_open) or [status.blocks_free]
+        self._view = None
+        self._backlog.reported(_seconds(status.backlog_s), now_s)
+
+    def take_loading(self, status: node_pb2.NodeStatus) -> None:
+        """It has started and serves nothing yet."""
+        self.status = status
+        self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
+        self._view = None
+
+    def take_loss(self, reason: str) -> None:
+        """It cannot be reached."""
+        self.status.ClearField("loading")
+        self.reachable, self.loading, self.detail = False, False, reason
+
+    def take_peer(self, state: common_pb2.PeerState) -> None:
+        if state.incarnation:
+            self.peers[state.incarnation] = state
+            self._view = None
+
+    def explain(self) -> str:
+        """Why it is not chosen for a request."""
+        name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
+        if self.loading:
+            return f"{name} is {self.detail}"
+        if self.detail:
+            return f"{name} cannot be used ({self.detail})"
+        if self.status.draining:
+            return f"{name} is draining"
+        refused = [
+            f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
+            for peer in self.peers.values()
+            if peer.mismatches
+        ]
+        return f"{name}: {', '.join(refused)}" if refused else f"{name} is available"
+
+
+def settled(prefill: FleetNode, decode: FleetNode) -> bool:
+    """Whether the pair is ready or was refused."""
+    peer = prefill.peers.get(decode.incarnation)
+    return peer is not None and peer.phase in SETTLED
+
+
+def _seconds(reported: float) -> float:
+    """A node's number, or 0 if it is none."""
+    return reported if 0 <= reported < math.inf else 0.0
+
+
+def _to_view(
+    address: str,
+    revision: str,
+    status: node_pb2.NodeStatus,
+    peers: Mapping[int, common_pb2.PeerState],
+    costs: StepCosts | None,
+) -> NodeView:
+    info = status.info
+    per_token, per_request = kept_bytes(info.cache_spec)
+    ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
+    return NodeView(
+        address=address,
+        incarnation=info.incarnation,
+        revision=revision,
+        open=True,
+        max_context_tokens=info.max_context_tokens,
+        block_size=info.cache_shape.block_size,
+        room_tokens=0,
+        requests=status.requests_running + status.requests_waiting,
+        tokens_waiting=status.tokens_waiting,
+        ready_peers=frozenset(ready),
+        costs=costs,
+        backlog_s=_seconds(status.backlog_s),
+        decode_rows=status.decode_rows,
+        context_tokens=status.context_tokens,
+        max_batch_requests=status.max_batch_requests,
+        max_batch_tokens=status.max_batch_tokens,
+        adapters=frozenset(AdapterRef(each.name, each.revision) for each in status.adapters),
+        kv_bytes_per_token=per_token,
+        state_bytes=per_request,
+        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
+    )

@@ -1,0 +1,219 @@
+"""Where one request is computed: prompt and output on two nodes (remote), both on one (local), or the prompt on two
+(split). Pure.
+
+A prefill node that does nothing else computes prompts without a pause of any stream, so prompts go there as long as it
+is free and the decode node's steps are short. Once prompts queue up, or the gap that a hand-over makes between two
+tokens exceeds the TPOT, a request is served whole by one node, of either role, whose streams stay within their TPOT. If
+no way meets the SLO, the one with the earliest first token is chosen. Without an SLO, the way with the earliest end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import nsmallest
+
+from baton.core.types import LocalPolicy
+from baton.gateway.fleet.prediction import (
+    LocalSteps,
+    hand_over_s,
+    leaves_time_for_prompts,
+    local_steps,
+    output_s,
+    prefill_s,
+    transfer_s,
+)
+from baton.gateway.fleet.router import NodeView, Wanted, pick_decode, pick_prefill, usable_decodes
+
+# Part of the TTFT that a first token from a prefill node may take before other ways are tried.
+_PRESSED = 0.25
+# Without a TTFT, a second until the first token weighs as much as so many of the output.
+_FIRST_WEIGHT = 3.0
+# One node then serves a whole request if that saves so much time, and such a part of it.
+_SAVES_S = 0.05
+_SAVES_PART = 0.1
+_SPLIT_LEAST_TOKENS = 512  # a smaller part is not worth a transfer
+_SPLITS_TRIED = 8
+_NODES_TRIED = 3
+
+
+class Way(Enum):
+    """How a prompt is computed."""
+
+    REMOTE = "remote"
+    LOCAL = "local"
+    SPLIT = "split"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The choice for one request.
+
+    Args:
+        prefill: None for `Way.LOCAL`, and where the prefill node is not known to matter.
+        split_tokens: `Way.SPLIT`: the prefill node computes the tokens before this one; a multiple of both block sizes.
+        why: one sentence for the receipt.
+        predicted_ttft_s: from now to the first token; None: not known.
+        meets: whether the prediction is within the TTFT; True where there is none.
+    """
+
+    way: Way
+    decode: NodeView
+    prefill: NodeView | None
+    split_tokens: int
+    why: str
+    predicted_ttft_s: float | None
+    meets: bool = True
+
+
+def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+    """The nodes and the way for a request; None: no node can take it.
+
+    Args:
+        decodes: the decode nodes, and prefill nodes as nodes that serve requests alone (`NodeView.also_prefills`).
+    """
+    paired = [node for node in decodes if not node.also_prefills]
+    decode = pick_decode(paired, prefills, wanted)
+    if decode is None:
+        return _on_prefill_node([node for node in decodes if node.also_prefills], wanted)
+    if wanted.policy is LocalPolicy.LOCAL:
+        return _local_by_policy(decode, "the policy is local", wanted)
+    prefill = pick_prefill(prefills, decode, wanted)
+    if prefill is None:
+        missing = f"is paired with {decode.label}" if any(node.open for node in prefills) else "is available"
+        return _local_by_policy(decode, f"no prefill node {missing}", wanted)
+    if prefill.costs is None:
+        return Placement(Way.REMOTE, decode, prefill, 0, "", None)
+    ttft_s, tpot_s = wanted.slo.ttft_s, wanted.slo.tpot_s
+    remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, tpot_s)
+    remote = Placement(Way.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
+    if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
+        return remote
+    gap_s = hand_over_s(prefill, decode, wanted)
+    is_soon = ttft_s is not None and remote_s <= _PRESSED * ttft_s
+    if is_soon and (tpot_s is None or gap_s <= tpot_s):
+        return remote
+    usable = usable_decodes(decodes, wanted)
+    sharing = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
+    if is_soon and not sharing:
+        return remote
+    own = [node for node in usable if not node.also_prefills]
+    whole = _best_whole([*own, *sharing], decode, wanted, grows=not sharing)
+    if ttft_s is None:
+        return _ends_first(remote, gap_s, whole, wanted)
+    if whole is not None and whole.first_token_s <= ttft_s:
+        why = _too_slow(prefill, remote_s, ttft_s)
+        if is_soon:
+            why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
+        return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+    split = _split(whole, prefill, remote_s, ttft_s, wanted)
+    if split is not None:
+        return split
+    if not remote.meets and whole is not None and whole.first_token_s < remote_s:
+        why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
+        return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s, meets=False)
+    return remote
+
+
+def _on_prefill_node(alone: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+    """Without a decode node: the whole request on a prefill node that also decodes."""
+    if wanted.policy is LocalPolicy.STRICT:
+        return None
+    node = pick_decode(alone, [], wanted)
+    return None if node is None else _local_by_policy(node, "no decode node is available", wanted)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A whole request on one node.
+
+    Args:
+        first_token_s: from now to its first token.
+        end_s: from now to the end of a typical output, and by how much it delays each of the node's streams beyond what
+            their TPOT allows.
+    """
+
+    node: NodeView
+    steps: LocalSteps
+    first_token_s: float
+    end_s: float
+
+
+def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: Wanted, *, grows: bool) -> _Whole | None:
+    """The node that would end the request first; on a tie `decode`, then the node that was chosen longest ago. Of many
+    nodes the least busy ones are tried."""
+    roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
+    roomy.sort(key=lambda node: node.turn)
+    if len(roomy) > _NODES_TRIED:
+        roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
+    found: _Whole | None = None
+    for node in [decode, *roomy]:
+        steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
+        if steps is None:
+            continue
+        first_s = steps.first_token_s(node.queue_s, node.cached_tokens, wanted.num_tokens)
+        end_s = first_s + output_s(node, wanted)
+        if not steps.bounded:
+            end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
+        if found is None or end_s < found.end_s:
+            found = _Whole(node, steps, first_s, end_s)
+    return found
+
+
+def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: Wanted) -> Placement:
+    """Without a TTFT: the prompt goes where it, and the streams that wait for it, lose the least time."""
+    assert remote.predicted_ttft_s is not None
+    more = _FIRST_WEIGHT - 1
+    remote_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
+    weighted_s = remote_s + more * remote.predicted_ttft_s
+    if whole is None or whole.end_s + more * whole.first_token_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
+        return remote
+    why = (
+        f"{whole.node.label} alone would send the first token after {_s(whole.first_token_s)} and end a typical output "
+        f"after {_s(whole.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
+    )
+    return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+
+
+def _split(whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: Wanted) -> Placement | None:
+    """The smallest part on the prefill node, the bottleneck, with which the first token is in time."""
+    if whole is None or not wanted.splittable or whole.node.incarnation not in prefill.ready_peers:
+        return None
+    node, steps, tokens = whole.node, whole.steps, wanted.num_tokens
+    if steps.stretch * node.queue_s > _PRESSED * ttft_s:  # the decode node is no less busy
+        return None
+    unit = math.lcm(node.block_size, prefill.block_size)
+    least = max(node.cached_tokens + _SPLIT_LEAST_TOKENS, prefill.cached_tokens)
+    most = tokens - _SPLIT_LEAST_TOKENS
+    for number in range(1, _SPLITS_TRIED + 1):
+        split = (least + (most - least) * number // _SPLITS_TRIED) // unit * unit
+        if not least <= split <= most:
+            continue
+        sent_s = prefill_s(prefill, prefill.cached_tokens, split, wanted.slo.tpot_s)
+        sent_s += transfer_s(prefill, node, split - node.cached_tokens)
+        waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
+        first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
+        if first_s <= ttft_s:
+            why = _too_slow(prefill, remote_s, ttft_s)
+            return Placement(Way.SPLIT, node, prefill, split, why, first_s)
+    return None
+
+
+def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
+    steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
+    first_s = None
+    if steps is not None:
+        first_s = steps.first_token_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
+    meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
+    return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
+
+
+def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:
+    """Why a prefill node does not get the prompt."""
+    if seconds == math.inf:
+        return f"the streams on {prefill.label} leave it no time for prompts"
+    return f"{prefill.label} would take {_s(seconds)} of the {_s(ttft_s)} to the first token"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s"

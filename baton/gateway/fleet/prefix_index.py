@@ -1,0 +1,149 @@
+"""Which node has which prefix cache blocks, in bounded memory. Pure.
+
+Each block that some node has is one entry: its number, and a mask with one bit for each node. Beyond `max_blocks` the
+least recently used entries are dropped, and with them what follows them in a prompt is not found any more.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
+
+from baton.core.block_keys import BlockNumbers
+
+_HASHED_AT_ONCE = 64
+_SWEPT_AT_ONCE = 512
+
+
+class PrefixIndex:
+    """Blocks of all nodes.
+
+    Args:
+        max_blocks: entries that are kept; one takes about 200 bytes.
+    """
+
+    def __init__(self, max_blocks: int = 1 << 20) -> None:
+        self._max_blocks = max_blocks
+        self._masks: OrderedDict[int, int] = OrderedDict()  # the least recently used first
+        self._bits: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._free_bits: list[int] = []
+        # Bits of forgotten nodes, and how many entries may still have them. A bit is reused once none has it.
+        self._dead_bits: list[int] = []
+        self._alive = -1  # mask of all other bits
+        self._unswept = 0
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def store(self, node: str, blocks: Iterable[int]) -> None:
+        """The node has these blocks now."""
+        bit, masks, alive = self._bit(node), self._masks, self._alive
+        for block in blocks:
+            masks[block] = masks.get(block, 0) & alive | bit
+            masks.move_to_end(block)
+        while len(masks) > self._max_blocks:
+            masks.popitem(last=False)
+        self._sweep()
+
+    def remove(self, node: str, blocks: Iterable[int]) -> None:
+        """The node has these blocks no more."""
+        bit, masks = self._bit(node), self._masks
+        for block in blocks:
+            mask = masks.get(block, 0) & ~bit & self._alive
+            if mask:
+                masks[block] = mask
+            else:
+                masks.pop(block, None)
+        self._sweep()
+
+    def forget(self, node: str) -> None:
+        """Nothing is known of the node's cache any more. Returns at once; entries are freed by and by."""
+        bit = self._bits.pop(node, None)
+        if bit is None:
+            return
+        del self._names[bit]
+        self._dead_bits.append(bit)
+        self._alive &= ~bit
+        self._unswept = len(self._masks)
+
+    def look_ahead(self, prompt: BlockNumbers) -> Iterator[None]:
+        """Hashes the blocks that `cached_blocks` will need, some at each step, so that others can run in between."""
+        hashed = 1
+        while (numbers := prompt.up_to(hashed)) and numbers[-1] in self._masks and hashed < len(prompt):
+            yield
+            hashed = min(len(prompt), hashed + _HASHED_AT_ONCE)
+
+    def cached_blocks(self, prompt: BlockNumbers, nodes: Collection[str]) -> dict[str, int]:
+        """How many of the prompt's leading blocks each of these nodes has; nodes that have none are left out."""
+        active = 0
+        for node in nodes:
+            active |= self._bits.get(node, 0)
+        cached: dict[str, int] = {}
+        masks, length, count = self._masks, 0, len(prompt)
+        # The first block decides about most prompts; it is hashed alone.
+        hashed = 1
+        while active and length < count:
+            blocks = prompt.up_to(hashed)[length:hashed]
+            if self._all_have(blocks, active):
+                length += len(blocks)
+                blocks = []
+            for block in blocks:
+                remaining = masks.get(block, 0) & active
+                if remaining != active:
+                    if length:
+                        self._note(cached, active & ~remaining, length)
+                    active = remaining
+                    if not active:
+                        break
+                length += 1
+            hashed = min(count, hashed + _HASHED_AT_ONCE)
+        if length:
+            self._note(cached, active, length)
+        self._touch(reversed(prompt.up_to(length)[:length]))
+        return cached
+
+    # ----
+
+    def _touch(self, blocks: Iterable[int]) -> None:
+        """Moves entries to the end; the last blocks of a prompt come first, so that they are dropped first."""
+        masks = self._masks
+        if not self._dead_bits:
+            deque(map(masks.move_to_end, blocks), maxlen=0)  # a third of a loop's time
+            return
+        for block in blocks:
+            masks.move_to_end(block)
+            masks[block] &= self._alive
+
+    def _all_have(self, blocks: Iterable[int], nodes: int) -> bool:
+        """Whether all these nodes, as bits, have all the blocks: the common case, in a fraction of a loop's time."""
+        found = set(map(self._masks.get, blocks))
+        return all(mask is not None and mask & nodes == nodes for mask in found)
+
+    def _note(self, cached: dict[str, int], mask: int, length: int) -> None:
+        while mask:
+            bit = mask & -mask
+            cached[self._names[bit]] = length
+            mask ^= bit
+
+    def _bit(self, node: str) -> int:
+        bit = self._bits.get(node)
+        if bit is None:
+            used = len(self._bits) + len(self._dead_bits)
+            bit = self._free_bits.pop() if self._free_bits else 1 << used
+            self._bits[node] = bit
+            self._names[bit] = node
+        return bit
+
+    def _sweep(self) -> None:
+        """Clears dead bits of a few entries, the least recently used first. All other changes clear them too, so each
+        entry is met once; until all are, the order of use is not kept."""
+        if not self._dead_bits:
+            return
+        masks = self._masks
+        for _ in range(min(_SWEPT_AT_ONCE, self._unswept, len(masks))):
+            block, mask = masks.popitem(last=False)
+            if mask & self._alive:
+                masks[block] = mask & self._alive
+        self._unswept -= _SWEPT_AT_ONCE
+        if self._unswept <= 0:
+            self._free_bits += self._dead_bits
+            self._dead_bits, self._alive = [], -1

@@ -1,0 +1,187 @@
+"""Baton's own service, baton.v1.Generation: every call is passed on as it is."""
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+
+import grpc
+
+from baton import __version__
+from baton.core.types import AdapterRef, GrammarKind
+from baton.gateway.fleet.revisions import serving_revisions
+from baton.gateway.grpc.call import answering, check_count, check_ids
+from baton.gateway.grpc.tokenizer_archive import TokenizerArchive
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.role_change import switch_role
+from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.serving import Serving
+from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import generation_pb2_grpc
+from baton.security import identity
+
+SERVICE_NAME = "baton.v1.Generation"
+
+
+class GenerationService(generation_pb2_grpc.GenerationServicer):
+    """Baton's API of a gateway."""
+
+    def __init__(self, serving: Serving, connections: Connections, archive: TokenizerArchive, view: View) -> None:
+        self._view = view
+        self._serving = serving
+        self._connections = connections
+        self._fleet = connections.fleet
+        self._archive = archive
+
+    # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        async with answering(context) as call:
+            request.request_id = await call.begin(request.request_id)
+
+            def write(message: pb.GenerateResponse) -> Awaitable[None]:
+                call.note(message)
+                return context.write(message)
+
+            await self._serving.generate(request, write, budget_s=call.budget_s, caller_trace=call.trace)
+
+    async def Complete(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.CompleteResponse]
+    ) -> pb.CompleteResponse:
+        async with answering(context) as call:
+            request.request_id = await call.begin(request.request_id)
+            collector = Collector()
+            await self._serving.generate(request, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
+            response = collector.response(request.request_id)
+            call.send_receipt(response.outputs[0].receipt)
+            return response
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
+    ) -> pb.AbortResponse:
+        async with answering(context):
+            check_ids("request_ids", request.request_ids)
+            return pb.AbortResponse(aborted=await self._serving.abort(request.request_ids))
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
+    ) -> pb.TokenizeResponse:
+        async with answering(context):
+            self._serving.check_name(request.model)
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            token_ids = await self._serving.encode(request.text, add_special_tokens=special, is_request=True)
+            return pb.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self,
+        request: pb.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
+    ) -> pb.DetokenizeResponse:
+        model = self._serving.model
+        async with answering(context):
+            model.check_name(request.model)
+            check_count("token_ids", request.token_ids)
+            token_ids = list(request.token_ids)
+            model.check_token_ids("token_ids", token_ids)
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            return pb.DetokenizeResponse(text=await self._serving.decode(token_ids, skip_special_tokens=skip))
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        adapters = self._fleet.adapters()
+        cards = [self._adapter_card(adapters[name]) for name in sorted(adapters)]
+        return pb.ListModelsResponse(models=[self._card(), *cards])
+
+    async def GetModelInfo(
+        self,
+        request: pb.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
+    ) -> pb.GetModelInfoResponse:
+        model = self._serving.model
+        async with answering(context):
+            model.check_name(request.model)
+            archive = await self._archive.get()
+            return pb.GetModelInfoResponse(
+                model=self._card(),
+                eos_token_ids=model.eos_token_ids,
+                bos_token_id=model.bos_token_id,
+                default_sampling=model.default_sampling,
+                has_chat_template=model.chat.has_template,
+                tokenizer_sha256=archive.sha256,
+                grammar_kinds=[kind.name for kind in GrammarKind],
+            )
+
+    async def GetTokenizer(
+        self,
+        request: pb.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[pb.GetTokenizerRequest, pb.GetTokenizerResponse],
+    ) -> AsyncIterator[pb.GetTokenizerResponse]:
+        async with answering(context):
+            self._serving.check_name(request.model)
+            archive = await self._archive.get()
+            for piece in archive.pieces():
+                yield pb.GetTokenizerResponse(chunk=piece)
+            yield pb.GetTokenizerResponse(sha256=archive.sha256)
+
+    async def GetLoads(
+        self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext[pb.GetLoadsRequest, pb.GetLoadsResponse]
+    ) -> pb.GetLoadsResponse:
+        return pb.GetLoadsResponse(nodes=self._fleet.loads(), requests_running=self._serving.running)
+
+    async def ClusterStatus(
+        self,
+        request: pb.ClusterStatusRequest,
+        context: grpc.aio.ServicerContext[pb.ClusterStatusRequest, pb.ClusterStatusResponse],
+    ) -> pb.ClusterStatusResponse:
+        counters = self._serving.counters
+        return pb.ClusterStatusResponse(
+            gateway=self._view.name,
+            nodes=self._fleet.report(),
+            requests_running=self._serving.running,
+            requests_finished=counters.finished,
+            requests_failed=counters.failed,
+            remote_total=counters.remote,
+            local_total=counters.local,
+            package_version=__version__,
+        )
+
+    async def ClusterView(
+        self,
+        request: pb.ClusterViewRequest,
+        context: grpc.aio.ServicerContext[pb.ClusterViewRequest, pb.ClusterViewResponse],
+    ) -> pb.ClusterViewResponse:
+        async with answering(context):
+            shown = await self._view.shown_to(identity.current())
+            return pb.ClusterViewResponse(state_json=shown.decode())
+
+    async def SwitchNodeRole(
+        self,
+        request: pb.SwitchNodeRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
+    ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
+        async with answering(context):
+            grace_s = request.grace_s if request.HasField("grace_s") else None
+            switching = switch_role(self._connections, request.node, request.role, grace_s=grace_s, force=request.force)
+            async with aclosing(switching):
+                async for progress in switching:
+                    yield pb.SwitchNodeRoleResponse(progress=progress)
+
+    def _adapter_card(self, adapter: AdapterRef) -> pb.ModelCard:
+        card = self._card()
+        card.name, card.parent = adapter.name, card.name
+        del card.revisions[:]
+        card.revisions.add(revision=adapter.revision)
+        return card
+
+    def _card(self) -> pb.ModelCard:
+        model = self._serving.model
+        return pb.ModelCard(
+            name=model.name,
+            architecture=model.architecture,
+            max_context_tokens=self._fleet.max_context_tokens,
+            vocab_size=model.vocab_size,
+            revisions=serving_revisions(self._fleet.nodes()),
+        )

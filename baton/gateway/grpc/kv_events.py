@@ -1,0 +1,166 @@
+"""SubscribeKvEvents: the prefix caches of all nodes as the KV events of one vLLM engine.
+
+A subscriber gets an empty snapshot, then every block that some node has, then the changes. So nothing is kept for one
+that comes back: it begins anew, above its last number.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import NamedTuple
+
+import grpc
+from smg_grpc_proto.generated import common_pb2 as smg
+
+from baton.core.block_keys import number_of, root_digest
+from baton.core.errors import InvalidRequest
+from baton.gateway.fleet.cache_union import CacheUnion, Changes
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.request.node_clients import NodeClient
+from baton.protos.v1 import node_pb2
+
+log = logging.getLogger("baton")
+
+_LOOK_S = 0.5  # between looks at which nodes there are
+_QUEUE_MESSAGES = 64  # a slow subscriber slows the nodes' streams down
+_AFTER_MAX = 2**63
+
+
+class _Kind(NamedTuple):
+    """Nodes that are equal in it name equal blocks equally."""
+
+    identity: str
+    block_size: int
+
+
+class KvEvents:
+    """Follows the caches of nodes for subscribers.
+
+    Args:
+        clients: returns the connections to all nodes by address.
+    """
+
+    def __init__(self, fleet: Fleet, clients: Callable[[], Mapping[str, NodeClient]]) -> None:
+        self._fleet = fleet
+        self._clients = clients
+
+    async def subscribe(self, after: int) -> AsyncGenerator[smg.KvEventBatch, None]:
+        """Batches with the numbers after `after`, until it is closed.
+
+        Raises:
+            InvalidRequest: the numbers would not fit into their 64 bits.
+        """
+        if after > _AFTER_MAX:
+            field, allowed = "start_sequence_number", (f"0 to {_AFTER_MAX}",)
+            raise InvalidRequest(f"{field} is {after}", field=field, value=after, allowed=allowed)
+        sequence = after + 1
+        cleared = smg.KvCacheEvent(cleared=smg.KvCacheCleared())
+        yield smg.KvEventBatch(
+            sequence_number=sequence,
+            timestamp=time.time(),
+            events=[cleared],
+            snapshot=smg.KvSnapshotChunk(index=0, count=1, blocks=0),
+        )
+        subscription = _Subscription(self._fleet, self._clients)
+        try:
+            async for events in subscription.events():
+                sequence += 1
+                yield smg.KvEventBatch(sequence_number=sequence, timestamp=time.time(), events=events)
+        finally:
+            subscription.close()
+
+
+class _Subscription:
+    def __init__(self, fleet: Fleet, clients: Callable[[], Mapping[str, NodeClient]]) -> None:
+        self._fleet = fleet
+        self._clients = clients
+        self._queue: asyncio.Queue[tuple[str, node_pb2.WatchCacheResponse]] = asyncio.Queue(_QUEUE_MESSAGES)
+        self._streams: dict[str, asyncio.Task[None]] = {}
+
+    async def events(self) -> AsyncIterator[list[smg.KvCacheEvent]]:
+        kind = await self._kind()
+        union = CacheUnion(number_of(root_digest(kind.identity, "")), kind.block_size)
+        look_at_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + _LOOK_S
+                for address in self._follow_fleet(kind):
+                    if removed := union.forget(address):
+                        yield _to_events(Changes([], removed), kind.block_size)
+            try:
+                address, message = await asyncio.wait_for(self._queue.get(), look_at_s - now_s)
+            except TimeoutError:
+                continue
+            if address in self._streams and (events := _to_events(union.take(address, message), kind.block_size)):
+                yield events
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+
+    async def _kind(self) -> _Kind:
+        """Of the decode nodes, whose block size `GetServerInfo` reports; waits for the first one."""
+        while True:
+            for node in self._fleet.decodes.values():
+                if node.reachable and node.cache_kind[0]:
+                    return _Kind(*node.cache_kind)
+            await asyncio.sleep(_LOOK_S)
+
+    def _follow_fleet(self, kind: _Kind) -> list[str]:
+        """Begins to follow new nodes; returns those whose streams have ended."""
+        nodes = {node.address: node for node in self._fleet.nodes()}
+        ended = [
+            address
+            for address, stream in self._streams.items()
+            if stream.done() or not _usable(nodes.get(address), kind)
+        ]
+        for address in ended:
+            self._streams.pop(address).cancel()
+        clients = self._clients()
+        for address, node in nodes.items():
+            client = clients.get(address)
+            if address not in self._streams and client is not None and address not in ended and _usable(node, kind):
+                self._streams[address] = asyncio.create_task(self._receive(address, client), name="kv-events")
+        return ended
+
+    async def _receive(self, address: str, client: NodeClient) -> None:
+        call = client.watch_cache(node_pb2.WatchCacheRequest(with_tokens=True))
+        try:
+            async for message in call:
+                await self._queue.put((address, message))
+        except grpc.aio.AioRpcError:
+            return  # followed again at the next look, if it can be reached
+        except Exception:
+            log.exception("%s: its prefix cache cannot be followed for a subscriber; trying again", address)
+        finally:
+            call.cancel()
+
+
+def _usable(node: FleetNode | None, kind: _Kind) -> bool:
+    return node is not None and node.reachable and node.cache_kind == kind
+
+
+def _to_events(changes: Changes, block_size: int) -> list[smg.KvCacheEvent]:
+    events = []
+    if changes.removed:
+        hashes = [_signed(block) for block in changes.removed]
+        events.append(smg.KvCacheEvent(removed=smg.KvBlocksRemoved(block_hashes=hashes)))
+    for run in changes.stored:
+        blocks = [
+            smg.KvBlock(block_hash=_signed(block), token_ids=array("i", tokens), block_size=block_size)
+            for block, tokens in run.blocks
+        ]
+        parent = None if run.parent is None else _signed(run.parent)
+        events.append(smg.KvCacheEvent(stored=smg.KvBlocksStored(blocks=blocks, parent_block_hash=parent)))
+    for event_id, event in enumerate(events, 1):
+        event.event_id = event_id
+    return events
+
+
+def _signed(block: int) -> int:
+    """The int64 with the same bits."""
+    return block - (1 << 64) if block >= 1 << 63 else block

@@ -1,0 +1,200 @@
+"""vLLM's engine messages as Baton's and back. Pure.
+
+vLLM reads absent numbers as its own defaults, not as the model's, so every number is set. Numbers have 32 bits on this
+wire; their shortest decimal form gives the same outputs as the same numbers through the other doors.
+"""
+
+import json
+from collections.abc import Sequence
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from baton.core.errors import InvalidRequest
+from baton.gateway.serving.validate import check_lengths
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import finish_reason_from_proto
+
+_REFUSED_FIELDS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
+
+
+def to_generate(request: vllm.GenerateRequest, prompt: Sequence[int], max_context_tokens: int) -> pb.GenerateRequest:
+    """The request for this prompt.
+
+    Raises:
+        InvalidRequest: it has something that Baton does not do; names the field.
+    """
+    _check_fields(request)
+    params = request.sampling_params
+    check_lengths(params)
+    message = pb.GenerateRequest(request_id=request.request_id, token_ids=pb.TokenIds(ids=prompt), n=params.n)
+    kept = len(prompt)
+    if params.HasField("truncate_prompt_tokens"):
+        message.truncate_prompt_tokens = _truncation(params.truncate_prompt_tokens, max_context_tokens)
+        kept = min(kept, message.truncate_prompt_tokens)
+    message.sampling.CopyFrom(_sampling(params, room=max(1, max_context_tokens - kept)))
+    return message
+
+
+def _check_fields(request: vllm.GenerateRequest) -> None:
+    given = [name for name in _REFUSED_FIELDS if request.HasField(name)]
+    given += ["extra_mm_inputs"] if request.extra_mm_inputs else []
+    if given:
+        cure = "send text or token ids; Baton's own nodes exchange KV among themselves"
+        raise InvalidRequest(f"{given[0]} is not supported", field=given[0], cure=cure)
+    if request.data_parallel_rank:
+        raise InvalidRequest(
+            f"data_parallel_rank is {request.data_parallel_rank}",
+            field="data_parallel_rank",
+            value=request.data_parallel_rank,
+            allowed=("0",),
+            cure="leave it out: the gateway chooses the nodes",
+        )
+
+
+def _truncation(given: int, max_context_tokens: int) -> int:
+    if given == -1:
+        return max_context_tokens - 1
+    if given < 1:
+        allowed = ("-1 (the model's limit)", "1 or more")
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {given}", field="truncate_prompt_tokens", value=given, allowed=allowed
+        )
+    return given
+
+
+def _sampling(params: vllm.SamplingParams, *, room: int) -> common_pb2.SamplingParams:
+    sampling = common_pb2.SamplingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else room,
+        min_tokens=params.min_tokens,
+        temperature=_number(params.temperature) if params.HasField("temperature") else 1.0,
+        top_p=_number(params.top_p) or 1.0,
+        top_k=params.top_k,
+        min_p=_number(params.min_p),
+        repetition_penalty=_number(params.repetition_penalty) or 1.0,
+        presence_penalty=_number(params.presence_penalty),
+        frequency_penalty=_number(params.frequency_penalty),
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        logit_bias={_not_negative("logit_bias", key): _number(bias) for key, bias in params.logit_bias.items()},
+    )
+    if params.HasField("seed") and params.seed != -1:  # -1: vLLM draws one
+        sampling.seed = _not_negative("seed", params.seed)
+    if params.HasField("logprobs"):
+        sampling.logprobs = _not_negative("logprobs", params.logprobs)
+    if params.HasField("prompt_logprobs"):
+        sampling.prompt_logprobs = _not_negative("prompt_logprobs", params.prompt_logprobs)
+    grammar = _grammar(params)
+    if grammar is not None:
+        sampling.grammar.CopyFrom(grammar)
+    return sampling
+
+
+def _grammar(params: vllm.SamplingParams) -> common_pb2.Grammar | None:
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_JSON_SCHEMA, text=params.json_schema)
+        case "regex":
+            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text=params.regex)
+        case "grammar":
+            # vLLM takes both languages here. Only EBNF defines its rules with "::=".
+            ebnf = "::=" in params.grammar
+            kind = common_pb2.GRAMMAR_KIND_EBNF if ebnf else common_pb2.GRAMMAR_KIND_LARK
+            return common_pb2.Grammar(kind=kind, text=params.grammar)
+        case "structural_tag":
+            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG, text=params.structural_tag)
+        case "choice":
+            text = json.dumps(list(params.choice.choices), ensure_ascii=False)
+            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_CHOICE, text=text)
+        case "json_object" if params.json_object:
+            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_JSON_OBJECT)
+    return None
+
+
+def _number(value: float) -> float:
+    """The decimal number of which this is the nearest one of 32 bits."""
+    return float(f"{value:.7g}")
+
+
+def _not_negative(name: str, value: int) -> int:
+    if value < 0:
+        raise InvalidRequest(f"{name} has {value}", field=name, value=value, allowed=("0 or more",))
+    return value
+
+
+def to_chunk(
+    message: pb.GenerateResponse, *, prompt_tokens: int, cached_tokens: int, sampling: vllm.SamplingParams
+) -> vllm.GenerateResponse:
+    """The message's tokens; counts are of this message, as vLLM's are."""
+    chunk = vllm.GenerateStreamChunk(
+        token_ids=[token.token_id for token in message.tokens],
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(message.tokens),
+        cached_tokens=cached_tokens,
+        output_logprobs=_output_logprobs(message.tokens, sampling),
+        input_logprobs=_input_logprobs(message.prompt_logprobs, sampling),
+        index=message.index,
+    )
+    return vllm.GenerateResponse(chunk=chunk)
+
+
+def to_complete(
+    output: pb.Output,
+    prompt_logprobs: Sequence[common_pb2.PromptLogprob],
+    *,
+    prompt_tokens: int,
+    cached_tokens: int,
+    sampling: vllm.SamplingParams,
+    last_token_id: int | None,
+) -> vllm.GenerateResponse:
+    """The end of one output. `last_token_id` shows whether a stop token ended it, or a stop string like its number."""
+    complete = vllm.GenerateComplete(
+        output_ids=[token.token_id for token in output.tokens],
+        finish_reason=finish_reason_from_proto(output.finish_reason),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(output.tokens),
+        cached_tokens=cached_tokens,
+        output_logprobs=_output_logprobs(output.tokens, sampling),
+        input_logprobs=_input_logprobs(prompt_logprobs, sampling),
+        index=output.index,
+    )
+    if (
+        last_token_id in sampling.stop_token_ids
+        and last_token_id is not None
+        and output.stop_reason == str(last_token_id)
+    ):
+        complete.matched_token_id = last_token_id
+    elif output.stop_reason:
+        complete.matched_stop_str = output.stop_reason
+    return vllm.GenerateResponse(complete=complete)
+
+
+def _output_logprobs(tokens: Sequence[common_pb2.Token], sampling: vllm.SamplingParams) -> vllm.OutputLogProbs | None:
+    if not (tokens and sampling.HasField("logprobs")):
+        return None
+    logprobs = vllm.OutputLogProbs(
+        token_logprobs=[token.logprob for token in tokens], token_ids=[token.token_id for token in tokens]
+    )
+    if sampling.logprobs:
+        logprobs.top_logprobs.extend(_top(token.top_logprobs) for token in tokens)
+    return logprobs
+
+
+def _input_logprobs(
+    prompt: Sequence[common_pb2.PromptLogprob], sampling: vllm.SamplingParams
+) -> vllm.InputLogProbs | None:
+    if not prompt:
+        return None
+    logprobs = vllm.InputLogProbs(token_ids=[token.token_id for token in prompt])
+    for token in prompt:
+        logprobs.token_logprobs.add(value=token.logprob if token.HasField("logprob") else None)
+        if sampling.prompt_logprobs:
+            logprobs.top_logprobs.append(_top(token.top_logprobs))
+    return logprobs
+
+
+def _top(tokens: Sequence[common_pb2.TokenLogprob]) -> vllm.TopLogProbs:
+    return vllm.TopLogProbs(values=[token.logprob for token in tokens], token_ids=[token.token_id for token in tokens])

@@ -1,0 +1,120 @@
+"""The object `message` and its content blocks. Pure."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from pydantic_core import from_json
+
+from baton.gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
+from baton.gateway.http.parts import Answer, Part
+from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
+from baton.protos.v1 import common_pb2
+
+StopReason = Literal["end_turn", "stop_sequence", "tool_use", "max_tokens", "model_context_window_exceeded"]
+WriteReceipt = Callable[[common_pb2.Receipt], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class MessageObject:
+    """Writes one `message`.
+
+    Attributes:
+        id: the message's id.
+        model: the served model's name.
+        write_receipt: where the receipt is wanted.
+    """
+
+    id: str
+    model: str
+    max_tokens: int
+    stop_sequences: tuple[str, ...] = ()
+    omits_thinking: bool = False
+    write_receipt: WriteReceipt | None = None
+
+    @classmethod
+    def of(
+        cls, request: MessagesRequest, *, id: str, model: str, write_receipt: WriteReceipt | None = None
+    ) -> "MessageObject":
+        thinking = request.thinking
+        shows = thinking.display if isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) else None
+        stop = tuple(request.stop_sequences or ())
+        return cls(id, model, request.max_tokens, stop, shows == "omitted", write_receipt)
+
+    def begun(self) -> dict[str, Any]:
+        """The message before its first block; what the prompt costs is known at the end."""
+        return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(Answer()))
+
+    def ended(self, answer: Answer) -> bytes:
+        message = self._object([self.block(part) for part in answer.parts], self.stop(answer), usage(answer))
+        if self.write_receipt is not None:
+            message["baton"] = {"receipt": self.write_receipt(answer.receipt)}
+        return orjson.dumps(message)
+
+    def block(self, part: Part) -> dict[str, Any]:
+        """The content block of a part, with all that the part has."""
+        if part.kind == "text":
+            return {"type": "text", "text": part.text}
+        if part.kind == "reasoning":
+            shown = "" if self.omits_thinking else part.text
+            return {"type": "thinking", "thinking": shown, "signature": signature(part)}
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.text)}
+
+    def stop(self, answer: Answer) -> dict[str, Any]:
+        reason = self._stop_reason(answer)
+        return {"stop_reason": reason, "stop_sequence": answer.stop_reason if reason == "stop_sequence" else None}
+
+    def _stop_reason(self, answer: Answer) -> StopReason:
+        if answer.truncated:
+            full = answer.usage.completion_tokens < self.max_tokens
+            return "model_context_window_exceeded" if full else "max_tokens"
+        if answer.stop_reason in self.stop_sequences:
+            return "stop_sequence"
+        return "tool_use" if answer.called_tools else "end_turn"
+
+    def _object(self, content: list[dict[str, Any]], stop: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **stop,
+            "usage": used,
+        }
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """As Anthropic counts: `input_tokens` are those that were not in the cache."""
+    used = answer.usage
+    return {
+        "input_tokens": used.prompt_tokens - used.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": used.cached_tokens,
+        "output_tokens": used.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": answer.reasoning_tokens},
+    }
+
+
+def signature(part: Part) -> str:
+    """Of reasoning. Clients keep it and send it back; it is never checked, but some drop a block without one."""
+    return hashlib.sha256(part.text.encode()).hexdigest()
+
+
+def _input(arguments: str) -> orjson.Fragment:
+    """A call's arguments as an object. Where the output was cut off, it has the members that are whole, as Anthropic's
+    clients make it of a stream."""
+    read = _object(arguments) if arguments.lstrip().startswith("{") else ArgumentReader().read(arguments)
+    return orjson.Fragment(json.dumps(read, ensure_ascii=False))  # orjson takes no integers of more than 64 bits
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        return dict(strict_json(arguments))
+    with suppress(ValueError):
+        return dict(from_json(arguments, allow_partial=True))
+    return {}

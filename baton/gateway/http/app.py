@@ -1,0 +1,190 @@
+"""The application: all routes, the page that describes them, and one answer for every error."""
+
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from baton import __version__
+from baton.core.errors import BatonError, InternalError, InvalidRequest
+from baton.gateway.http.browsers import check_not_a_page
+from baton.gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
+from baton.gateway.http.errors import Refused, error_response
+from baton.security.authorize import Right, check, rights_for_path
+from baton.security.door import bearer
+from baton.security.identity import NOBODY, enter
+
+_REQUEST_ID_CHARACTERS_MAX = 256
+_SCHEMAS = "#/components/schemas/{model}"
+
+log = logging.getLogger("baton")
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+class App:
+    """The ASGI application. Draws request ids, and answers what no handler does."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.api = FastAPI(title="Baton", version=__version__, redoc_url=None, redirect_slashes=False)
+        self.api.openapi = self._openapi  # type: ignore[method-assign]
+        self._page: dict[str, Any] | None = None
+        self._bodies: dict[str, type[BaseModel]] = {}
+        self.api.add_exception_handler(BatonError, self._answer_error)
+        self.api.add_exception_handler(HTTPException, self._answer_http_error)
+
+    def add(
+        self,
+        path: str,
+        handler: Handler,
+        *,
+        method: str = "POST",
+        body: type[BaseModel] | None = None,
+        summary: str,
+        listed: bool = True,
+    ) -> None:
+        """Adds a route.
+
+        Args:
+            handler: gets the call; what it raises becomes the answer.
+            body: model of the request's body, for the page; the handler itself reads it.
+            listed: the page has it.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            call = Call(self.context, request)
+            try:
+                response = await handler(call)
+            except BatonError as error:
+                raise call.in_own_words(error) from None
+            except ClientLeft:
+                raise
+            except Exception as error:  # noqa: BLE001  the framework would answer it in its own shape
+                return self._error(request.scope, error)
+            response.headers["x-request-id"] = call.request_id
+            return response
+
+        extra: dict[str, Any] = {}
+        if names := re.findall(r"{(\w+)", path):
+            extra["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        if body is not None:
+            extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": self._refer(body)}}}
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        for each in methods:
+            self.api.add_api_route(
+                path, endpoint, methods=[each], summary=summary, openapi_extra=extra, response_model=None,
+                include_in_schema=listed and each != "HEAD", operation_id=f"{each.lower()}{path.replace('/', '_')}",
+            )  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope[REQUEST_ID] = given = Headers(scope=scope).get("x-request-id", "")
+        if not _is_request_id(given):
+            scope[REQUEST_ID] = uuid.uuid4().hex
+        scope[RAW_SEND] = send
+        started = False
+
+        async def start(message: Message) -> None:
+            if self.context.draining and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        async def noting_start(message: Message) -> None:
+            nonlocal started
+            started = True
+            await start(message)
+
+        try:
+            if given and scope[REQUEST_ID] != given:
+                allowed = (f"1 to {_REQUEST_ID_CHARACTERS_MAX} visible ASCII characters",)
+                raise InvalidRequest("x-request-id is not a request id", field="x-request-id", allowed=allowed)
+            self._admit(scope)
+            await self.api(scope, receive, noting_start)
+        except ClientLeft:
+            log.debug("%s: the client left", scope[REQUEST_ID])
+        except Exception as error:
+            if started:
+                raise
+            await self._error(scope, error)(scope, receive, start)
+        finally:
+            # It refers to the server's request, which has the scope: a cycle that only the collector would free.
+            del scope[RAW_SEND]
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises:
+        Unauthenticated, PermissionDenied, Refused: the caller may not use this path.
+        """
+        door, needed = self.context.door, rights_for_path(scope["path"])
+        if door is None:
+            return
+        headers = Headers(scope=scope)
+        if not door.locked:
+            check_not_a_page(scope["method"], headers, listen_host=self.context.listen_host)
+        if Right.ANYONE in needed:
+            enter(NOBODY)
+            return
+        # Anthropic's clients send x-api-key.
+        credential = bearer(headers.get("authorization")) or headers.get("x-api-key")
+        caller = door.caller(credential, (scope.get("client") or ("unix", 0))[0])
+        check(scope["path"], needed, caller.rights)
+        enter(caller)
+
+    async def _answer_error(self, request: Request, error: Exception) -> Response:
+        return self._error(request.scope, error)
+
+    async def _answer_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path
+        if error.status_code == 405:
+            message = f"{path} does not have the method {method}"
+            methods = set(Headers(error.headers).get("allow", "").split(", "))
+            allowed = tuple(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+            headers = {"allow": ", ".join(allowed)}
+            refused = Refused(405, "method_not_allowed", message, allowed=allowed, headers=headers)
+            return self._error(request.scope, refused)
+        message = f"{method} {path} does not exist"
+        return self._error(request.scope, Refused(error.status_code, "not_found", message, cure="see /docs"))
+
+    def _error(self, scope: Scope, error: Exception) -> Response:
+        request_id = scope[REQUEST_ID]
+        if not isinstance(error, BatonError):
+            log.error("%s: a request failed", request_id, exc_info=error)
+            error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
+        # A request to the model has counted its own error, and a probe that has to wait is not an error.
+        if not error.request_id and scope["path"] != "/ready":
+            self.context.serving.meter.refused_at_door(error)
+        log_answer(request_id, error)
+        return error_response(error, request_id, self.context.error_shape(scope["path"]))
+
+    def _openapi(self) -> dict[str, Any]:
+        """The page's data, with the bodies that handlers read themselves."""
+        if self._page is None:
+            page = get_openapi(title=self.api.title, version=self.api.version, routes=self.api.routes)
+            _, schemas = models_json_schema(
+                [(body, "validation") for body in self._bodies.values()], ref_template=_SCHEMAS
+            )
+            page.setdefault("components", {}).setdefault("schemas", {}).update(schemas.get("$defs", {}))
+            self._page = page
+        return self._page
+
+    def _refer(self, body: type[BaseModel]) -> dict[str, str]:
+        self._bodies[body.__name__] = body
+        return {"$ref": _SCHEMAS.format(model=body.__name__)}
+
+
+def _is_request_id(text: str) -> bool:
+    return 0 < len(text) <= _REQUEST_ID_CHARACTERS_MAX and text.isascii() and text.isprintable() and " " not in text

@@ -1,0 +1,270 @@
+"""The bodies that clients send to OpenAI's endpoints, with vLLM's further fields.
+
+Types are checked here, and what fields mean together; a number's range where all doors check it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from baton.gateway.http.checking import TEXT_OR_OBJECT, Biases, Items, Model, Stops, by_shape, tag
+
+Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+_OUTPUTS_MAX = 128
+_PROMPTS_MAX = 1024
+
+IGNORED = "accepted and ignored"
+
+TextOrObject = Annotated[Annotated[str, tag("text")] | Annotated[dict[str, Any], tag("object")], TEXT_OR_OBJECT]
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], tag("text")] | Annotated[dict[str, Any], tag("object")],
+    TEXT_OR_OBJECT,
+]
+
+
+def _prompt_shape(value: object) -> str | None:
+    """By the first element, so that an error names the first one that is different."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[Text, tag("text")]
+    | Annotated[Items[Text], Field(max_length=_PROMPTS_MAX), tag("texts")]
+    | Annotated[TokenIds, tag("ids")]
+    | Annotated[Items[TokenIds], Field(max_length=_PROMPTS_MAX), tag("lists")],
+    by_shape(_prompt_shape, "a string, token ids, or a list of either"),
+]
+
+
+class StreamOptions(Model):
+    """What else a stream has."""
+
+    include_usage: bool = Field(False, description="a last chunk with the usage")
+    continuous_usage_stats: bool = Field(False, description="the usage so far in every chunk")
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
+
+
+class JsonSchemaFormat(Model):
+    """A named JSON Schema."""
+
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description=f"{IGNORED}: a schema is always obeyed")
+
+
+class ResponseFormat(Model):
+    """What the output must be."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema")
+        return self
+
+
+class StructuredOutputs(Model):
+    """What the output must be, in vLLM's words; one of these."""
+
+    json_: TextOrObject | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool | None = Field(None, description=IGNORED)
+    disable_any_whitespace: bool | None = Field(None, description=IGNORED)
+
+
+class GenerationBody(Model):
+    """Fields of every request for an output."""
+
+    model: str = Field("", description="default: the served model")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=_OUTPUTS_MAX, description="outputs for each prompt")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, lt=1 << 32, description="-1 or 0: off")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Biases | None = None
+    stop: Stops | None = None
+    stop_token_ids: Items[Uint32] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 32)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="among waiting requests lower values go first")
+    cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
+    ttft_ms: float | None = Field(None, gt=0, description="expected time to the first token; default: the gateway's")
+    tpot_ms: float | None = Field(
+        None, gt=0, description="expected mean time per further token; default: the gateway's"
+    )
+    session_id: Text | None = Field(
+        None, description="requests of one session go to the same nodes where that costs nothing"
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: TextOrObject | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
+    guided_grammar: Text | None = None
+    guided_decoding_backend: str | None = Field(None, description=IGNORED)
+    return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
+    return_token_ids: bool = Field(False, description="add the token ids of the output")
+    output_token_ids: Items[Uint32] = Field(
+        [],
+        description="tokens of the output that the client has already, from a gateway that it lost: the answer goes on "
+        "after them. Needs the same x-request-id, and a seed where tokens are drawn",
+    )
+    revision: str = Field(
+        "",
+        description="the `system_fingerprint` or `revision` of the part of the answer that the client has already: it "
+        "goes on with the weights and the adapter of this revision, or fails",
+    )
+    baton_receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
+    user: str | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(None, description=IGNORED)
+    service_tier: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs and stream exclude each other")
+        if not self.spaces_between_special_tokens:
+            raise ValueError("spaces_between_special_tokens: only true is possible")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="default: what the context leaves")
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="older name of max_completion_tokens")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Items[dict[str, Any]] = Field([])
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = Field(None, description="a variable of the template; none: no reasoning")
+    include_reasoning: bool = True
+    chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
+        None, description="name of one of the checkpoint's templates"
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the template")
+    documents: Items[dict[str, Any]] | None = Field(None, description="a variable of the template")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: Literal[False] = Field(False, description="the template writes all special tokens itself")
+    modalities: Items[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = Field(None, description=IGNORED)
+    verbosity: str | None = Field(None, description=IGNORED)
+
+    @model_validator(mode="after")
+    def _is_possible_chat(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Prompt
+    max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="begin with the prompt")
+    best_of: int | None = Field(None, ge=1, le=_OUTPUTS_MAX)
+    add_special_tokens: bool = True
+    suffix: Literal[""] = Field("", description="not possible: no model here fills in the middle")
+
+    @model_validator(mode="after")
+    def _is_possible_completion(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which only echo allows")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError("best_of is less than n")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ValueError("best_of and stream exclude each other")
+        if self.output_token_ids and (self.echo or len(self.prompts) > 1):
+            raise ValueError("output_token_ids exclude echo and several prompts")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("echo and truncate_prompt_tokens exclude each other")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or more prompts, each as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class TokenizeBody(Model):
+    """POST /tokenize: of a text, or of a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="of prompt; a template writes them itself")
+    return_token_strs: bool = False
+    tools: Items[dict[str, Any]] = Field([])
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Model):
+    """POST /detokenize"""
+
+    model: str = ""
+    tokens: Items[Uint32]
+    skip_special_tokens: bool = False

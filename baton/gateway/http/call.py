@@ -1,0 +1,410 @@
+"""One HTTP request as every API in front of `baton.gateway.serving.serving` needs it: its id, its deadline, its body,
+and the answer as a stream of events or in one piece. Knows no API's shape."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import BatonError, InternalError, InvalidRequest
+from baton.core.log_lines import loggable
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.http.body import parse_object, read_body
+from baton.gateway.http.checking import M, checked, short
+from baton.gateway.http.errors import ErrorShape, Refused, error_response, openai_error
+from baton.gateway.http.extras import set_slo
+from baton.gateway.http.view import View
+from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.serving import Serving, Skip
+from baton.gateway.text.chat.types import ChatRequest
+from baton.protos.v1 import generation_pb2 as pb
+from baton.security.door import Door
+from baton.security.exposure import is_loopback
+from baton.settings.config import MIB
+from baton.settings.gateway_config import GatewaySettings
+from baton.tracing.context import TraceContext, read_context
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
+
+# Keys in the scope of a request: its id, and the server's own `send` without the frameworks' wrappers.
+REQUEST_ID = "baton.request_id"
+RAW_SEND = "baton.send"
+
+_SMALL_BODY = 1 << 16  # bytes; the largest one of the costliest shape holds the event loop for milliseconds
+_DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
+_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+log = logging.getLogger("baton")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection: nobody reads an answer."""
+
+
+@dataclass
+class Context:
+    """What the handlers of all requests share.
+
+    Attributes:
+        view: what operators see of the cluster.
+        door: who may come in; None: everybody.
+        error_shapes: by the beginning of a path; every other path has OpenAI's shape.
+        draining: whether the process is about to end.
+        started_s: unix time of the process's start.
+    """
+
+    settings: GatewaySettings
+    serving: Serving
+    fleet: Fleet
+    view: View
+    door: Door | None = None
+    error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
+    draining: bool = False
+    started_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def listen_host(self) -> str | None:
+        """The host that it listens on, if only this machine reaches that."""
+        host = self.settings.http_listen.rpartition(":")[0]
+        return host if is_loopback(host) else None
+
+    def error_shape(self, path: str) -> ErrorShape:
+        shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))
+        return next(shapes, openai_error)
+
+
+class Encoder(Protocol):
+    """Writes one stream in an API's own events."""
+
+    def push(self, message: pb.GenerateResponse) -> bytes:
+        """The events for this message, which is no notice; may be empty."""
+        ...
+
+    def finish(self) -> bytes:
+        """The events after the last message."""
+        ...
+
+    def error(self, error: BatonError) -> bytes:
+        """The event that ends a stream that cannot go on."""
+        ...
+
+
+class ChatEncoder(Encoder, Protocol):
+    """Writes the stream of a chat."""
+
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the events for this message, and gets those that follow."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `Serving.generate`, and who takes its messages, and those that the client has already."""
+
+    message: pb.GenerateRequest
+    push: Callable[[pb.GenerateResponse], bytes]
+    chat: ChatRequest | None = None
+    skip: Skip | None = None
+
+
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        request_id: the client's x-request-id, or a drawn one; the answer has it too.
+        wants_receipt: whether the answer is to have the receipt.
+        field_names: what this API calls the fields that errors name, where it differs.
+
+    Raises:
+        InvalidRequest: a header is wrong.
+    """
+
+    def __init__(self, context: Context, request: Request) -> None:
+        self.context = context
+        self.serving = context.serving
+        self.request = request
+        self.request_id: str = request.scope[REQUEST_ID]
+        self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
+        self.field_names: dict[str, str] = {}
+        self._limit_s = _limit_s(request)
+        self._ttft_ms = _milliseconds(request, "x-baton-ttft-ms")
+        self._tpot_ms = _milliseconds(request, "x-baton-tpot-ms")
+        self._session_id = request.headers.get("x-session-id", "")
+        self._loop = asyncio.get_running_loop()
+        self._started_at_s = self._loop.time()
+
+    @property
+    def budget_s(self) -> float | None:
+        """What is left of the time that the client allows; None: it does not say."""
+        return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
+
+    async def read(self, model: type[M]) -> M:
+        """The body as a checked model; raises as `read_as`."""
+        return await self.read_as(lambda value: checked(model, value))
+
+    async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
+        """What `understand` makes of the JSON object that is the body. Pure; a large body is read in a thread, so that
+        it delays no other request's tokens.
+
+        Raises:
+            InvalidRequest: it is none, or too large, or `understand` says so.
+            Overloaded: too many large bodies wait already.
+            ClientLeft: it ends early.
+        """
+        with self.serving.texts.holding() as hold:
+            body = await self._read_body(hold)
+            if len(body) <= _SMALL_BODY:
+                return understand(parse_object(body))
+            return await self.serving.texts.run(len(body), lambda: understand(parse_object(body)))
+
+    async def _read_body(self, hold: Callable[[int], None]) -> bytes:
+        bytes_max = int(self.context.settings.http_body_mib * MIB)
+        chunks = _counted(self.request.stream(), hold)
+        try:
+            async with asyncio.timeout(self.budget_s):
+                return await read_body(chunks, self.request.headers, bytes_max=bytes_max)
+        except ClientDisconnect:
+            raise ClientLeft from None
+        except TimeoutError:
+            raise Refused(408, "request_timeout", "the body took too long", headers={"connection": "close"}) from None
+
+    async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> pb.CompleteResponse:
+        """The request's whole outputs. A client that leaves cancels the request.
+
+        Raises:
+            BatonError: why it cannot be finished.
+            ClientLeft: nobody waits for it any more.
+        """
+        (whole,) = await self.collect_all([message], chat)
+        return whole
+
+    async def collect_all(
+        self, messages: Sequence[pb.GenerateRequest], chat: ChatRequest | None = None
+    ) -> list[pb.CompleteResponse]:
+        """As `collect`, for several requests at the same time."""
+        collectors = [Collector() for _ in messages]
+        jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
+        await self.serve(jobs)
+        return [collector.response() for collector in collectors]
+
+    async def serve(self, jobs: Sequence[Job]) -> None:
+        """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""
+        generation = asyncio.create_task(self.generate(jobs, _ignore))
+        await unless_left(generation, self.request.receive)
+
+    def stream(self, message: pb.GenerateRequest, encoder: "ChatEncoder", chat: ChatRequest) -> Response:
+        """The answer to a chat as server-sent events."""
+        return self.stream_all([Job(message, encoder.push, chat, encoder.skip)], encoder)
+
+    def stream_all(self, jobs: Sequence[Job], encoder: Encoder) -> Response:
+        """As `stream`, for several requests at the same time; `encoder` ends the stream."""
+        return EventStream(self, jobs, encoder)
+
+    async def generate(self, jobs: Sequence[Job], write: "WriteFor") -> None:
+        """Serves the jobs at the same time; the first error ends all.
+
+        Raises:
+            BatonError: why one cannot be finished.
+        """
+        for job in jobs:
+            self._add_headers(job.message)
+        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self._caller_trace())
+        runs = [serve(job.message, write(job), chat=job.chat, skip=job.skip) for job in jobs]
+        if len(runs) == 1:
+            await runs[0]
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for run in runs:
+                    group.create_task(run)
+        except* BatonError as errors:
+            first = errors.exceptions[0]
+        else:
+            return
+        assert isinstance(first, BatonError)
+        raise first
+
+    def _caller_trace(self) -> TraceContext | None:
+        headers = self.request.headers
+        given = headers.getlist("traceparent")
+        return read_context(given[0], ",".join(headers.getlist("tracestate"))) if len(given) == 1 else None
+
+    def _add_headers(self, message: pb.GenerateRequest) -> None:
+        """What headers say about the request and its body does not."""
+        set_slo(message.slo, ttft_ms=self._ttft_ms, tpot_ms=self._tpot_ms)
+        message.session_id = message.session_id or self._session_id
+
+    def in_own_words(self, error: BatonError) -> BatonError:
+        """The error with the field's name as this API's clients know it."""
+        name = error.field.removeprefix("sampling.")
+        error.field = self.field_names.get(name, name)
+        return error
+
+
+WriteFor = Callable[[Job], Callable[[pb.GenerateResponse], Awaitable[None]]]
+
+
+class EventStream(Response):
+    """Serves jobs while it answers. An error before the first event has its own status; later it is an event."""
+
+    def __init__(self, call: Call, jobs: Sequence[Job], encoder: Encoder) -> None:
+        super().__init__(headers={**_EVENT_STREAM, "x-request-id": call.request_id})
+        del self.headers["content-length"]
+        self._call = call
+        self._jobs = jobs
+        self._encoder = encoder
+        self._started = False
+        self._writing = False  # while an event waits for a slow client
+        self._written = True  # since the last look
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_start = send
+        self._send = scope.get(RAW_SEND, send)
+        generation = asyncio.create_task(self._run(scope, receive, send))
+        try:
+            await unless_left(generation, receive, every_s=KEEP_ALIVE_S, act=self._keep_alive)
+        except ClientLeft:
+            log.debug("%s: the client left", self._call.request_id)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        try:
+            await call.generate(self._jobs, self._write_for)
+            await self._write(self._encoder.finish(), more=False)
+        except BatonError as error:
+            await self._fail(call.in_own_words(error), scope, receive, send)
+        except Exception as error:
+            log.exception("%s: a request failed", call.request_id)
+            internal = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
+            await self._fail(internal, scope, receive, send)
+
+    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+        log_answer(self._call.request_id, error)
+        if self._started:
+            await self._write(self._encoder.error(error), more=False)
+        else:
+            self._started = True
+            shape = self._call.context.error_shape(scope["path"])
+            await error_response(error, self._call.request_id, shape)(scope, receive, send)
+
+    def _write_for(self, job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+        push, send = job.push, self._send
+
+        async def write(message: pb.GenerateResponse) -> None:
+            data = comment(message.notice) if message.notice else push(message)
+            if not data:
+                return
+            if not self._started:
+                await self._write(data)
+                return
+            self._writing = self._written = True  # as `_write`, once per token
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._writing = False
+
+        return write
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await self._send_start({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._writing = self._written = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writing = False
+
+    async def _keep_alive(self) -> None:
+        if not self._written and not self._writing:
+            await self._write(comment("keep-alive"))
+        self._written = False
+
+
+async def _counted(chunks: AsyncIterator[bytes], hold: Callable[[int], None]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        hold(len(chunk))
+        yield chunk
+
+
+def comment(text: str) -> bytes:
+    """A line that clients of event streams skip."""
+    return f": {' '.join(text.split())}\n\n".encode()
+
+
+def log_answer(request_id: str, error: BatonError) -> None:
+    """`baton.gateway.serving.serving` has logged what failed there."""
+    log.debug("%s: %s", request_id, loggable(error))
+
+
+async def unless_left(
+    work: "asyncio.Task[None]",
+    receive: Receive,
+    *,
+    every_s: float | None = None,
+    act: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Waits for the task, whose request's body is read; cancels it when the client closes its connection.
+
+    Args:
+        every_s, act: what to do in these intervals meanwhile.
+
+    Raises:
+        ClientLeft: it did.
+    """
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        while True:
+            done, _ = await asyncio.wait((work, leaving), timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                return await work
+            if leaving in done:
+                raise ClientLeft
+            if act is not None:
+                await act()
+    finally:
+        work.cancel()
+        leaving.cancel()
+        await asyncio.wait((work, leaving))
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _ignore(job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+    async def write(message: pb.GenerateResponse) -> None:
+        if not message.notice:
+            job.push(message)
+
+    return write
+
+
+def _limit_s(request: Request) -> float | None:
+    for name in _DEADLINES:
+        given = request.headers.get(name)
+        if given is not None:
+            return _positive(name, given, "seconds")
+    return None
+
+
+def _milliseconds(request: Request, name: str) -> float | None:
+    given = request.headers.get(name)
+    return None if given is None else _positive(name, given, "milliseconds")
+
+
+def _positive(name: str, given: str, unit: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{name} is {short(given)}", field=name, value=short(given), allowed=(f"{unit} above 0",))
+    return value

@@ -1,0 +1,264 @@
+"""How a JSON body becomes a checked value: strict pydantic models, and one `InvalidRequest` that names the wrong field.
+
+Unions are tagged by a function, so that an error names the one shape that was meant. Knows no endpoint.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
+from pydantic import Tag as PydanticTag
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from baton.core.errors import InvalidRequest
+
+_VALUE_CHARS_MAX = 100
+_FIELD_CHARS_MAX = 200
+_ALIKE = 0.8  # of 1: temprature and max_token are above, foo and text below
+
+# Marks tags of unions in pydantic's locations, so that they are left out of field names.
+_TAG = "~"
+_UNSUPPORTED = "unsupported"
+_UNKNOWN = "unknown"
+_KIND = "kind"
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "text": (str, "a string"),
+    "list": (list, "a list"),
+    "object": (dict, "an object"),
+}
+
+
+class Model(BaseModel):
+    """A JSON object: no unknown fields, no conversions between types, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_unknown_field(cls, value: object) -> object:
+        """pydantic describes each of half a million unknown fields before it gives its errors; this names the first."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if value.keys() <= known:
+            return value
+        unknown = next(name for name in value if name not in known)
+        nearest = get_close_matches(unknown[:_VALUE_CHARS_MAX], known, n=1, cutoff=_ALIKE)
+        # NOTE: only strings: pydantic writes every value of the context as text, however long.
+        context = {"name": unknown, "value": short(value[unknown]), "nearest": "".join(nearest)}
+        raise PydanticCustomError(_UNKNOWN, "it is not a parameter of this endpoint", context)
+
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+_BIASES_MAX = 1024  # as `baton.gateway.serving.validate`
+
+
+def at_most(most: int) -> BeforeValidator:
+    """An object of that many keys. pydantic would first describe each one that is wrong."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_long", "too many", {"max_length": most, "actual_length": len(value)})
+        return value
+
+    return BeforeValidator(check)
+
+
+Biases = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(_BIASES_MAX)]
+PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
+
+
+def tag(name: str) -> PydanticTag:
+    """One shape of a union; `name` is what the function of `by_type` or `text_or_list` gives for it."""
+    return PydanticTag(_TAG + name)
+
+
+def by_type(default: str | None = None) -> Discriminator:
+    """Chooses an object's shape by its `type`; `default` is the shape of an object without it."""
+
+    def choose(value: object) -> str | None:
+        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return _TAG + found if isinstance(found, str) else None
+
+    return Discriminator(choose)
+
+
+def by_shape(choose: Callable[[object], str | None], allowed: str) -> Discriminator:
+    """Chooses the shape whose tag `choose` gives for a value; None: it is none of the allowed ones."""
+
+    def tagged(value: object) -> str | None:
+        found = choose(value)
+        return None if found is None else _TAG + found
+
+    return Discriminator(tagged, custom_error_type=_KIND, custom_error_message=allowed)
+
+
+def by_kind(*kinds: str) -> Discriminator:
+    """Chooses the shape by the JSON type: `text`, `list` or `object`."""
+
+    def choose(value: object) -> str | None:
+        return next((kind for kind in kinds if isinstance(value, _KINDS[kind][0])), None)
+
+    return by_shape(choose, " or ".join(_KINDS[kind][1] for kind in kinds))
+
+
+TEXT_OR_LIST = by_kind("text", "list")
+TEXT_OR_OBJECT = by_kind("text", "object")
+
+StopText = Annotated[str, Field(min_length=1)]
+Stops = Annotated[Annotated[StopText, tag("text")] | Annotated[Items[StopText], tag("list")], TEXT_OR_LIST]
+
+
+def unsupported(cure: str, *harmless: object) -> BeforeValidator:
+    """A known parameter that Baton does not offer: only null and the `harmless` values pass, as None."""
+
+    def check(value: object) -> None:
+        if value is None or any(value is one or (type(value) is type(one) and value == one) for one in harmless):
+            return
+        raise PydanticCustomError(_UNSUPPORTED, "{cure}", {"cure": cure})
+
+    return BeforeValidator(check)
+
+
+JsonObject = dict[str, Any]  # `parse_object` limits its depth
+
+
+def checked(model: type[M], body: Mapping[str, Any]) -> M:
+    """The parsed body as this model; a null at its top is as good as absent.
+
+    Raises:
+        InvalidRequest: names the first wrong field as the client wrote it, such as `input[2].content[0].text`.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def invalid_request(error: ValidationError) -> InvalidRequest:
+    # Few by design: lists fail at their first wrong element, models at their first unknown field.
+    return _describe(error.errors(include_url=False)[0])
+
+
+def field_name(location: Iterable[str | int]) -> str:
+    """`("input", "~items", 2, "content")` as `input[2].content`."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not part.startswith(_TAG) and part != "[key]":
+            name += f".{part}" if name else part
+    return name if len(name) <= _FIELD_CHARS_MAX else f"{name[:_FIELD_CHARS_MAX]}..."
+
+
+def _describe(detail: ErrorDetails) -> InvalidRequest:
+    field = field_name(detail["loc"])
+    kind, context, value = detail["type"], detail.get("ctx", {}), short(detail["input"])
+    describe = _DESCRIPTIONS.get(kind)
+    if describe is not None:
+        return describe(field, value, context)
+    wanted = _WANTED.get(kind)
+    allowed = wanted.format(**context) if wanted else detail["msg"]
+    return InvalidRequest(f"{field or 'the body'} is {value}", field=field, value=value, allowed=(allowed,))
+
+
+def short(value: object) -> str:
+    """A value for an error message: never long, and never a walk through nested JSON."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if not isinstance(value, str | int | float | bool | None):
+        return type(value).__name__
+    text = "null" if value is None else repr(value[:_VALUE_CHARS_MAX] if isinstance(value, str) else value)
+    return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
+
+
+def _missing(field: str, _value: str, _context: dict[str, Any]) -> InvalidRequest:
+    return InvalidRequest(f"{field} is missing", field=field, cure=f"give {field}")
+
+
+def _unknown(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    field = field_name((field, context["name"]) if field else (context["name"],))
+    cure = f"did you mean {context['nearest']}?" if context["nearest"] else "leave it out; /docs lists all fields"
+    message = f"{field} is not a parameter of this endpoint"
+    return InvalidRequest(message, field=field, value=context["value"], cure=cure)
+
+
+def _of_models(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    """What a model's own validator says about its fields together."""
+    return InvalidRequest(str(context["error"]), field=field, value=value)
+
+
+def _too_long(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    count, most = context.get("actual_length") or "too many", context["max_length"]
+    return InvalidRequest(f"{field} has {count} items", field=field, value=count, allowed=(f"up to {most}",))
+
+
+def _too_short(field: str, _value: str, context: dict[str, Any]) -> InvalidRequest:
+    count, least = context["actual_length"], context["min_length"]
+    return InvalidRequest(f"{field} has {count} items", field=field, value=count, allowed=(f"{least} or more",))
+
+
+def _not_offered(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    return InvalidRequest(f"{field} is {value}, which is not supported", field=field, value=value, cure=context["cure"])
+
+
+def _literal(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    allowed = tuple(context["expected"].replace(" or ", ", ").split(", "))
+    return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
+
+
+def _unknown_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    field = f"{field}.type" if field else "type"
+    value = short(context["tag"].removeprefix(_TAG))
+    allowed = tuple(context["expected_tags"].replace(_TAG, "").split(", "))
+    return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
+
+
+def _no_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+    """No object, or one without a `type`."""
+    if value == "an object":
+        return _missing(f"{field}.type" if field else "type", value, context)
+    return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("an object with a type",))
+
+
+_DESCRIPTIONS: dict[str, Callable[[str, str, dict[str, Any]], InvalidRequest]] = {
+    "missing": _missing,
+    _UNKNOWN: _unknown,
+    "value_error": _of_models,
+    "too_long": _too_long,
+    "too_short": _too_short,
+    _UNSUPPORTED: _not_offered,
+    "literal_error": _literal,
+    "union_tag_invalid": _unknown_type,
+    "union_tag_not_found": _no_type,
+}
+
+
+# What pydantic wanted, in our words.
+_WANTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "list_type": "a list",
+    "none_required": "null",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "at least {min_length} character(s)",
+    "string_too_long": "at most {max_length} characters",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+}

@@ -1,0 +1,64 @@
+"""What the head of a request must be, by RFC 9110 and RFC 9112, beyond what the parser checks itself. Pure."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from baton.gateway.http.errors import Refused
+
+_VERSIONS = ("1.0", "1.1")
+_HOST = re.compile(rb"(\[[0-9A-Fa-fVv:._~!$&'()*+,;=-]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?", re.ASCII)
+JSON_TYPE = "application/json"
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+
+
+def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Args:
+        headers: with lower-case names.
+
+    Raises:
+        Refused: 400 for no host, several hosts or one that is none; 501 for a method or a transfer coding that this
+            server does not know; 505 for another version of HTTP.
+    """
+    if version not in _VERSIONS:
+        raise Refused(505, "http_version_not_supported", f"the request is of HTTP {version}", allowed=_VERSIONS)
+    if method == b"CONNECT":
+        raise Refused(501, "not_implemented", "this is no proxy: it has no method CONNECT")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        cure = "send one header host"
+        raise Refused(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", cure=cure)
+    if hosts and not _HOST.fullmatch(hosts[0].strip()):
+        allowed = ("host", "host:port")
+        raise Refused(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and b",".join(codings).strip().lower() != b"chunked":
+        message = f"the body's transfer-encoding is {codings[0].decode('latin-1')!a}"
+        raise Refused(501, "not_implemented", message, field="transfer-encoding", allowed=("chunked",))
+
+
+def check_content(headers: Mapping[str, str]) -> None:
+    """Args:
+        headers: with lower-case names.
+
+    Raises:
+        Refused: 415, unless the body is JSON in UTF-8 without compression; it may have no type.
+    """
+    coding = headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        message, cure = f"the body's content-encoding is {coding!r}", "send the body uncompressed"
+        raise unsupported(message, "identity", cure, header="accept-encoding")
+    given, _, parameters = headers.get("content-type", JSON_TYPE).partition(";")
+    media_type = given.strip().lower()
+    if media_type != JSON_TYPE and not media_type.endswith("+json"):
+        raise unsupported(f"the body is {media_type!r}", JSON_TYPE, f"send the header content-type: {JSON_TYPE}")
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        charset = value.strip().strip('"').lower()
+        if name.strip().lower() == "charset" and charset not in _CHARSETS:
+            raise unsupported(f"the body's charset is {charset!r}", JSON_TYPE, "send UTF-8, which all JSON is")
+
+
+def unsupported(message: str, allowed: str, cure: str, *, header: str = "accept") -> Refused:
+    """Status 415; `header` says what is accepted."""
+    headers = {header: allowed}
+    return Refused(415, "unsupported_media_type", message, allowed=(allowed,), cure=cure, headers=headers)

@@ -1,0 +1,141 @@
+"""An answer as an ordered list of parts: reasoning, text and tool calls, put together from its messages. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import orjson
+
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+
+Kind = Literal["reasoning", "text", "tool_call"]
+
+
+@dataclass(slots=True)
+class Part:
+    """One piece of reasoning, of the answer's text, or one tool call with its arguments' JSON.
+
+    Attributes:
+        position: in the answer, from 0.
+        id, name: of a tool call.
+        tokens: those of text.
+    """
+
+    kind: Kind
+    position: int
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[common_pb2.Token] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class Growth:
+    """What one message adds to one part; `tokens` are those that the part got with it."""
+
+    part: Part
+    text: str
+    begins: bool
+    tokens: Sequence[common_pb2.Token] = ()
+
+
+class Answer:
+    """Collects the messages of a chat's only output.
+
+    Args:
+        keeps_tokens: parts get their tokens, for logprobs.
+
+    Attributes:
+        reasoning_tokens: number of tokens whose text is reasoning, as far as messages tell them apart.
+    """
+
+    def __init__(self, *, keeps_tokens: bool = False) -> None:
+        self.parts: list[Part] = []
+        self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self.stop_reason = ""
+        self.usage = common_pb2.Usage()
+        self.receipt = common_pb2.Receipt()
+        self.reasoning_tokens = 0
+        self._tool_index = -1  # of the tool call in progress
+        self._keeps_tokens = keeps_tokens
+        self._pending: list[common_pb2.Token] = []  # tokens whose text has not come yet
+        self._pending_count = 0
+
+    @property
+    def called_tools(self) -> bool:
+        return any(part.kind == "tool_call" for part in self.parts)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+    def push(self, message: pb.GenerateResponse) -> list[Growth]:
+        """Adds a message; returns what grew, in order."""
+        self._pending_count += len(message.tokens)
+        if self._keeps_tokens:
+            self._pending += message.tokens
+        delta = message.chat
+        grown: list[Growth] = []
+        if delta.reasoning:
+            grown.append(self._grow("reasoning", delta.reasoning))
+        if delta.content:
+            grown.append(self._grow("text", delta.content))
+        grown += [self._grow_tool(piece) for piece in delta.tool_calls]
+        if grown:
+            self._give_tokens(grown[-1])
+        if message.finish_reason:
+            self.finish_reason = message.finish_reason
+            self.stop_reason = message.stop_reason
+            self.receipt = message.receipt
+        if message.HasField("usage"):
+            self.usage = message.usage
+        return grown
+
+    def collect(self, message: pb.GenerateResponse) -> bytes:
+        """As `push`, for an answer in one piece: nothing is to be sent yet."""
+        self.push(message)
+        return b""
+
+    def _grow(self, kind: Kind, text: str) -> Growth:
+        begins = not self.parts or self.parts[-1].kind != kind
+        if begins:
+            self.parts.append(Part(kind, len(self.parts)))
+        part = self.parts[-1]
+        part.pieces.append(text)
+        return Growth(part, text, begins)
+
+    def _grow_tool(self, piece: pb.ToolCallDelta) -> Growth:
+        begins = not self.parts or self.parts[-1].kind != "tool_call" or piece.index != self._tool_index
+        if begins:
+            self._tool_index = piece.index
+            self.parts.append(Part("tool_call", len(self.parts), piece.id, piece.name))
+        part = self.parts[-1]
+        part.pieces.append(piece.arguments)
+        return Growth(part, piece.arguments, begins)
+
+    def _give_tokens(self, last: Growth) -> None:
+        if last.part.kind == "reasoning":
+            self.reasoning_tokens += self._pending_count
+        elif last.part.kind == "text" and self._pending:
+            last.tokens = self._pending
+            last.part.tokens += self._pending
+        self._pending_count = 0
+        if self._pending:
+            self._pending = []
+
+
+def with_token_ids(event: bytes, token_ids: Sequence[int], revision: str) -> bytes:
+    """The event with what a client needs to go on elsewhere: the tokens whose text the stream has with this event, and
+    had not before it, and the revision of the weights."""
+    start = event.removesuffix(b"}\n\n")
+    return b'%b,"token_ids":%b,"revision":%b}\n\n' % (start, orjson.dumps(token_ids), orjson.dumps(revision))
+
+
+def event(name: str, data: bytes) -> bytes:
+    """One server-sent event whose data is one line of JSON."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

@@ -1,0 +1,138 @@
+"""uvicorn's HTTP/1.1 protocol with limits on headers and a body in OpenAI's shape for what is no HTTP."""
+
+import asyncio
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from baton.core.errors import BatonError
+from baton.gateway.http.errors import Refused, openai_error, status_of
+from baton.gateway.http.head import check_head
+
+HEADER_BYTES_MAX = 64 << 10
+# For a request's headers, once its connection is open or its first byte has come, and then for each piece of its body.
+REQUEST_S = 60.0
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Closes a connection whose request takes too long, or whose headers are too large or no HTTP."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_headers = True
+        self._header_bytes = 0
+        self._unparsed_bytes = 0
+        self._refused = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._in_headers:
+            self._stop_waiting()
+        if self._patience is None:
+            self._wait_for_more()
+        self._unparsed_bytes += len(data)  # a header counts once it is complete; one that never ends counts here
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._in_headers and self._unparsed_bytes > HEADER_BYTES_MAX:
+            self._refuse_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes <= HEADER_BYTES_MAX:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._wants_upgrade():
+            return
+        if self._header_bytes > HEADER_BYTES_MAX:
+            self._refuse_headers()
+        try:
+            check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        except Refused as error:
+            self._refuse(error)
+        if self._refused:  # requests that came with a refused one have no bodies, and would wait for them
+            return
+        super().on_headers_complete()
+        self._in_headers, self._unparsed_bytes = False, 0
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._wants_upgrade():
+            return
+        self._in_headers, self._header_bytes, self._unparsed_bytes = True, 0, 0
+        self._stop_waiting()
+        if not self._refused:
+            super().on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
+
+    def _wants_upgrade(self) -> bool:
+        """Whether the parser ends at this request's head. The HTTP client of Java asks for HTTP/2 in this way."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Reads the head once more, without the header that a server may ignore, and then the body, which the parser of
+        an upgraded connection leaves out."""
+        if self._refused:
+            return
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser, self._header_bytes = httptools.HttpRequestParser(self), 0
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._parse(b"\r\n".join((*lines, b"", b"")) + rest)
+
+    def _wait_for_more(self) -> None:
+        self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if not self._refused:
+            what = "no whole request" if self._in_headers else "no more of the request's body"
+            self._refuse(Refused(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _refuse_headers(self) -> None:
+        allowed = (f"up to {HEADER_BYTES_MAX} bytes",)
+        self._refuse(Refused(431, "headers_too_large", "the request's headers are too large", allowed=allowed))
+
+    def _refuse(self, error: BatonError) -> None:
+        if self._refused:
+            return
+        self._refused = True
+        cycle = self.cycle  # in headers: of the request before
+        if cycle is not None and (not cycle.response_complete if self._in_headers else cycle.response_started):
+            self.transport.close()
+            return
+        body = orjson.dumps(openai_error(error, ""))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status_of(error)] + head + body)
+        self.transport.close()

@@ -1,0 +1,64 @@
+"""Which path has which handler: one table."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from baton.gateway.http import about, openai
+from baton.gateway.http.anthropic import routes as anthropic
+from baton.gateway.http.anthropic.errors import anthropic_error
+from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from baton.gateway.http.app import App, Handler
+from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.gateway.http.call import Context
+from baton.gateway.http.responses.models import ResponsesRequest
+from baton.gateway.http.responses.routes import responses
+from baton.gateway.http.ui import files
+from baton.gateway.http.ui.state import state
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path; one with a body is a POST, any other a GET. `listed`: /docs has it."""
+
+    path: str
+    handler: Handler
+    summary: str
+    body: type[BaseModel] | None = None
+    listed: bool = True
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+
+ROUTES = (
+    Route("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
+    Route("/v1/completions", openai.completions, "Continue a text", CompletionBody),
+    Route("/v1/responses", responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    Route("/v1/messages", anthropic.messages, "Continue a conversation, as Anthropic's", MessagesRequest),
+    Route("/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest),
+    Route("/v1/models", about.models, "The served model, as a list"),
+    Route("/v1/models/{model:path}", about.model, "The served model"),
+    Route("/tokenize", about.tokenize, "Token ids of a text or a conversation", TokenizeBody),
+    Route("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
+    Route("/", about.root, "What answers here"),
+    Route("/health", about.health, "200 as long as the process lives"),
+    Route("/ready", about.ready, "200 if a new request can be served, else 503 with the reason"),
+    Route("/version", about.version, "Baton's version"),
+    Route("/metrics", about.metrics, "Metrics in Prometheus' text format"),
+    Route("/ui", files.page, "The cluster in a browser", listed=False),
+    Route("/ui/state", state, "What /ui shows"),
+    *(Route(f"/ui/{name}", files.file, "A file of /ui", listed=False) for name in sorted(files.FILES)),
+)
+
+
+def create_app(context: Context) -> App:
+    """The application with all routes."""
+    app = App(context)
+    for route in ROUTES:
+        app.add(
+            route.path, route.handler, method=route.method, body=route.body, summary=route.summary, listed=route.listed
+        )
+    context.error_shapes["/v1/messages"] = anthropic_error
+    return app

@@ -1,0 +1,155 @@
+"""OpenAI's bodies to the requests that `baton.gateway.serving.serving` takes. Pure."""
+
+from typing import Any
+
+import orjson
+
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
+from baton.gateway.http.extras import fill, reasoning_variables
+from baton.gateway.text.chat.json_request import chat_request as conversation
+from baton.gateway.text.chat.types import ChatRequest
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import grammar_to_proto
+
+_CONVERSATION = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
+def chat_request(body: ChatBody) -> ChatRequest:
+    """The conversation of a chat's body.
+
+    Raises:
+        InvalidRequest: a field cannot be.
+    """
+    given = {name: getattr(body, name) for name in _CONVERSATION}
+    kwargs = body.chat_template_kwargs
+    thinking = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    variables = reasoning_variables(effort=body.reasoning_effort, thinking=thinking)
+    given["chat_template_kwargs"] = {**variables, **kwargs}
+    return conversation(given, grammar_of(body)[0])
+
+
+def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
+    """The rest of a chat's request, besides the conversation."""
+    message = _message(body, request_id)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is not None:
+        message.sampling.max_tokens = max_tokens
+    if body.logprobs:
+        message.sampling.logprobs = body.top_logprobs or 0
+    return message
+
+
+def completion_messages(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
+    """One request for each prompt; their ids have a number where there are several."""
+    prompts = body.prompts
+    grammar, _ = grammar_of(body)
+    first = _message(body, request_id)
+    first.add_special_tokens = body.add_special_tokens
+    first.best_of = body.best_of or 0
+    if body.max_tokens is not None:
+        first.sampling.max_tokens = max(1, body.max_tokens)  # the token that nobody asked for is not shown
+    if body.logprobs is not None:
+        first.sampling.logprobs = body.logprobs
+        if body.echo:
+            first.sampling.prompt_logprobs = max(body.logprobs, first.sampling.prompt_logprobs)
+    if grammar is not None:
+        first.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
+    messages = []
+    for number, prompt in enumerate(prompts):
+        message = pb.GenerateRequest()
+        message.CopyFrom(first)
+        if len(prompts) > 1:
+            message.request_id = f"{request_id}-{number}"
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.token_ids.ids.extend(prompt)
+        messages.append(message)
+    return messages
+
+
+def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
+    """What the output must be, and the field that says so.
+
+    Raises:
+        InvalidRequest: several fields say it.
+    """
+    given = [(field, grammar) for field, grammar in _grammars(body) if grammar is not None]
+    if len(given) > 1:
+        names = " and ".join(field for field, _ in given)
+        raise InvalidRequest(f"{names} exclude each other", field=given[1][0], cure="give one of them")
+    if not given:
+        return None, "grammar"
+    field, grammar = given[0]
+    return grammar, field
+
+
+def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(request_id=request_id, model=body.model, n=body.n)
+    if body.truncate_prompt_tokens is not None:
+        message.truncate_prompt_tokens = body.truncate_prompt_tokens
+    sampling = fill(message, body)
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
+    sampling.skip_special_tokens = body.skip_special_tokens
+    if body.prompt_logprobs is not None:
+        sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)
+    return message
+
+
+def _grammars(body: GenerationBody) -> list[tuple[str, Grammar | None]]:
+    guided = StructuredOutputs.model_construct(
+        json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    return [
+        ("response_format", _of_format(body.response_format)),
+        *((f"guided_{name}", grammar) for name, grammar in _of_structured(guided)),
+        *((f"structured_outputs.{name}", grammar) for name, grammar in _of_structured(body.structured_outputs)),
+    ]
+
+
+def _of_format(wanted: ResponseFormat | None) -> Grammar | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if wanted.type == "json_schema":
+        assert wanted.json_schema is not None
+        schema = wanted.json_schema.json_schema
+        return Grammar(GrammarKind.JSON_OBJECT) if schema is None else Grammar(GrammarKind.JSON_SCHEMA, _dumps(schema))
+    return Grammar(GrammarKind.STRUCTURAL_TAG, _dumps(wanted.model_dump(exclude_unset=True, exclude={"json_schema"})))
+
+
+def _of_structured(wanted: StructuredOutputs | None) -> list[tuple[str, Grammar | None]]:
+    if wanted is None:
+        return []
+    schema = wanted.json_ if wanted.json_ is None or isinstance(wanted.json_, str) else _dumps(wanted.json_)
+    choice = None if wanted.choice is None else _dumps(wanted.choice)
+    language = GrammarKind.EBNF if "::=" in (wanted.grammar or "") else GrammarKind.LARK
+    return [
+        ("json", _grammar(GrammarKind.JSON_SCHEMA, schema)),
+        ("regex", _grammar(GrammarKind.REGEX, wanted.regex)),
+        ("choice", _grammar(GrammarKind.CHOICE, choice)),
+        ("grammar", _grammar(language, wanted.grammar)),
+        ("json_object", Grammar(GrammarKind.JSON_OBJECT) if wanted.json_object else None),
+        ("structural_tag", _grammar(GrammarKind.STRUCTURAL_TAG, wanted.structural_tag)),
+    ]
+
+
+def _grammar(kind: GrammarKind, text: str | None) -> Grammar | None:
+    return None if text is None else Grammar(kind, text)
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value).decode()

@@ -1,0 +1,231 @@
+"""What operators see of the gateway and its cluster, as one JSON object: the page /ui and `baton top` show it.
+
+An operator sees the cluster and all requests; a client that has shown who it is sees its own requests; anybody else
+sees the names of gateway and model only.
+"""
+
+import asyncio
+import time
+from math import isfinite
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from baton import __version__
+from baton.core.costs import StepWork
+from baton.core.log_lines import printable
+from baton.gateway.core.shared_counters import REFUSALS, Count
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.observe.latencies import STEP_S, WINDOW_STEPS, Latencies
+from baton.gateway.observe.metrics import state_of
+from baton.gateway.observe.recent import Shown
+from baton.gateway.observe.slow_reasons import mark_slow
+from baton.gateway.serving.serving import Serving
+from baton.protos.v1 import common_pb2
+from baton.rpc.convert import phase_name, role_name
+from baton.rpc.revisions import Member, mixture
+from baton.security.authorize import rights_for
+from baton.security.identity import Caller
+from baton.settings.gateway_config import GatewaySettings
+
+REQUESTS_SHOWN = 60
+_TEXT_MAX = 400
+_KEPT_S = 1.0  # an answer: many viewers cost no more than one
+_CLIENTS_MAX = 100
+_CLUSTER = rights_for("/baton.v1.Generation/ClusterView")
+
+
+class View:
+    """Reads the latencies of the charts during its `async with` block.
+
+    Attributes:
+        name: of the gateway.
+    """
+
+    def __init__(self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str) -> None:
+        self.name = name
+        self._slo = settings.slo
+        self._serving = serving
+        self._fleet = fleet
+        self._latencies = Latencies(serving.board)
+        self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: whoever sees everything
+
+    async def __aenter__(self) -> Self:
+        self._reading = asyncio.create_task(self._read(), name="latencies")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+    async def _read(self) -> None:
+        while True:
+            self._latencies.read()
+            await asyncio.sleep(STEP_S)
+
+    async def shown_to(self, caller: Caller) -> bytes:
+        """What this caller may see, as UTF-8 JSON; up to a second old."""
+        sees = may_see(caller)
+        client = None if sees == "cluster" else caller.name if sees == "own" else ""
+        at_s, answer = self._answers.get(client, (0.0, b""))
+        if answer and time.monotonic() - at_s < _KEPT_S:
+            return answer
+        answer = orjson.dumps(await self._state(sees, client))
+        self._answers.pop(client, None)
+        self._answers[client] = time.monotonic(), answer
+        if len(self._answers) > _CLIENTS_MAX:
+            del self._answers[next(iter(self._answers))]
+        return answer
+
+    async def _state(self, sees: str, client: str | None) -> dict[str, Any]:
+        serving = self._serving
+        slo = self._slo
+        requests: list[Shown] = []
+        if sees != "nothing":
+            requests = await serving.recent_of_all(REQUESTS_SHOWN, client)
+            mark_slow(requests, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+        found: dict[str, Any] = {
+            "now_s": round(time.time(), 3),
+            "gateway": self.name,
+            "model": serving.model.name,
+            "version": __version__,
+            "chat": serving.model.chat.has_template,
+            "draining": serving.draining,
+            "sees": sees,
+            "requests": requests,
+            "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        }
+        if sees == "cluster":
+            found |= {
+                "totals": _totals(serving),
+                "mixed": self._mixed(),
+                **_nodes_and_links(self._fleet),
+                "charts": _charts(self._latencies),
+            }
+        return found
+
+    def _mixed(self) -> str:
+        """Which versions and revisions serve at once; empty: one of each."""
+        members = [
+            Member(node.name, node.version, node.revision, node.revision_name)
+            for node in self._fleet.nodes()
+            if node.serves
+        ]
+        return printable(mixture([Member(self.name, __version__), *members]), _TEXT_MAX)
+
+
+def may_see(caller: Caller) -> str:
+    """ "cluster", "own" requests, or "nothing": a host may be shared by many who have shown no key."""
+    if caller.rights & _CLUSTER:
+        return "cluster"
+    return "own" if caller.proved and caller.name else "nothing"
+
+
+def _totals(serving: Serving) -> dict[str, int]:
+    total = serving.board.total
+    waiting = total(Count.WAITING)
+    return {
+        "running": total(Count.RUNNING) - waiting,
+        "waiting": waiting,
+        "finished": total(Count.FINISHED),
+        "failed": total(Count.FAILED),
+        "refused": sum(total(count) for count in REFUSALS.values()),
+        "remote": total(Count.REMOTE),
+        "local": total(Count.LOCAL),
+        "workers": serving.board.rows,
+    }
+
+
+def _charts(latencies: Latencies) -> dict[str, Any]:
+    points = list(latencies.points)
+    columns = list(zip(*(point.values for point in points), strict=True)) or [()] * 4
+    rounded = [[None if value is None else round(value, 6) for value in column] for column in columns]
+    return {
+        "step_s": STEP_S,
+        "window_s": STEP_S * WINDOW_STEPS,
+        "at_s": [round(point.at_s, 1) for point in points],
+        "ttft_p50": rounded[0],
+        "ttft_p99": rounded[1],
+        "gap_p50": rounded[2],
+        "gap_p99": rounded[3],
+        "tokens_per_s": [round(point.tokens_per_s, 1) for point in points],
+    }
+
+
+def _nodes_and_links(fleet: Fleet) -> dict[str, Any]:
+    nodes = list(fleet.nodes())
+    numbers = {node.incarnation: number for number, node in enumerate(nodes) if node.incarnation}
+    return {
+        "nodes": [_node(node) for node in nodes],
+        "links": [
+            _link(number, numbers.get(peer.incarnation), peer)
+            for number, node in enumerate(nodes)
+            if node.role == common_pb2.ROLE_PREFILL
+            for peer in node.peers.values()
+        ],
+    }
+
+
+def _node(node: FleetNode) -> dict[str, Any]:
+    status, info = node.status, node.status.info
+    return {
+        "name": printable(node.name, _TEXT_MAX),
+        "address": printable(node.address, _TEXT_MAX),
+        "role": role_name(node.role),
+        "also_decodes": node.also_decodes,
+        "state": state_of(node),
+        "detail": printable(node.detail, _TEXT_MAX),
+        "version": printable(info.package_version, _TEXT_MAX),
+        "revision": node.revision,
+        "revision_name": printable(node.revision_name, _TEXT_MAX),
+        "ranks": info.tensor_parallel_size or 1,
+        "layout": printable(info.cache_shape.layout, _TEXT_MAX),
+        "block_size": info.cache_shape.block_size,
+        "dtype": printable(info.cache_spec.dtype, _TEXT_MAX),
+        "running": status.requests_running,
+        "waiting": status.requests_waiting,
+        "rows": status.decode_rows,
+        "seats": status.max_batch_requests,
+        "backlog_s": _finite(status.backlog_s),
+        "step_s": _step_s(node),
+        "tokens_waiting": status.tokens_waiting,
+        "blocks": status.blocks_total,
+        "blocks_free": status.blocks_free,
+        "blocks_leased": status.blocks_leased,
+    }
+
+
+def _step_s(node: FleetNode) -> float | None:
+    """What the next step of the requests that decode there costs, by the node's own step costs; None: none decodes."""
+    costs, status = node.view().costs, node.status
+    if costs is None or not status.decode_rows:
+        return None
+    return _finite(costs.seconds(StepWork(decode_rows=status.decode_rows, keys=status.context_tokens)))
+
+
+def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[str, Any]:
+    """Args:
+    prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
+    """
+    mismatches = [f"{item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in peer.mismatches]
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "peer": printable(peer.name, _TEXT_MAX),
+        "state": phase_name(peer.phase),
+        "transport": printable(peer.transport, _TEXT_MAX),
+        "gigabytes_per_s": _finite(peer.gigabytes_per_s),
+        "latency_s": _finite(peer.latency_s),
+        "bytes_total": peer.bytes_total,
+        "segments_total": peer.segments_total,
+        "detail": printable("; ".join([*([peer.detail] if peer.detail else []), *mismatches]), _TEXT_MAX),
+    }
+
+
+def _finite(value: float) -> float:
+    """JSON has no other numbers."""
+    return value if isfinite(value) else 0.0

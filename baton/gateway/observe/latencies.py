@@ -1,0 +1,96 @@
+"""TTFT and the gaps between tokens over the last minutes, from the histograms that all processes of a gateway share.
+
+Nothing is counted twice: a point is the difference of two readings of the metrics, so it costs nothing per token, and
+its percentiles are as exact as the histograms' buckets.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from baton.gateway.core.shared_counters import Board
+
+STEP_S = 2.0
+WINDOW_STEPS = 5  # of one point
+POINTS = 300
+
+_NAMES = ("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds")
+_TOKENS = "baton_generation_tokens_total"
+
+
+class Reading(NamedTuple):
+    """The cells of both histograms, and the tokens passed on, until then."""
+
+    at_s: float
+    cells: tuple[tuple[int, ...], ...]
+    tokens: int
+
+
+class Point(NamedTuple):
+    """One point of the charts; None: there was no such request in its window.
+
+    Attributes:
+        at_s: unix time.
+        values: p50 and p99 of TTFT, p50 and p99 of the gap, in seconds.
+        tokens_per_s: that were passed on to clients.
+    """
+
+    at_s: float
+    values: tuple[float | None, ...]
+    tokens_per_s: float
+
+
+class Latencies:
+    """Reads a board every `STEP_S`: call `read`."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        metrics = [board.layout.metric(name) for name in _NAMES]
+        self._bounds = [metric.bounds for metric in metrics]
+        self._firsts = [board.layout.first(name, ()) for name in _NAMES]
+        self._tokens = board.layout.first(_TOKENS, ())
+        self._readings: deque[Reading] = deque(maxlen=WINDOW_STEPS + 1)
+        self.points: deque[Point] = deque(maxlen=POINTS)
+
+    def read(self) -> None:
+        """Adds the point of now."""
+        totals = self._board.totals()
+        cells = tuple(
+            tuple(totals[first : first + len(bounds) + 1])
+            for first, bounds in zip(self._firsts, self._bounds, strict=True)
+        )
+        now = Reading(time.time(), cells, totals[self._tokens])
+        self._readings.append(now)
+        before = self._readings[0]
+        values: list[float | None] = []
+        for bounds, new, old in zip(self._bounds, now.cells, before.cells, strict=True):
+            counts = [after - earlier for after, earlier in zip(new, old, strict=True)]
+            values += (quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99))
+        passed_s = now.at_s - before.at_s
+        rate = max(0.0, (now.tokens - before.tokens) / passed_s) if passed_s > 0 else 0.0
+        self.points.append(Point(now.at_s, tuple(values), rate))
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """The value below which this share of the counted ones is, as Prometheus' `histogram_quantile` finds it.
+
+    Args:
+        bounds: upper ones of the buckets, ascending, without infinity.
+        counts: of each bucket, and of the one up to infinity.
+
+    Returns:
+        None: nothing was counted; the last bound: it is above that.
+    """
+    sums = list(accumulate(counts))
+    total = sums[-1]
+    if total <= 0:
+        return None
+    rank = share * total
+    for index, bound in enumerate(bounds):
+        if sums[index] >= rank:
+            lower = bounds[index - 1] if index else 0.0
+            below = sums[index - 1] if index else 0
+            return lower + (bound - lower) * (rank - below) / counts[index] if counts[index] else bound
+    return bounds[-1]

@@ -1,0 +1,129 @@
+"""What a gateway counts about its requests: where each figure of a metric comes from. Pure.
+
+The times of an output come from its receipt, once; only the gaps between its tokens are counted as they come.
+"""
+
+from collections.abc import Sequence
+
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    UnknownModel,
+)
+from baton.core.types import Path
+from baton.gateway.request.output import Ended
+from baton.gateway.request.receipt import DECODE, PREFILL, Retry
+from baton.metrics.declared import LOST, REASONS, Outcome
+from baton.metrics.tally import Tally
+
+_OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
+    ((InvalidRequest, UnknownModel, Unauthenticated, PermissionDenied), Outcome.CLIENT_ERROR),
+    ((Cancelled,), Outcome.CANCELLED),
+    ((DeadlineExceeded,), Outcome.DEADLINE),
+    ((Overloaded,), Outcome.REFUSED),
+)
+FAILURES = frozenset({Outcome.DEADLINE, Outcome.FAILED})
+
+
+def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
+    """How a request ended that this error ended.
+
+    Args:
+        begun: it had been sent to nodes. One that a gateway refuses while it drains has not.
+    """
+    for errors, outcome in _OUTCOMES:
+        if isinstance(error, errors):
+            return outcome
+    return Outcome.REFUSED if isinstance(error, Draining) and not begun else Outcome.FAILED
+
+
+class RequestMeter:
+    """Counts the requests of one process of a gateway."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._first_token = tally.histogram("baton_time_to_first_token_seconds")
+        self._gap = tally.histogram("baton_inter_token_latency_seconds")
+        self._tokens = tally.counter("baton_generation_tokens_total")
+        self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
+        self._requests = tally.counters("baton_requests_total")
+        self._errors = tally.counters("baton_request_errors_total")
+        self._door_errors = tally.counters("baton_door_errors_total")
+        self._success = tally.counters("baton_request_success_total")
+        self._paths = tally.counters("baton_request_path_total")
+        self._retries = {
+            Retry(stage, reason): tally.counter("baton_request_retries_total", stage, reason)
+            for stage in (PREFILL, DECODE)
+            for reason in (*REASONS, LOST)
+        }
+        self._fallbacks = tally.counters("baton_request_fallbacks_total")
+        self._prompt_length = tally.histogram("baton_request_prompt_tokens")
+        self._output_length = tally.histogram("baton_request_generation_tokens")
+        self._e2e = {each.value: tally.histogram("baton_e2e_request_latency_seconds", each) for each in Outcome}
+        self._admission = tally.histogram("baton_request_admission_time_seconds")
+        self._queue = tally.histogram("baton_request_queue_time_seconds")
+        self._prefill = tally.histogram("baton_request_prefill_time_seconds")
+        self._transfer = tally.histogram("baton_request_transfer_time_seconds")
+        self._decode = tally.histogram("baton_request_decode_time_seconds")
+
+    # ---- tokens
+
+    def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
+        """The first message of an output, that long after its request's arrival."""
+        self._first_token.observe(seconds)
+        self._prompt_tokens.add(prompt_tokens)
+        self._tokens.add(tokens)
+        if tokens > 1:
+            self._gap.observe(0.0, tokens - 1)
+
+    def next(self, seconds: float, tokens: int) -> None:
+        """A further message, that long after the one before it."""
+        self._gap.observe(seconds / tokens, tokens)
+        self._tokens.add(tokens)
+
+    # ---- requests
+
+    def admitted(self, seconds: float) -> None:
+        """A request may run, that long after its arrival."""
+        self._admission.observe(seconds)
+
+    def ended(self, outcome: Outcome, seconds: float, error: BatonError | None = None) -> None:
+        """A client's request has ended, that long after its arrival."""
+        self._requests[outcome].add()
+        self._e2e[outcome].observe(seconds)
+        if error is not None:
+            self._errors[error.reason].add()
+
+    def refused_at_door(self, error: BatonError) -> None:
+        """A message was no request to the model."""
+        self._door_errors[error.reason].add()
+
+    def output_ended(self, ended: Ended | None, retries: Sequence[Retry]) -> None:
+        """An output has ended; None: it was not served to its end."""
+        for retry in retries:
+            self._retries[retry].add()
+        if ended is None:
+            return
+        receipt, usage = ended.receipt, ended.usage
+        if ended.reason is not None:
+            self._success[ended.reason].add()
+        self._paths[receipt.path].add()
+        if receipt.path is Path.LOCAL and (reason := _last_failure(retries)):
+            self._fallbacks[reason].add()
+        self._prompt_length.observe(usage.prompt_tokens)
+        self._output_length.observe(usage.completion_tokens)
+        self._queue.observe(receipt.queue_s)
+        self._prefill.observe(receipt.prefill_s)
+        if receipt.path is not Path.LOCAL:
+            self._transfer.observe(receipt.transfer_s)
+        self._decode.observe(receipt.total_s - receipt.first_token_s)
+
+
+def _last_failure(retries: Sequence[Retry]) -> str | None:
+    """Why the last prefill node failed; None: none did."""
+    return next((reason for stage, reason in reversed(retries) if stage == PREFILL), None)

@@ -1,0 +1,65 @@
+"""The gateway's page of metrics: its board's cells, and the figures that are read where they are kept."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from baton.gateway.core.shared_counters import REFUSALS, Board, Count
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.revisions import serving_revisions, serving_versions
+from baton.metrics.declared import Role
+from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.page import join
+
+_STATES = ("ready", "loading", "draining", "unusable", "unreachable")
+
+
+class GatewayMetrics:
+    """What any process of a gateway shows of all of them together; nodes are as this process sees them.
+
+    Args:
+        ready: whether new requests can be served.
+    """
+
+    def __init__(self, board: Board, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
+        self._board = board
+        self._fleet = fleet
+        self._ready = ready
+        # Figures of one of several processes would jump with every scrape.
+        self._exposition = Exposition(Role.GATEWAY, board.layout, model_name, process=board.rows == 1)
+
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
+        """The text for Prometheus."""
+        return await join(self._exposition.pages(self._board.totals(), list(self.figures()), names))
+
+    def figures(self) -> Iterator[Figure]:
+        """The figures of this moment that are in no cell of the board."""
+        total = self._board.total
+        waiting = total(Count.WAITING)
+        yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)
+        yield Figure("baton_num_requests_waiting", waiting)
+        yield Figure("baton_ready", int(self._ready()))
+        yield Figure("baton_workers", self._board.rows)
+        for reason, count in REFUSALS.items():
+            yield Figure("baton_requests_refused_total", total(count), (reason,))
+        for role, nodes in (("prefill", self._fleet.prefills), ("decode", self._fleet.decodes)):
+            states = Counter(map(state_of, nodes.values()))
+            for state in _STATES:
+                yield Figure("baton_nodes", states[state], (role, state))
+            for node in nodes.values():
+                if node.reachable:
+                    labels = (node.name, role, node.version, node.revision, node.revision_name)
+                    yield Figure("baton_node_info", 1, labels)
+        yield Figure("baton_serving_versions", len(serving_versions(self._fleet.nodes())))
+        yield Figure("baton_serving_revisions", len(serving_revisions(self._fleet.nodes())))
+
+
+def state_of(node: FleetNode) -> str:
+    """Whether a node can be used, in a word."""
+    if node.open:
+        return "ready"
+    if node.loading:
+        return "loading"
+    if not node.reachable:
+        return "unreachable"
+    return "draining" if node.status.draining else "unusable"

@@ -1,0 +1,166 @@
+"""The requests of one process that ended last, for the gateway's page: figures only, neither prompts nor outputs. Pure.
+
+To keep one costs about a microsecond; what is shown of it is made when somebody looks.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.log_lines import printable
+from baton.gateway.observe.timeline import Moment, Timeline, phases, read
+from baton.gateway.request.journal import Journal
+from baton.gateway.request.output import Ended
+
+KEPT = 200  # of each process
+_TEXT_MAX, _NAME_MAX = 400, 128
+
+Shown = dict[str, Any]  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One request that has ended.
+
+    Attributes:
+        ended_at_s: unix time.
+        started_at_s: on the clock of the journal.
+        admitted_s: from its arrival until its turn came; None: it never did.
+        first_token_s: None: no token was passed on.
+        outcome, reason, error: how it ended; the last two are empty unless an error ended it.
+        failures: attempts that failed, as one sentence.
+        ended, journal: of its first output; None: there is none.
+    """
+
+    ended_at_s: float
+    started_at_s: float
+    request_id: str
+    client: str
+    outcome: str
+    reason: str
+    error: str
+    failures: str
+    admitted_s: float | None
+    first_token_s: float | None
+    total_s: float
+    outputs: int
+    completion_tokens: int
+    ended: Ended | None
+    journal: Journal | None
+
+
+class Recent:
+    """The last requests, of which the oldest ones are forgotten.
+
+    Args:
+        process: number of this process among those of the gateway.
+    """
+
+    def __init__(self, process: int = 0, kept: int = KEPT) -> None:
+        self._process = process
+        self._finished: deque[Finished] = deque(maxlen=kept)
+
+    def add(self, finished: Finished) -> None:
+        self._finished.append(finished)
+
+    def newest(self, most: int, client: str | None) -> list[Shown]:
+        """At most this many, newest first, as JSON; only those of this client, None: of all.
+
+        `key` names a request for as long as it is kept. It is no number: gaps would show a client how many requests
+        others have.
+        """
+        found: list[Shown] = []
+        for finished in reversed(self._finished):
+            if len(found) >= most:
+                break
+            if client in (None, finished.client):
+                found.append({"key": f"{self._process} {finished.ended_at_s!r}", **shown(finished)})
+        return found
+
+
+def newest_of(processes: Iterable[list[Shown]], most: int) -> list[Shown]:
+    """What several processes have, newest first."""
+    everything = [each for found in processes for each in found]
+    return sorted(everything, key=lambda each: -float(each["ended_at_s"]))[:most]
+
+
+def shown(finished: Finished) -> Shown:
+    """As JSON. Times are rounded to microseconds; those of the waterfall are from the request's arrival."""
+    timeline = _timeline(finished)
+    receipt = None if finished.ended is None else finished.ended.receipt
+    usage = None if finished.ended is None else finished.ended.usage
+    drawn = phases(
+        timeline,
+        started_at_s=finished.started_at_s,
+        admitted_s=finished.admitted_s,
+        queue_s=0.0 if receipt is None else receipt.queue_s,
+        first_token_s=finished.first_token_s,
+        total_s=finished.total_s,
+    )
+    later = finished.completion_tokens - finished.outputs
+    return {
+        "ended_at_s": round(finished.ended_at_s, 3),
+        "request_id": printable(finished.request_id, _NAME_MAX),
+        "client": printable(finished.client, _NAME_MAX),
+        "outcome": finished.outcome,
+        "reason": finished.reason,
+        "error": printable(finished.error, _TEXT_MAX),
+        "failures": printable(finished.failures, _TEXT_MAX),
+        "first_token_s": _seconds(finished.first_token_s),
+        "total_s": _seconds(finished.total_s),
+        "gap_s": (
+            _seconds(max(0.0, finished.total_s - finished.first_token_s) * finished.outputs / later)
+            if finished.first_token_s is not None and later > 0
+            else None
+        ),
+        "outputs": finished.outputs,
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "phases": [[name, _seconds(start), _seconds(stop)] for name, start, stop in drawn],
+        "chunks": list(_chunks(timeline, finished.started_at_s)),
+        "failed_at_s": [_seconds(at - finished.started_at_s) for at in timeline.failed_at_s],
+        "sent_s": _moment(timeline, Moment.SENT, finished.started_at_s),
+        "receipt": None
+        if receipt is None
+        else {
+            "path": receipt.path.value,
+            "why": printable(receipt.why, _TEXT_MAX),
+            "prefill_node": printable(receipt.prefill_node, _NAME_MAX),
+            "decode_node": printable(receipt.decode_node, _NAME_MAX),
+            "transport": printable(receipt.transport, _NAME_MAX),
+            "bytes_sent": receipt.bytes_sent,
+            "segments": receipt.segments,
+            "layer_groups": receipt.layer_groups,
+            "kv_converted": printable(receipt.kv_converted, _NAME_MAX),
+            "queue_s": _seconds(receipt.queue_s),
+            "prefill_s": _seconds(receipt.prefill_s),
+            "transfer_s": _seconds(receipt.transfer_s),
+            "attempts": receipt.attempts,
+            "prefill_cached_tokens": receipt.prefill_cached_tokens,
+            "split_tokens": receipt.split_tokens,
+            "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
+        },
+    }
+
+
+def _timeline(finished: Finished) -> Timeline:
+    if finished.journal is None:
+        return Timeline()
+    first_s = finished.first_token_s
+    return read(finished.journal, None if first_s is None else finished.started_at_s + first_s)
+
+
+def _chunks(timeline: Timeline, started_at_s: float) -> Iterator[list[float | int | None]]:
+    for at_s, tokens in timeline.chunks:
+        yield [_seconds(at_s - started_at_s), tokens]
+
+
+def _moment(timeline: Timeline, moment: Moment, started_at_s: float) -> float | None:
+    at_s = timeline.at_s.get(moment)
+    return None if at_s is None else _seconds(at_s - started_at_s)
+
+
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

@@ -1,0 +1,201 @@
+"""What becomes of one client's request: the counts and the log lines of its end, whatever ended it.
+
+A failure is a line with its cause. A client's own mistake, a request that it left and a refusal are counted, and logged
+at level debug only: in an overload, a line for each would be one more load. With the access log, every request is a
+line.
+"""
+
+import logging
+from time import monotonic, time
+
+from baton.core.errors import BatonError, Cancelled, InternalError
+from baton.core.log_lines import loggable
+from baton.core.logs import enter_request
+from baton.gateway.core.request import Request
+from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.observe.meter import FAILURES, RequestMeter, outcome_of
+from baton.gateway.observe.recent import Finished, Recent
+from baton.gateway.observe.tracing.tracer import Ending, Tracer
+from baton.gateway.request.journal import Journal
+from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.output import Ended
+from baton.metrics.declared import Outcome
+from baton.rpc.status import is_over
+from baton.tracing.context import TraceContext
+
+log = logging.getLogger("baton")
+access = logging.getLogger("baton.access")
+
+
+class RequestRecords:
+    """Begins the records of one process.
+
+    Args:
+        recent: keeps the last ones; None: one of its own.
+        tracer: None: nothing is traced.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        meter: RequestMeter,
+        *,
+        access_log: bool,
+        recent: Recent | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.board = board
+        self.meter = meter
+        self.access_log = access_log
+        self.recent = recent or Recent()
+        self.tracer = tracer
+
+    def begin(self, request_id: str, client: str, caller_trace: TraceContext | None = None) -> "RequestRecord":
+        """A request has arrived, which the current task serves."""
+        enter_request(request_id)
+        return RequestRecord(self, request_id, client, caller_trace)
+
+
+class RequestRecord:
+    """One request.
+
+    Attributes:
+        outputs: how many it draws.
+        trace: None: it is not traced.
+    """
+
+    def __init__(
+        self, records: RequestRecords, request_id: str, client: str, caller_trace: TraceContext | None = None
+    ) -> None:
+        self.request_id = request_id
+        self.client = client
+        self.started_at_s = monotonic()
+        self.outputs = 1
+        self._records = records
+        tracer = records.tracer
+        self.trace = None if tracer is None else tracer.begin(request_id, caller_trace, self.started_at_s)
+        self._begun = False
+        self._ended: list[Ended] = []
+        self._failures = ""
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._journal: Journal | None = None
+        self._tokens = 0
+
+    @property
+    def traceparent(self) -> str:
+        """For nodes; empty: it is not traced."""
+        return "" if self.trace is None else self.trace.traceparent
+
+    def prepared(self, request: Request) -> None:
+        """It is checked, and tokenized."""
+        if self.trace is not None:
+            self.trace.prepared(request, monotonic())
+
+    def admitted(self) -> None:
+        """Its turn has come."""
+        self._begun = True
+        now_s = monotonic()
+        self._admitted_s = now_s - self.started_at_s
+        if self.trace is not None:
+            self.trace.admitted(now_s)
+        self._records.meter.admitted(self._admitted_s)
+
+    def output_ended(self, machine: RequestMachine, journal: Journal) -> None:
+        """One of its outputs has ended."""
+        if self.trace is not None:
+            self.trace.output_ended(journal, machine, monotonic())
+        self._records.meter.output_ended(machine.ended, machine.retries)
+        self._failures = self._failures or machine.failures
+        self._tokens += machine.new_tokens
+        if self._journal is None:
+            self._journal = journal
+            first_at_s = machine.first_token_at_s
+            self._first_token_s = None if first_at_s is None else first_at_s - self.started_at_s
+        if machine.ended is not None:
+            self._ended.append(machine.ended)
+
+    # ---- its end
+
+    def finished(self) -> None:
+        """Served to its end."""
+        self._end(Outcome.FINISHED)
+
+    def cancelled(self) -> None:
+        """Its client has left."""
+        self._end(Outcome.CANCELLED, Cancelled("the client left"))
+
+    def failed(self, error: BatonError) -> None:
+        """This error has ended it."""
+        self._end(outcome_of(error, begun=self._begun), error)
+
+    def broken(self, error: Exception) -> None:
+        """No error of ours has ended it: its client has left, or a defect, whose traceback its door logs."""
+        if is_over(error):
+            self.cancelled()
+            return
+        self._end(Outcome.FAILED, InternalError(f"{type(error).__name__} in the gateway"))
+
+    def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
+        records, seconds = self._records, monotonic() - self.started_at_s
+        records.meter.ended(outcome, seconds, error)
+        if self.trace is not None:
+            self.trace.end(Ending(outcome, error, self.client), self.started_at_s + seconds)
+        if outcome is Outcome.FINISHED:
+            records.board.add(Count.FINISHED, self.outputs)
+        elif outcome in FAILURES:
+            records.board.add(Count.FAILED, self.outputs)
+        if error is not None:
+            level = logging.WARNING if outcome in FAILURES else logging.DEBUG
+            fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds, **self._trace_id()}
+            log.log(level, "request failed: %s", loggable(error), extra={"fields": fields})
+        self._keep(outcome, seconds, error)
+        if records.access_log:
+            access.info("request", extra={"fields": self._figures(outcome, seconds)})
+
+    def _keep(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
+        self._records.recent.add(
+            Finished(
+                ended_at_s=time(),
+                started_at_s=self.started_at_s,
+                request_id=self.request_id,
+                client=self.client,
+                outcome=outcome.value,
+                reason="" if error is None else error.reason,
+                error="" if error is None else loggable(error),
+                failures=self._failures,
+                admitted_s=self._admitted_s,
+                first_token_s=self._first_token_s,
+                total_s=seconds,
+                outputs=self.outputs,
+                completion_tokens=self._tokens,
+                ended=self._ended[0] if self._ended else None,
+                journal=self._journal,
+            )
+        )
+
+    def _figures(self, outcome: Outcome, seconds: float) -> dict[str, object]:
+        """What the access log shows; neither prompt nor output."""
+        fields: dict[str, object] = {"outcome": outcome.value, "client": self.client, "outputs": self.outputs}
+        if self._ended:
+            ended, receipt = self._ended[0], self._ended[0].receipt
+            fields |= {
+                "prompt_tokens": ended.usage.prompt_tokens,
+                "cached_tokens": ended.usage.cached_tokens,
+                "completion_tokens": sum(each.usage.completion_tokens for each in self._ended),
+                "path": receipt.path.value,
+                "prefill_node": receipt.prefill_node,
+                "decode_node": receipt.decode_node,
+                "ttft_s": receipt.first_token_s,
+                "queue_s": receipt.queue_s,
+                "prefill_s": receipt.prefill_s,
+                "transfer_s": receipt.transfer_s,
+                "bytes_sent": receipt.bytes_sent,
+                "attempts": receipt.attempts,
+            }
+        if self._failures:
+            fields["failures"] = self._failures
+        return {**fields, "total_s": seconds, **self._trace_id()}
+
+    def _trace_id(self) -> dict[str, object]:
+        return {} if self.trace is None else {"trace_id": f"{self.trace.trace_id:032x}"}

@@ -1,0 +1,125 @@
+"""The picker's process, from its settings to its drain."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+import uvloop
+from grpc_health.v1 import health_pb2
+
+from baton.core.errors import ConfigError
+from baton.core.file_limit import raise_file_limit
+from baton.core.logs import set_up_logging, show_name
+from baton.core.ready_file import check_ready_file, write_ready_file
+from baton.core.supervisor import Supervisor
+from baton.gateway.picker.choice import Choice
+from baton.gateway.picker.gateways import Gateways
+from baton.gateway.picker.service import SERVICE_NAME, CountedPicks, ExternalProcessor
+from baton.metrics.port import MetricsPort
+from baton.protos.ext_proc import external_processor_pb2_grpc
+from baton.rpc import sockets
+from baton.rpc.guard import OpenGuard
+from baton.rpc.secure_server import Protection, watch_client_pems
+from baton.rpc.server import Address, GrpcServer, stop_on_signals
+from baton.security.exposure import check_exposed
+from baton.security.pem import Files
+from baton.security.tls import client_server_credentials
+from baton.settings.gateway_config import PickerSettings
+from baton.settings.reader import fail
+
+PROGRAM = "picker"
+
+log = logging.getLogger("baton")
+
+_MESSAGE_BYTES_MAX = 64 << 20  # a whole body, where the proxy buffers
+LIVENESS, READINESS = "liveness", "readiness"  # names of the endpoint picker protocol
+
+
+def start(settings: PickerSettings) -> None:
+    """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
+    set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
+    try:
+        raise_file_limit()
+        check_ready_file(settings.ready_file)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings, Supervisor(settings.supervisor)))
+    except ConfigError as error:
+        fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        log.info("interrupted")
+
+
+def new_choice(settings: PickerSettings) -> Choice:
+    """A report is from before the pause and the time of the answer that follow it."""
+    stale_s = settings.poll_s + settings.stale_s
+    return Choice(stale_s=stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+
+
+def serve_picks(settings: PickerSettings, choice: Choice) -> tuple[GrpcServer, CountedPicks]:
+    """The server with its service, not yet started; needs a running event loop.
+
+    Raises:
+        ConfigError: it cannot listen, or other machines would reach it without TLS.
+    """
+    files = Files(settings.client_tls_cert, settings.client_tls_key, None, "client_tls_cert", "client_tls_key")
+    pems = watch_client_pems(files)
+    where = Address.parse(settings.listen, field="listen")
+    check_exposed(where, field="listen", tls=pems is not None, tls_field="client_tls_cert", insecure=settings.insecure)
+    server = GrpcServer(
+        settings.listen,
+        advertise=settings.advertise,
+        protection=Protection(None if pems is None else client_server_credentials(pems), OpenGuard()),
+        health_listen=settings.health_listen,
+        receive_bytes_max=_MESSAGE_BYTES_MAX,
+    )
+    picks = CountedPicks(choice)
+    sheddable = frozenset(name.strip() for name in settings.sheddable.split(",") if name.strip())
+    external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
+        ExternalProcessor(picks, sheddable), server.grpc
+    )
+    return server, picks
+
+
+async def start_serving(server: GrpcServer) -> None:
+    """Live at once, ready after `set_ready`."""
+    await server.start([SERVICE_NAME])
+    await server.health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+    await set_ready(server, ready=False)
+
+
+async def set_ready(server: GrpcServer, *, ready: bool) -> None:
+    """Under all names at which the protocol says that a picker's readiness is asked for."""
+    status = health_pb2.HealthCheckResponse
+    await server.set_ready(ready=ready)
+    await server.health.set(READINESS, status.SERVING if ready else status.NOT_SERVING)
+
+
+async def _run(settings: PickerSettings, supervisor: Supervisor) -> None:
+    stop = stop_on_signals()
+    choice = new_choice(settings)
+    async with AsyncExitStack() as stack:
+        server, picks = serve_picks(settings, choice)
+        await stack.enter_async_context(server)
+        show_name(settings.name or f"{PROGRAM}@{server.address}")
+        bound = sockets.bind(settings.metrics_listen, field="metrics_listen")
+        port = await stack.enter_async_context(MetricsPort(bound, picks.page))
+        gateways = await stack.enter_async_context(Gateways(settings, choice))
+        await start_serving(server)
+        log.info("listening on %s", server.address)
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        knowing = asyncio.create_task(gateways.until_known(), name="until known")
+        await asyncio.wait([stopping, knowing, gateways.upkeep], return_when=asyncio.FIRST_COMPLETED)
+        if knowing.done():
+            await set_ready(server, ready=True)
+            write_ready_file(settings.ready_file, address=server.address, metrics=port.url)
+            log.info("ready on %s", server.address)
+            supervisor.report("ready", address=server.address, metrics=port.url)
+            await asyncio.wait([stopping, gateways.upkeep], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, knowing):
+            task.cancel()
+        if gateways.upkeep.done():
+            await gateways.upkeep  # raises what ended it
+        log.info("draining, for at most %.0f s", settings.drain_grace_s)
+        await set_ready(server, ready=False)
+        await server.grpc.stop(settings.drain_grace_s)
+    log.info("drained")

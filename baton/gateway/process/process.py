@@ -1,0 +1,222 @@
+"""One process that serves requests, from its connections to its drain: the whole gateway, or one of its workers."""
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from baton.core.logs import count_dropped_lines, show_name
+from baton.gateway.grpc.services import SERVICE_NAMES, add_services
+from baton.gateway.http.server import HttpServer, bind
+from baton.gateway.http.view import View
+from baton.gateway.observe.tracing.start import tracing
+from baton.gateway.request.balance import BalanceRules
+from baton.gateway.request.balance_loop import keep_balance
+from baton.gateway.request.connections import Connections
+from baton.gateway.serving.serving import Alone, Colleagues, Serving
+from baton.gateway.text.model import ServedModel
+from baton.metrics.port import MetricsPort
+from baton.rpc import sockets
+from baton.rpc.secure_server import protect_door, watch_client_pems
+from baton.rpc.server import Address, GrpcServer, stop_on_signals
+from baton.security.door import Door
+from baton.security.exposure import check_exposed
+from baton.security.pem import Files, Pems
+from baton.security.watched import Watched
+from baton.settings.config import MIB
+from baton.settings.gateway_config import GatewaySettings
+
+log = logging.getLogger("baton")
+
+# A worker takes no connections until it can serve, but for longer than that the client shall learn why it cannot.
+_NODES_TIMEOUT_S = 5.0
+# When the collector looks for garbage: after so many more objects, looks among the newest, and looks among newer ones.
+# With Python's 700, 10 and 10 it takes a fifth of a process in which 512 streams wait for their turns, and pauses them
+# for 50 to 140 ms. It is rarely needed: requests leave no cycles (`tests/unit/gateway/test_garbage.py`), but for a few
+# small objects of gRPC's.
+_COLLECT_AT = (50_000, 5, 10)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The ports of one process, and who may come in.
+
+    Attributes:
+        http: None where there is no HTTP server.
+        metrics: None where metrics have no port of their own.
+        pems: what clients see; None: no TLS.
+    """
+
+    server: GrpcServer
+    http: socket.socket | None
+    metrics: socket.socket | None
+    door: Door
+    pems: Watched[Pems] | None
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a gateway that is ready is reached.
+
+    Attributes:
+        http: None: it serves no HTTP.
+        metrics: where metrics are scraped; None: only at the path /metrics of HTTP.
+    """
+
+    address: str
+    http: str | None
+    metrics: str | None
+
+
+OnReady = Callable[[Addresses], None]
+
+
+def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
+    """Binds all ports; needs a running event loop.
+
+    Args:
+        shared: with the other workers, at addresses that their parent has reserved.
+
+    Raises:
+        ConfigError: an address cannot be listened on, or other machines would reach it without TLS.
+    """
+    door, pems = Door(settings), watch_client_pems(_client_files(settings))
+    check_doors(settings)
+    server = GrpcServer(
+        settings.listen,
+        advertise=settings.advertise,
+        shared=shared,
+        protection=protect_door(pems, door),
+        health_listen=settings.health_listen,
+        receive_bytes_max=int(settings.http_body_mib * MIB),
+        bounded=True,
+    )
+    metrics = sockets.bind(settings.metrics_listen, field="metrics_listen", shared=shared)
+    return Bound(server, bind(settings.http_listen, shared=shared), metrics, door, pems)
+
+
+def check_doors(settings: GatewaySettings) -> None:
+    """Raises:
+    ConfigError: other machines would reach a door without TLS.
+    """
+    doors = {"listen": settings.listen}
+    if settings.http_listen != "off":
+        doors["http_listen"] = settings.http_listen
+    for field, listen in doors.items():
+        check_exposed(
+            Address.parse(listen, field=field),
+            field=field,
+            tls=settings.client_tls_cert is not None,
+            tls_field="client_tls_cert",
+            insecure=settings.insecure,
+        )
+
+
+def _client_files(settings: GatewaySettings) -> Files:
+    return Files(settings.client_tls_cert, settings.client_tls_key, None, "client_tls_cert", "client_tls_key")
+
+
+async def run(
+    settings: GatewaySettings,
+    model: ServedModel,
+    bound: Bound | None,
+    on_ready: OnReady,
+    *,
+    colleagues: Colleagues | None = None,
+) -> None:
+    """Serves until SIGTERM, and then until requests have ended.
+
+    Args:
+        bound: the ports; None: those of a worker, bound once it can serve.
+        on_ready: called once, when nodes can serve.
+        colleagues: the other workers.
+
+    Raises:
+        ConfigError: an address of a node is malformed, or a chat template is no such or takes too much.
+    """
+    stop = stop_on_signals()
+    async with AsyncExitStack() as stack:
+        stack.callback(model.close)
+        checking = asyncio.create_task(model.renderer.check(), name="chat template")
+        stack.callback(checking.cancel)
+        if bound is not None:
+            await stack.enter_async_context(bound.server)
+        connections = await stack.enter_async_context(Connections(settings, model))
+        if bound is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NODES_TIMEOUT_S):
+                    await connections.until_serves()
+            bound = bind_ports(settings, shared=True)
+            await stack.enter_async_context(bound.server)
+        await _until_stopped(stop, checking)
+        server = bound.server
+        name = settings.name or f"gateway@{server.address}"
+        colleagues = colleagues or Alone()
+        count_dropped_lines(colleagues.board.tally.counter("baton_log_lines_dropped_total").add)
+        traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
+        tracer = await stack.enter_async_context(traces)
+        serving = Serving(settings, model, connections, colleagues, tracer)
+        view = await stack.enter_async_context(View(settings, serving, connections.fleet, name))
+        show_name(name)
+        http = None
+        if bound.http is not None:
+            http = HttpServer(settings, serving, connections.fleet, view, bound.http, door=bound.door, pems=bound.pems)
+            await stack.enter_async_context(http)
+        add_services(server, settings, serving, connections, view)
+        await server.start(SERVICE_NAMES)
+        gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
+        gc.set_threshold(*_COLLECT_AT)
+        if http is not None:
+            log.info("HTTP on %s", http.url)
+        if bound.pems is not None and not bound.door.locked:
+            log.warning("clients need no key: whoever reaches the ports may send requests")
+        log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
+        port = await stack.enter_async_context(MetricsPort(bound.metrics, serving.metrics.page))
+        if port.url is not None:
+            log.info("metrics on %s", port.url)
+        addresses = Addresses(server.address, None if http is None else http.url, port.url)
+        tasks = [asyncio.create_task(_report_readiness(server, connections, partial(on_ready, addresses)))]
+        if settings.balance_roles:
+            rules = BalanceRules(settings.balance_backlog_s, settings.balance_hold_s, settings.balance_cool_down_s)
+            tasks.append(asyncio.create_task(keep_balance(connections, rules), name="balance"))
+        await _until_stopped(stop, *tasks, connections.upkeep)
+        log.info("draining, for at most %.0f s", settings.drain_grace_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await server.set_ready(ready=False)
+        if http is not None:
+            http.drain()
+        await serving.drain(settings.drain_grace_s)
+    log.info("drained")
+
+
+async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> None:
+    """Waits for the stop signal, or raises the error that ended one of the tasks that the process needs.
+
+    It is no TaskGroup: that would raise a ConfigError as part of a group, and the process needs `needed` afterwards.
+    """
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait([stopping, *needed], return_when=asyncio.FIRST_COMPLETED)
+        for task in needed:
+            if task.done():
+                await task
+    finally:
+        stopping.cancel()
+
+
+async def _report_readiness(server: GrpcServer, connections: Connections, on_ready: Callable[[], None]) -> None:
+    """Ready as long as the fleet can serve a request."""
+    await connections.until_serves()
+    on_ready()
+    fleet = connections.fleet
+    while True:
+        await connections.until(fleet.serves)
+        await server.set_ready(ready=True)
+        await connections.until(lambda: not fleet.serves())
+        await server.set_ready(ready=False)

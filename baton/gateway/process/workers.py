@@ -1,0 +1,221 @@
+"""`gateway --workers N`: a parent that reserves the ports, starts N processes on them, and replaces those that crash.
+
+The parent serves no requests. Its workers share a board of counters, and reach one another through it.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from baton.core.errors import ConfigError
+from baton.core.ready_file import write_ready_file
+from baton.core.supervisor import Supervisor
+from baton.gateway.core.shared_counters import Board
+from baton.gateway.process.process import check_doors
+from baton.gateway.process.worker_channel import Line, Message
+from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken
+from baton.settings.environment import child_environment
+from baton.settings.gateway_config import GatewaySettings
+
+log = logging.getLogger("baton")
+
+_RESTART_S_MIN, _RESTART_S_MAX = 0.1, 5.0
+_CONFIG_ERROR = 2
+
+
+@contextmanager
+def reserve_ports(settings: GatewaySettings) -> Iterator[GatewaySettings]:
+    """Keeps the ports for the workers; yields the settings with the ports that were found.
+
+    Raises:
+        ConfigError: an address cannot be listened on.
+    """
+    with ExitStack() as stack:
+        grpc_port = stack.enter_context(_reserve(settings.listen, "listen"))
+        found = {"listen": _with_port(settings.listen, grpc_port)}
+        if settings.http_listen != "off":
+            http_port = stack.enter_context(_reserve(settings.http_listen, "http_listen"))
+            found["http_listen"] = _with_port(settings.http_listen, http_port)
+        if settings.metrics_listen != "off":
+            metrics_port = stack.enter_context(_reserve(settings.metrics_listen, "metrics_listen"))
+            found["metrics_listen"] = _with_port(settings.metrics_listen, metrics_port)
+        yield settings.model_copy(update=found)
+
+
+def reachable(settings: GatewaySettings) -> str:
+    """The gRPC address for other processes of this machine; the port is known."""
+    if settings.advertise or not listens_everywhere(settings.listen):
+        return settings.advertise or settings.listen
+    return f"127.0.0.1:{settings.listen.rpartition(':')[2]}"
+
+
+async def supervise(settings: GatewaySettings, supervisor: Supervisor) -> None:
+    """Serves until SIGTERM, and then until all workers have drained.
+
+    Args:
+        settings: with the ports that `reserve_ports` keeps, and the directory of the model.
+
+    Raises:
+        ConfigError: the workers cannot start with these settings, or the ready file cannot be written.
+    """
+    stop = stop_on_signals()
+    check_doors(settings)
+    workers = _Workers(settings.model_copy(update={"supervisor": None, "ready_file": None}))
+    readiness = asyncio.create_task(_report_readiness(settings, workers, supervisor), name="readiness")
+    serving = asyncio.create_task(workers.serve(), name="workers")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        while not (serving.done() or stopping.done()):
+            running = [task for task in (serving, stopping, readiness) if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if readiness.done():
+                await readiness
+    finally:
+        readiness.cancel()
+        stopping.cancel()
+        workers.stop()
+        await serving
+    log.info("all workers have ended")
+
+
+class _Workers:
+    """The worker processes.
+
+    Args:
+        settings: of each; the ports are known.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.addresses: Message = {}  # as a worker knows them
+        self.all_ready = asyncio.Event()
+        self._settings = settings
+        self._board, self._board_fd = Board.create(settings.workers)
+        self._lines: dict[int, Line] = {}  # by row
+        self._processes: dict[int, Process] = {}
+        self._ready: set[int] = set()
+        self._stopped = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Runs all workers until `stop`, and then until they have ended.
+
+        Raises:
+            ConfigError: one cannot start with these settings.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for row in range(self._settings.workers):
+                    group.create_task(self._keep(row), name=f"worker-{row}")
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            os.close(self._board_fd)
+
+    def stop(self) -> None:
+        """Lets all workers drain."""
+        self._stopped.set()
+        for process in self._processes.values():
+            _terminate(process)
+
+    async def _keep(self, row: int) -> None:
+        """Runs the worker of this row, again and again."""
+        restart_s = _RESTART_S_MIN
+        while not self._stopped.is_set():
+            try:
+                code = await self._run(row)
+            except OSError as error:  # no memory or process left, or the child was killed at once
+                log.error("worker %d cannot start: %s", row, error)
+                code = -1
+            was_ready = row in self._ready
+            self._ready.discard(row)
+            self._board.bury(row)
+            if self._stopped.is_set():
+                return
+            if code == _CONFIG_ERROR and not self.all_ready.is_set():
+                self.stop()
+                raise ConfigError("a worker could not start", cure="see its message above")
+            restart_s = _RESTART_S_MIN if was_ready else min(2 * restart_s, _RESTART_S_MAX)
+            log.error("worker %d ended with exit code %d: it starts again in %.1f s", row, code, restart_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), restart_s)
+
+    async def _run(self, row: int) -> int:
+        """Runs one process to its end; returns its exit code."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "baton.gateway.process.worker", str(theirs.fileno()), str(self._board_fd), str(row),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._board_fd), env=child_environment(),
+                start_new_session=True,  # Ctrl-C reaches the parent, which lets the workers drain
+            )  # fmt: skip
+        self._processes[row] = process
+        if self._stopped.is_set():
+            _terminate(process)
+        with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
+            ours.sendall(json.dumps(self._settings.model_dump(mode="json", exclude_unset=True)).encode() + b"\n")
+        line = self._lines[row] = Line(ours, lambda question: self._answer(row, question))
+        following = asyncio.create_task(line.run(), name=f"line-{row}")
+        try:
+            return await process.wait()
+        finally:
+            del self._lines[row], self._processes[row]
+            following.cancel()
+            await asyncio.wait([following])
+
+    async def _answer(self, row: int, question: Message) -> Message:
+        if "ready" in question:
+            self.addresses = question["ready"]
+            self._ready.add(row)
+            if len(self._ready) == self._settings.workers:
+                self.all_ready.set()
+            return {}
+        others = [line for other, line in self._lines.items() if other != row]
+        answers = await asyncio.gather(*(line.ask(question) for line in others))
+        return {"answers": [answer for answer in answers if answer]}
+
+
+async def _report_readiness(settings: GatewaySettings, workers: _Workers, supervisor: Supervisor) -> None:
+    """Reports once that all workers serve."""
+    await workers.all_ready.wait()
+    address, http = workers.addresses["address"], workers.addresses["http"]
+    write_ready_file(settings.ready_file, address=address, http=http, metrics=workers.addresses["metrics"])
+    log.info("ready on %s, %d workers", address, settings.workers)
+    supervisor.report("ready", address=address, http=http, metrics=workers.addresses["metrics"])
+
+
+def _reserve(listen: str, field: str) -> socket.socket:
+    """A socket that keeps the port for this user's processes. It does not listen, so it gets no connections.
+
+    Raises:
+        ConfigError: another process has the port, or the address is not this machine's.
+    """
+    where = Address.parse(listen, field=field)
+    reason = why_taken(where)
+    if reason is None:
+        host = where.host.removeprefix("[").removesuffix("]")
+        found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        reserved = socket.socket(found[0][0])
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            reserved.bind(found[0][4])
+        except OSError as error:
+            reserved.close()
+            reason = (error.strerror or str(error)).lower()
+        else:
+            return reserved
+    cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+    raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
+
+
+def _with_port(listen: str, reserved: socket.socket) -> str:
+    return f"{listen.rpartition(':')[0]}:{reserved.getsockname()[1]}"
+
+
+def _terminate(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()

@@ -1,0 +1,96 @@
+"""One attempt to have a request decoded on one node, its Prefill calls, and the node that owes the next answer.
+
+Pure. `baton.gateway.request.machine` decides what to do next.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError
+from baton.gateway.fleet.fleet_node import FleetNode
+
+
+@dataclass
+class PrefillCall:
+    """One Prefill call, from the call to its end or the gateway's cancellation."""
+
+    number: int
+    node: FleetNode
+    last_message_at_s: float
+    running: bool = True
+    scheduled: bool = False
+    sent: bool = False
+
+
+@dataclass
+class Attempt:
+    """One attempt on one node that decodes: a decode node, or a prefill node that serves the request alone.
+
+    Attributes:
+        num_given: number of tokens sent to the client before the attempt.
+        begun: the client had tokens, or another node was lost, before the attempt.
+        waiting_since_s: time of the attempt's last event.
+        answered: the decode node has answered the submission, or the last request for another ticket.
+        admitted: the decode node decodes with KV from a prefill node.
+        ended_by_node: the decode node has ended the request and needs no cancellation.
+        first_token_passed: the last call has sent its first token, or its ticket asks for none.
+        placed_prefill: incarnation of the prefill node that was placed with the decode node, and whose backlog has the
+            prompt; None: there was none, or it has been called.
+        ticket_for: incarnation of the prefill node that alone can use the ticket; 0: any one can.
+        failed_calls, last_error: hand-overs that failed, and why the last one did.
+        excluded: incarnations of the prefill nodes called so far. Each gets one ticket only.
+    """
+
+    number: int
+    node: FleetNode
+    num_given: int
+    waiting_since_s: float
+    begun: bool = False
+    lease: int = 0
+    answered: bool = False
+    admitted: bool = False
+    ended_by_node: bool = False
+    first_token_passed: bool = False
+    placed_prefill: int | None = None
+    ticket_for: int = 0
+    call: PrefillCall | None = None
+    failed_calls: int = 0
+    last_error: BatonError | None = None
+    excluded: set[int] = field(default_factory=set)
+
+    @property
+    def first_token_owed(self) -> bool:
+        """Whether the prefill call will or may still bring the first token."""
+        call = self.call
+        return call is not None and not self.first_token_passed and call.running
+
+    @property
+    def first_token_lost(self) -> bool:
+        """Whether decode was admitted but the first token can no longer arrive."""
+        return self.admitted and not self.first_token_passed and not self.first_token_owed
+
+    @property
+    def awaits_sent(self) -> bool:
+        """Whether the prefill node may still report what it has sent."""
+        return self.call is not None and self.call.running and not self.call.sent
+
+    @property
+    def prefill_node_owes(self) -> bool:
+        """Whether the next answer is the prefill node's; else it is the decode node's."""
+        if self.call is None or not self.call.running or not self.answered:
+            return False
+        return not self.call.sent and not (self.admitted and self.first_token_passed)
+
+    def stalls_at_s(self, *, prefill_stall_s: float, decode_stall_s: float, queue_s: float) -> float:
+        """When the node that owes the next answer counts as lost, if it gives no sign of life until then.
+
+        Args:
+            queue_s: added while the decode node may be waiting for room.
+        """
+        if self.prefill_node_owes:
+            assert self.call is not None
+            alive_at_s = self.call.last_message_at_s
+            if not self.call.scheduled:  # queued on the node: any sign of life of the node counts
+                alive_at_s = max(alive_at_s, self.call.node.last_message_at_s)
+            return alive_at_s + prefill_stall_s
+        alive_at_s = max(self.waiting_since_s, self.node.last_message_at_s)
+        return alive_at_s + decode_stall_s + (0.0 if self.answered else queue_s)

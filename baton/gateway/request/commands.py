@@ -1,0 +1,82 @@
+"""Commands of one request's machine. Plain values; the shell executes them in order."""
+
+from dataclasses import dataclass
+
+from baton.core.errors import BatonError
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+
+
+@dataclass(frozen=True)
+class SubmitToDecode:
+    """Submit the request on the session with the node that decodes it; the shell fills in the key.
+
+    Args:
+        role: of the node. A prefill node serves the request alone.
+        node: its name.
+    """
+
+    attempt: int
+    role: common_pb2.Role.ValueType
+    address: str
+    request: decode_pb2.SubmitRequest
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class AskDecode:
+    """Send another message about this request on the same session; the shell fills in the key."""
+
+    attempt: int
+    message: decode_pb2.RenewTicket | decode_pb2.PrefillHere
+
+
+@dataclass(frozen=True)
+class LeaveDecode:
+    """End the attempt. `cancel` unless the decode node has ended the request itself."""
+
+    attempt: int
+    cancel: bool
+
+
+@dataclass(frozen=True)
+class CallPrefill:
+    """Call a prefill node with the request's ticket."""
+
+    call: int
+    address: str
+    request: prefill_pb2.PrefillRequest
+    timeout_s: float
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class CancelPrefill:
+    """End a Prefill call that still runs."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class LoseNode:
+    """Mark a node as lost (`Fleet.lost`): it owes an answer and has given no sign of life for too long."""
+
+    role: common_pb2.Role.ValueType
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Respond:
+    """Send a message to the client. Messages are sent in order."""
+
+    message: generation_pb2.GenerateResponse
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last command: the request is over. `error` is None if it was served to its end."""
+
+    error: BatonError | None
+
+
+Command = SubmitToDecode | AskDecode | LeaveDecode | CallPrefill | CancelPrefill | LoseNode | Respond | Finish

@@ -1,0 +1,267 @@
+"""Runs the machine of one request: delivers events, executes its commands, and keeps its one timer.
+
+While a message to a slow client waits, events collect, and then reach the machine together; so do tokens until it is
+the stream's turn (`baton.gateway.request.write_scheduler`).
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from time import monotonic
+
+from baton.core.errors import BatonError, Draining
+from baton.gateway.core.events import (
+    Cancelled,
+    DecodeReplied,
+    DecodeReply,
+    Event,
+    FleetChanged,
+    PrefillEnded,
+    PrefillReplied,
+    SessionLost,
+    Started,
+    TimePassed,
+    TokensCame,
+)
+from baton.gateway.core.request import Request, deadline_exceeded
+from baton.gateway.request.commands import (
+    AskDecode,
+    CallPrefill,
+    CancelPrefill,
+    Command,
+    Finish,
+    LeaveDecode,
+    LoseNode,
+    Respond,
+    SubmitToDecode,
+)
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.decode_session import DecodeSession, Receiver
+from baton.gateway.request.journal import Journal
+from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.node_clients import PrefillStream
+from baton.gateway.request.write_scheduler import Turns
+from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+
+_GONE = "it has changed its role, or is no longer listed"
+
+Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
+
+
+class RequestDriver:
+    """One request in the current task, from `run` to its return. Cancel the task to cancel the request."""
+
+    def __init__(
+        self,
+        request: Request,
+        machine: RequestMachine,
+        connections: Connections,
+        turns: Turns,
+        write: Write,
+        journal: Journal,
+    ) -> None:
+        self._request = request
+        self._journal = journal
+        self._machine = machine
+        self._connections = connections
+        self._write_to_client = write
+        self._loop = asyncio.get_running_loop()
+        self._turns = turns
+        self._events: list[Event] = []
+        self._tokens: list[decode_pb2.StepToken] | None = None  # of the last event, if tokens may still join it
+        self._hurries = False  # an event is there that waits for no turn
+        self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event, and perhaps for its turn
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf  # asking the handle costs more
+        self._task: asyncio.Task[object] | None = None  # the task that executes `run`
+        self._round = 0  # of the last turn
+        self._writing = False  # while a message to the client waits
+        self._slow = False  # the last message has waited for the client
+        self._ended_by: BatonError | None = None  # the error for a request whose message to the client waits
+        self._listening = False
+        self._attempt: tuple[DecodeSession, int] | None = None  # the session and the request's key
+        self._call: PrefillStream | None = None
+
+    async def run(self) -> None:
+        """Serves the request to its end.
+
+        Raises:
+            BatonError: why it cannot be finished.
+        """
+        self._task = asyncio.current_task()
+        machine, write, loop, turns = self._machine, self._write_to_client, self._loop, self._turns
+        self._events.append(Started())
+        try:
+            while True:
+                events, self._events, self._tokens, self._hurries = self._events, [], None, False
+                commands = machine.handle(events, monotonic())  # the loop's clock, finer: uvloop's has milliseconds
+                if machine.waits_for_fleet is not self._listening:
+                    self._listen(listening=machine.waits_for_fleet)
+                for command in commands:
+                    if isinstance(command, Respond):
+                        if self._timer is None:  # it has just fired; a client that reads nothing has a deadline too
+                            self._set_timer(self._request.deadline_s)
+                        self._writing = True
+                        period = turns.begin(slow=self._slow)
+                        try:
+                            await write(command.message)
+                        finally:
+                            self._slow = turns.end(period)
+                        self._writing = False
+                    elif isinstance(command, Finish):
+                        if command.error is not None:
+                            raise command.error
+                        await self._last_turn()
+                        return
+                    else:
+                        self._execute(command)
+                if not self._hurries:
+                    self._set_timer(machine.deadline_s)
+                    self._waiter = waiter = loop.create_future()
+                    if self._events:
+                        turns.ask(waiter, self._round)
+                    await waiter
+                    self._round = turns.round
+                    self._waiter = None
+        except asyncio.CancelledError:
+            if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
+                raise
+            raise self._ended_by from None
+        finally:
+            self._close()
+
+    async def _last_turn(self) -> None:
+        """The client has everything. To end a request takes longer than a message: other streams' tokens go first."""
+        waiter = self._loop.create_future()
+        self._turns.ask(waiter, self._round)
+        await waiter
+
+    def end(self, error: BatonError) -> None:
+        """Ends the request with this error, even while its client reads nothing."""
+        if not self._writing:
+            self._put(Cancelled(error))
+        elif self._ended_by is None:
+            assert self._task is not None
+            self._ended_by = error
+            self._task.cancel()
+
+    # ---- commands
+
+    def _execute(self, command: Command) -> None:
+        self._journal.command(monotonic(), command)
+        match command:
+            case SubmitToDecode(attempt, role, address, request):
+                client = self._connections.client(role, address)
+                if client is None:
+                    self._put(SessionLost(attempt, _GONE))
+                    return
+                session = client.session()
+                self._tokens = None
+                receiver = Receiver(
+                    partial(self._token_came, attempt),
+                    partial(self._decode_replied, attempt),
+                    partial(self._session_lost, attempt),
+                )
+                self._attempt = session, session.submit(request, receiver)
+            case AskDecode(_, message):
+                assert self._attempt is not None
+                session, key = self._attempt
+                session.ask(key, message)
+            case LeaveDecode(_, cancel):
+                self._leave(cancel=cancel)
+            case CallPrefill(call, address, request, timeout_s, node):
+                client = self._connections.client(common_pb2.ROLE_PREFILL, address)
+                if client is None:
+                    self._put(PrefillEnded(call, Draining(f"{node}: {_GONE}", cure="another node is tried")))
+                    return
+                self._call = client.prefill(
+                    request,
+                    timeout_s=timeout_s,
+                    on_event=partial(self._prefill_replied, call),
+                    on_end=partial(self._prefill_ended, call),
+                )
+            case CancelPrefill():
+                self._cancel_call()
+            case LoseNode(role, address, reason):
+                self._connections.lose(role, address, reason)
+
+    def _leave(self, *, cancel: bool) -> None:
+        if self._attempt is not None:
+            session, key = self._attempt
+            session.leave(key, cancel=cancel)
+        self._attempt = None
+
+    def _cancel_call(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        self._call = None
+
+    def _close(self) -> None:
+        """Ends the attempt and the call that a cancelled or failed task leaves open."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._connections.remove_listener(self._fleet_changed)
+        self._cancel_call()
+        self._leave(cancel=True)
+
+    # ---- events
+
+    def _put(self, event: Event) -> None:
+        self._journal.event(monotonic(), event)
+        self._events.append(event)
+        self._tokens, self._hurries = None, True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _token_came(self, attempt: int, step_token: decode_pb2.StepToken) -> None:
+        if self._tokens is not None:
+            self._tokens.append(step_token)
+            return
+        self._tokens = [step_token]
+        if self._waiter is not None and not self._events:
+            self._turns.ask(self._waiter, self._round)
+        self._events.append(TokensCame(attempt, self._tokens))
+
+    def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
+        self._put(DecodeReplied(attempt, message))
+
+    def _session_lost(self, attempt: int, reason: str) -> None:
+        self._put(SessionLost(attempt, reason))
+
+    def _prefill_replied(self, call: int, event: prefill_pb2.PrefillEvent) -> None:
+        self._put(PrefillReplied(call, event))
+
+    def _prefill_ended(self, call: int, error: BatonError | None) -> None:
+        self._put(PrefillEnded(call, error))
+
+    def _fleet_changed(self) -> None:
+        self._put(FleetChanged())
+
+    def _listen(self, *, listening: bool) -> None:
+        """Whether to receive `FleetChanged`."""
+        self._listening = listening
+        if listening:
+            self._connections.add_listener(self._fleet_changed)
+        else:
+            self._connections.remove_listener(self._fleet_changed)
+
+    # ---- time
+
+    def _set_timer(self, at_s: float | None) -> None:
+        # NOTE: a timer is only replaced by an earlier one. Replacing it with every token would cost more than all other
+        # work for that token. It may fire too early; the machine then returns the next time.
+        if at_s is None or self._timer_at_s <= at_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at_s = self._loop.call_at(at_s, self._timer_fired), at_s
+
+    def _timer_fired(self) -> None:
+        self._timer, self._timer_at_s = None, math.inf
+        if not self._writing:
+            self._put(TimePassed())
+        elif monotonic() < self._request.deadline_s:  # a slow client must not count as a silent node
+            self._set_timer(self._request.deadline_s)
+        else:
+            self.end(deadline_exceeded(self._request.timeout_s, self._machine.failures))

@@ -1,0 +1,358 @@
+"""One request on its way through the nodes: events in, commands out. Pure: no clock, task or socket.
+
+    choose a decode node, submit      `request_attempts`: again whenever a decode node refuses or is lost
+      ticket: call a prefill node     `request_hand_over`: again, or on the decode node itself, whenever one fails
+        tokens                        `request_output`: until the output ends
+          the last message            after the prefill node's own count, for the receipt
+
+A prefill node that also decodes may take the decode node's place, for a request without a ticket.
+
+Prefill and decode node answer on different connections, so nothing is assumed about the order of their events.
+"""
+
+from collections.abc import Sequence
+
+from baton.core.errors import BatonError, InternalError, NoNode
+from baton.core.types import Path
+from baton.gateway.core.events import (
+    Cancelled,
+    DecodeReplied,
+    DecodeReply,
+    Event,
+    FleetChanged,
+    PrefillEnded,
+    PrefillReplied,
+    SessionLost,
+    Started,
+    TimePassed,
+    TokensCame,
+)
+from baton.gateway.core.request import Request, Rules, deadline_exceeded
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.request.attempt import Attempt, PrefillCall
+from baton.gateway.request.attempts import Attempts
+from baton.gateway.request.commands import CancelPrefill, Command, Finish, LoseNode
+from baton.gateway.request.hand_over import HandOver
+from baton.gateway.request.journal import LocalPrefill
+from baton.gateway.request.output import Ended, NoMeter, TokenMeter
+from baton.gateway.request.receipt import Retry
+from baton.gateway.request.state import RequestState
+from baton.gateway.text.reply import Detokenizing
+from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.rpc.error_detail import from_detail
+
+# How long a finished request's receipt may wait for the prefill node's count of what it sent.
+_RECEIPT_WAIT_S = 1.0
+
+
+class RequestMachine:
+    """One request from its check to its last message.
+
+    Attributes:
+        local_prefill: of the last prompt, or rest of one, that the decode node computed; None: there was none.
+    """
+
+    def __init__(
+        self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter | None = None
+    ) -> None:
+        self._state = state = RequestState(request, rules, fleet, detokenizer, meter or NoMeter())
+        self._output, self._receipt = state.output, state.receipt
+        self._hand_over = HandOver(state)
+        self._attempts = Attempts(state, self._hand_over)
+        if request.output or request.revision:
+            self._attempts.note_gone("the client's gateway was lost")
+        self._receipt_waits_until_s = 0.0
+        self.local_prefill: LocalPrefill | None = None
+        self._over = False
+        self._must_check = False  # an event may have made a wait shorter; tokens never do
+        self._check_at_s = request.deadline_s
+
+    # ---- what the shell sees
+
+    def resume(self) -> list[str]:
+        """Goes on after the request's `output`, before the first event. Returns what each of these tokens added to the
+        text that the client has; the last one may be missing.
+
+        Raises:
+            InvalidRequest: it would have ended before all of these tokens.
+        """
+        self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
+        return self._output.resume()
+
+    def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
+        """Reacts to events in their order, at `now_s`, which never decreases.
+
+        Pass all pending events at once: the tokens of one call are sent to the client in one message.
+        """
+        state = self._state
+        state.now_s = now_s
+        commands: list[Command] = []
+        state.commands = commands
+        if self._over:
+            return commands
+        try:
+            for event in events:
+                self._react(event)
+                if self._over:
+                    return commands
+            if self._must_check or now_s >= self._check_at_s:
+                self._check()
+        except BatonError as error:
+            self._finish(error)
+        state.respond()
+        return commands
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over.
+
+        A later sign of life may prolong the wait; the machine checks that when the time has come.
+        """
+        return None if self._over else self._check_at_s
+
+    @property
+    def waits_for_fleet(self) -> bool:
+        """Whether the request waits for a node that decodes it, so that `FleetChanged` matters."""
+        return self._attempts.present is None and not self._over
+
+    @property
+    def path(self) -> Path:
+        """Where the prompt was prefilled, as far as is known."""
+        return self._receipt.path
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._output.completion_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the client did not bring with it."""
+        return self._output.completion_tokens - len(self._state.request.output)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._state.request.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._state.request.sampling.max_tokens
+
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first token was passed on; None: not yet."""
+        return self._output.first_token_at_s
+
+    @property
+    def failures(self) -> str:
+        """What has failed so far, as one sentence."""
+        return self._receipt.failures
+
+    @property
+    def retries(self) -> Sequence[Retry]:
+        """What has failed so far and was tried again."""
+        return self._receipt.retries
+
+    @property
+    def ended(self) -> Ended | None:
+        """The figures of the output, once it was served to its end."""
+        return self._output.ended
+
+    # ---- events
+
+    def _react(self, event: Event) -> None:
+        attempt = self._attempts.present
+        if isinstance(event, TokensCame):  # first, and by itself: there is one for nearly every message
+            if attempt is not None and event.attempt == attempt.number:
+                self._tokens_came(attempt, event.tokens)
+            return
+        if isinstance(event, DecodeReplied):
+            if attempt is not None and event.attempt == attempt.number:
+                self._decode_replied(attempt, event.message)
+            return
+        self._must_check = True
+        match event:
+            case PrefillReplied(number, reply):
+                if attempt is not None and attempt.call is not None and number == attempt.call.number:
+                    self._prefill_replied(attempt, attempt.call, reply)
+            case PrefillEnded(number, error):
+                if attempt is not None and attempt.call is not None and number == attempt.call.number:
+                    self._prefill_ended(attempt, attempt.call, error)
+            case SessionLost(number, reason):
+                if attempt is not None and number == attempt.number and self._output.end is None:
+                    self._attempts.lose(attempt, reason)
+            case Started() if self._output.end is not None:
+                self._end()  # the client lacks the last message only
+            case Started() | FleetChanged():
+                if attempt is None:
+                    self._attempts.begin()
+            case Cancelled(error):
+                self._finish(error)
+            case TimePassed():
+                pass  # `_check` looks at the time
+
+    def _tokens_came(self, attempt: Attempt, tokens: Sequence[decode_pb2.StepToken]) -> None:
+        attempt.waiting_since_s = self._state.now_s
+        first, last = tokens[0], tokens[-1]
+        if last.finish_reason:
+            attempt.ended_by_node = self._must_check = True
+        if first.HasField("prefill_s"):
+            self._receipt.prefilled(first.prefill_s, first.queue_s)
+            self.local_prefill = LocalPrefill.reported(self._state.now_s, first)
+        self._pass_on(attempt, tokens)
+
+    def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
+        self._must_check = True
+        match message:
+            case decode_pb2.Released():
+                # The request continues if this arrives first: the first token may also be the last one, and still be
+                # on its way from the prefill node.
+                attempt.ended_by_node = True
+            case decode_pb2.Failed():
+                attempt.ended_by_node = True
+                if self._output.end is None:
+                    self._attempts.failed(attempt, from_detail(message.error))
+            case decode_pb2.Admitted():
+                # NOTE: this may also answer a request for another ticket: a hand-over that was given up has succeeded.
+                attempt.waiting_since_s = self._state.now_s
+                attempt.answered = attempt.admitted = True
+                self._receipt.admitted(message)
+                self._check_first_token(attempt)
+            case decode_pb2.Reserved() if not attempt.answered:
+                attempt.waiting_since_s = self._state.now_s
+                attempt.answered = True
+                attempt.lease = message.ticket.lease.number
+                self._receipt.reserved(attempt.node.name, message)
+                self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
+            case decode_pb2.Accepted() if not attempt.answered:
+                attempt.waiting_since_s = self._state.now_s
+                attempt.answered = True
+                self._receipt.accepted(attempt.node.name, message)
+            case decode_pb2.HandOverFailed():
+                call = attempt.call
+                present = message.lease == attempt.lease and not attempt.admitted
+                if present and call is not None and self._output.end is None:
+                    self._hand_over_failed(attempt, call, from_detail(message.error))
+
+    def _prefill_replied(self, attempt: Attempt, call: PrefillCall, reply: prefill_pb2.PrefillEvent) -> None:
+        attempt.waiting_since_s = call.last_message_at_s = self._state.now_s
+        match reply.WhichOneof("event"):
+            case "scheduled":
+                call.scheduled = True
+                self._receipt.scheduled(reply.scheduled)
+            case "first_token":
+                first = reply.first_token
+                attempt.first_token_passed = True
+                self._receipt.prefilled(first.prefill_s)
+                step_token = decode_pb2.StepToken(
+                    token=first.token,
+                    finish_reason=first.finish_reason,
+                    stop_reason=first.stop_reason,
+                    prompt_logprobs=first.prompt_logprobs,
+                )
+                self._pass_on(attempt, (step_token,))
+            case "sent":
+                call.sent = True
+                self._receipt.sent(reply.sent)
+
+    def _prefill_ended(self, attempt: Attempt, call: PrefillCall, error: BatonError | None) -> None:
+        call.running = False
+        if call.sent or self._output.end is not None:
+            return
+        if attempt.admitted:  # so only the first token still needs the call
+            self._check_first_token(attempt)
+            return
+        error = error or InternalError("the prefill node ended the call before everything was sent")
+        self._hand_over_failed(attempt, call, error)
+
+    def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
+        self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
+
+    def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
+        """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
+        if why is not None:
+            self._attempts.without_prefill(attempt, why)
+
+    # ---- tokens
+
+    def _pass_on(self, attempt: Attempt, step_tokens: Sequence[decode_pb2.StepToken]) -> None:
+        if self._output.add(step_tokens, hold=attempt.first_token_owed):
+            self._must_check = True
+            self._receipt_waits_until_s = self._state.now_s + _RECEIPT_WAIT_S
+
+    def _check_first_token(self, attempt: Attempt) -> None:
+        if attempt.first_token_lost and self._output.end is None:
+            self._attempts.lose(attempt, "the first token was lost with its prefill node")
+
+    # ---- waits
+
+    def _check(self) -> None:
+        """After events: whether the output is complete, or an answer is owed for too long, and when to look again."""
+        self._must_check = False
+        attempts, request = self._attempts, self._state.request
+        if attempts.present is not None:
+            self._check_attempt(attempts.present)
+        if self._over:
+            return
+        if self._state.now_s >= request.deadline_s:
+            raise deadline_exceeded(request.timeout_s, self._receipt.failures)
+        if attempts.present is None:
+            attempts.check_wait()
+        self._check_at_s = request.deadline_s
+        if attempts.present is not None:
+            self._check_at_s = min(self._check_at_s, self._wait_ends_at_s(attempts.present))
+        elif attempts.due_at_s is not None:
+            self._check_at_s = min(self._check_at_s, attempts.due_at_s)
+
+    def _check_attempt(self, attempt: Attempt) -> None:
+        now_s = self._state.now_s
+        if self._output.end is not None:
+            if not attempt.awaits_sent or now_s >= self._receipt_waits_until_s:
+                self._complete(attempt)
+        elif attempt.ended_by_node and not attempt.first_token_owed:
+            self._attempts.lose(attempt, "it released the request unfinished")
+        elif now_s >= self._wait_ends_at_s(attempt):
+            self._stalled(attempt)
+
+    def _wait_ends_at_s(self, attempt: Attempt) -> float:
+        if self._output.end is not None:
+            return self._receipt_waits_until_s
+        rules = self._state.rules
+        return attempt.stalls_at_s(
+            prefill_stall_s=rules.prefill_stall_s, decode_stall_s=rules.decode_stall_s, queue_s=rules.queue_s
+        )
+
+    def _stalled(self, attempt: Attempt) -> None:
+        """Gives up the node that owes the next answer."""
+        state = self._state
+        call = attempt.call if attempt.prefill_node_owes else None
+        node = attempt.node if call is None else call.node
+        stall_s = state.rules.decode_stall_s if call is None else state.rules.prefill_stall_s
+        reason = f"no sign of life for {stall_s:g} s"
+        state.commands.append(LoseNode(node.role, node.address, reason))
+        state.choice.losing(node)
+        if call is None:
+            self._attempts.lose(attempt, reason)
+        else:
+            state.commands.append(CancelPrefill(call.number))
+            self._prefill_ended(attempt, call, NoNode(reason))
+        state.choice.fleet_is_current()
+
+    # ---- the end
+
+    def _complete(self, attempt: Attempt) -> None:
+        state = self._state
+        state.choice.answered(attempt.node, *([attempt.call.node] if attempt.call else []))
+        self._attempts.leave(attempt)
+        state.respond()
+        self._end()
+
+    def _end(self) -> None:
+        self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))
+        self._finish(None)
+
+    def _finish(self, error: BatonError | None) -> None:
+        if self._attempts.present is not None:
+            self._attempts.leave(self._attempts.present)
+        self._state.respond()
+        self._over = True
+        self._state.commands.append(Finish(error))

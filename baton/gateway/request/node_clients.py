@@ -1,0 +1,316 @@
+"""The gateway's connection to one node: its channel, its Watch stream, the Prefill calls and the session with it.
+
+Callbacks receive what the node sends; `baton.gateway.fleet.fleet` keeps the node's state.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import grpc
+
+from baton.core.errors import BatonError
+from baton.gateway.fleet.connect_pace import ConnectPace
+from baton.gateway.request.decode_session import DecodeSession
+from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.tls import Dial
+from baton.settings.gateway_config import GATEWAY_KEEPALIVE_S
+
+log = logging.getLogger("baton")
+
+_WATCH_INTERVAL_S = 0.1
+_SILENT_S = 1.0  # without a first status
+_RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
+_CONNECT_TIMEOUT_S = 20.0
+_LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
+
+_CLOSED = "the gateway has closed the connection"
+
+
+_Watch: TypeAlias = grpc.aio.UnaryStreamCall[node_pb2.WatchRequest, node_pb2.NodeStatus]
+
+
+@dataclass(frozen=True)
+class WatchCallbacks:
+    """Callbacks for a node's statuses, for the loss of its connection, and for changes of its prefix cache.
+
+    Args:
+        cache: returns False if changes before this one are lost, so that a snapshot is needed.
+        silent: called when the node is connected and sends no status: its interpreter may be busy for seconds.
+    """
+
+    status: Callable[[node_pb2.NodeStatus], None]
+    lost: Callable[[str], None]
+    cache: Callable[[node_pb2.WatchCacheResponse], bool]
+    silent: Callable[[], None]
+
+
+class PrefillStream:
+    """One Prefill call. It makes no callbacks after `cancel`.
+
+    Its task is not part of a TaskGroup: nothing waits for a cancelled call, and its failure concerns one request only.
+    """
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent],
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> None:
+        self.running = True
+        self._call = call
+        self._on_event = on_event
+        self._on_end = on_end
+        self._task = asyncio.create_task(self._follow(), name="prefill-call")
+
+    def cancel(self) -> None:
+        if self.running:
+            self.running = False
+            self._task.cancel()
+            self._call.cancel()
+
+    def end(self, error: BatonError) -> None:
+        """As if the call had ended with the error."""
+        if self.running:
+            self.cancel()
+            self._on_end(error)
+
+    async def _follow(self) -> None:
+        error: BatonError | None = None
+        try:
+            async for event in self._call:
+                self._on_event(event)
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+        self.running = False
+        self._on_end(error)
+
+
+class NodeClient:
+    """One node: its channel, its Watch stream while `watch` runs, the Prefill calls and the session with it.
+
+    A node of one role serves only one of the two, a prefill node that also decodes serves both.
+
+    Args:
+        on_message: called at every message of the session, as a sign of life.
+        keepalive_s: a node that answers no ping for that long is lost.
+        dial: credentials of the channel.
+        pace: of the attempts to reach nodes, shared with other clients.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        callbacks: WatchCallbacks,
+        on_message: Callable[[], None],
+        *,
+        keepalive_s: float = GATEWAY_KEEPALIVE_S,
+        dial: Dial | None = None,
+        pace: ConnectPace | None = None,
+    ) -> None:
+        self._address = address
+        # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
+        self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
+        self._pace = pace or ConnectPace()
+        self._answered = False  # ever
+        self._silent = False
+        self._open()
+        self._callbacks = callbacks
+        self._on_message = on_message
+        self._status_received = False  # on the present stream
+        self._watching: asyncio.Task[str] | None = None
+        self._calls: list[PrefillStream] = []
+        self._session: DecodeSession | None = None
+
+    def _open(self) -> None:
+        self._channel = self._connect()
+        self._stub = node_pb2_grpc.NodeStub(self._channel)
+        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the node holds requests of this gateway."""
+        calls = any(call.running for call in self._calls)
+        return calls or (self._session is not None and self._session.num_held > 0)
+
+    async def close(self) -> None:
+        self._set_silent(silent=False)
+        if self._session is not None:
+            await self._session.close(_CLOSED)
+        await self._channel.close()
+
+    async def retire(self, error: BatonError) -> None:
+        """Closes the connection once the node has ended its requests, or has had a moment for that: its last messages
+        may still be on their way. Requests that are left then end with the error."""
+        try:
+            if self._session is not None:
+                await self._session.until_ended(_LAST_MESSAGES_S)
+        finally:
+            for call in self._calls:
+                call.end(error)
+            await self.close()
+
+    # ---- requests
+
+    def prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        *,
+        timeout_s: float,
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> PrefillStream:
+        """Starts one prefill. `on_end` gets the call's error, None where its stream ended without one."""
+        call = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
+        self._calls = [*(running for running in self._calls if running.running), call]
+        return call
+
+    async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
+        """Asks the node to connect to a decode node; returns the pair's state.
+
+        Raises:
+            BatonError: the node could not be asked.
+        """
+        request = prefill_pb2.ConnectRequest(decode_address=decode_address)
+        try:
+            return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def switch_role(
+        self, role: common_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
+    ) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
+        """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
+        request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
+        async with self._connect() as channel:  # this client is retired when the node has switched
+            try:
+                async for progress in node_pb2_grpc.NodeStub(channel).SwitchRole(request):
+                    yield progress
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+
+    def session(self) -> DecodeSession:
+        """The stream that carries all requests that the node decodes for this gateway: opened when it is first needed,
+        and again after it broke."""
+        if self._session is None or not self._session.open:
+            self._session = DecodeSession(
+                self._decode_stub.Session(), name=self._address, on_message=self._on_message, on_lost=self._session_lost
+            )
+        return self._session
+
+    def drop_session(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.drop(reason)
+
+    def _session_lost(self, reason: str) -> None:
+        self._callbacks.lost(reason)
+        self.end_watch()
+
+    # ---- what the node reports
+
+    async def watch(self) -> None:
+        """Watches the node, and connects again whenever the stream ends; runs until it is cancelled."""
+        retry_s = _RETRY_S_MIN
+        while True:
+            self._status_received = False
+            async with asyncio.TaskGroup() as tasks:
+                self._watching = tasks.create_task(self._watch_once())
+            if not self._watching.cancelled():  # else the caller of `end_watch` has reported the reason
+                self._callbacks.lost(self._watching.result())
+            if self._status_received:
+                retry_s = _RETRY_S_MIN
+            else:
+                retry_s = min(2 * retry_s, _RETRY_S_MAX)
+                await self._rest()
+            await asyncio.sleep(self._pace.pause_s(retry_s))
+
+    async def _rest(self) -> None:
+        """The node did not answer. Its channel would connect again by itself, whatever the pace."""
+        self._set_silent(silent=True)
+        if not self.busy and (self._session is None or not self._session.open):
+            resting = self._channel
+            self._open()
+            await resting.close()
+
+    def _set_silent(self, *, silent: bool) -> None:
+        self._pace.silent += silent - self._silent
+        self._silent = silent
+
+    def end_watch(self) -> None:
+        """Ends the present Watch stream; `watch` then opens another one."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def watch_cache(
+        self, request: node_pb2.WatchCacheRequest
+    ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
+        """A stream of the changes of the node's prefix cache; the caller cancels it."""
+        return self._stub.WatchCache(request)
+
+    async def _watch_once(self) -> str:
+        """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
+        call: _Watch | None = None
+        reading: asyncio.Future[object] | None = None
+        following: asyncio.Task[None] | None = None
+        try:
+            async with self._pace.turn(answered=self._answered):
+                call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
+                reading = asyncio.ensure_future(call.read())
+                await asyncio.wait([reading], timeout=_SILENT_S)
+            status = await self._first_status(reading)
+            following = asyncio.create_task(self._follow_cache(), name="follow-cache")
+            while isinstance(status, node_pb2.NodeStatus):
+                self._status_received = self._answered = True
+                self._set_silent(silent=False)
+                self._callbacks.status(status)
+                status = await call.read()
+        except grpc.aio.AioRpcError as error:
+            return last_cause(error)
+        finally:
+            if call is not None:
+                call.cancel()
+            for task in (reading, following):
+                if task is not None:
+                    task.cancel()
+        # The node has drained. It ended its session before, whose last messages may still be on their way.
+        if self._session is not None:
+            await self._session.until_ended(_LAST_MESSAGES_S)
+        return "it ended the stream"
+
+    async def _first_status(self, reading: "asyncio.Future[object]") -> object:
+        """Waits without a limit: a node that is gone answers no pings, and the call fails."""
+        while not reading.done():
+            if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+                self._callbacks.silent()
+            await asyncio.wait([reading], timeout=_SILENT_S)
+        return reading.result()
+
+    async def _follow_cache(self) -> None:
+        """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""
+        last = node_pb2.WatchCacheResponse()
+        while True:
+            call = self.watch_cache(
+                node_pb2.WatchCacheRequest(after_sequence=last.sequence, incarnation=last.incarnation)
+            )
+            try:
+                async for batch in call:
+                    if not self._callbacks.cache(batch):
+                        last = node_pb2.WatchCacheResponse()
+                        break
+                    if not batch.more:
+                        last = batch
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # of an older version
+            except Exception:  # of our own code: nobody awaits this task
+                log.exception("%s: its prefix cache cannot be followed; trying again with a snapshot", self._address)
+                last = node_pb2.WatchCacheResponse()
+            finally:
+                call.cancel()
+            await asyncio.sleep(_RETRY_S_MAX)

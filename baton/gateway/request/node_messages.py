@@ -1,0 +1,96 @@
+"""The messages to nodes about one request. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.types import LocalPolicy
+from baton.gateway.core.request import Request
+from baton.gateway.fleet.placement import Placement, Way
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.rpc.convert import adapter_to_proto, sampling_to_proto
+
+_POLICIES = {
+    LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
+    LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
+    LocalPolicy.ELASTIC: decode_pb2.LOCAL_POLICY_PREFER,
+    LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
+}
+
+
+_PLACEMENTS = {
+    Way.REMOTE: decode_pb2.PLACEMENT_REMOTE,
+    Way.LOCAL: decode_pb2.PLACEMENT_LOCAL,
+    Way.SPLIT: decode_pb2.PLACEMENT_SPLIT,
+}
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is left of a request's SLO; None: no bound.
+
+    Args:
+        first_token_s: time until the first token is due; 0 when it is late, and once the client has it.
+    """
+
+    first_token_s: float | None
+    tpot_s: float | None
+
+
+class NodeMessages:
+    """Writes the messages; `output` holds the token ids sent to the client so far."""
+
+    def __init__(self, request: Request, policy: LocalPolicy) -> None:
+        self._request = request
+        self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
+        self._policy = policy
+        # Stop strings are the gateway's business: nodes see no text.
+        self._sampling = sampling_to_proto(request.sampling)
+        del self._sampling.stop[:]
+
+    def submit(
+        self,
+        output: Sequence[int],
+        placement: Placement,
+        *,
+        due: Due,
+        budget_s: float,
+        queue_s: float,
+        prefill_incarnation: int = 0,
+    ) -> decode_pb2.SubmitRequest:
+        return decode_pb2.SubmitRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=output,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            adapter=self._adapter,
+            policy=_POLICIES[self._policy],
+            prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
+            prefill_incarnation=prefill_incarnation,
+            budget_s=budget_s,
+            queue_s=queue_s,
+            priority=self._request.priority,
+            placement=_PLACEMENTS[placement.way],
+            placement_why=placement.why,
+            split_tokens=placement.split_tokens,
+            first_token_s=due.first_token_s,
+            tpot_s=due.tpot_s,
+            traceparent=self._request.traceparent,
+        )
+
+    def prefill(
+        self, output: Sequence[int], ticket: common_pb2.Ticket, *, due: Due, refuse_late: bool
+    ) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=output,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            adapter=self._adapter,
+            ticket=ticket,
+            priority=self._request.priority,
+            first_token_s=due.first_token_s,
+            refuse_late=refuse_late,
+            traceparent=self._request.traceparent,
+        )

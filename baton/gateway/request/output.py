@@ -1,0 +1,134 @@
+"""What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.types import FinishReason, Receipt, Usage
+from baton.gateway.core.request import OutputEnd, Request
+from baton.gateway.request.commands import Respond
+from baton.gateway.request.receipt import ReceiptDraft
+from baton.gateway.request.token_order import TokenOrder
+from baton.gateway.text.reply import Detokenizing, Reply
+from baton.protos.v1 import decode_pb2
+from baton.rpc.convert import finish_reason_from_proto
+from baton.rpc.revisions import answer_revision
+
+
+class TokenMeter(Protocol):
+    """Counts tokens as they are passed on: `baton.gateway.observe.meter.RequestMeter`."""
+
+    def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
+        """The first message of an output, that long after its request's arrival."""
+
+    def next(self, seconds: float, tokens: int) -> None:
+        """A further message, that long after the one before it."""
+
+
+class NoMeter:
+    """Counts nothing."""
+
+    def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
+        pass
+
+    def next(self, seconds: float, tokens: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The figures of an output that was served to its end; `reason` is None where a node's is unknown here."""
+
+    reason: FinishReason | None
+    usage: Usage
+    receipt: Receipt
+
+
+class Output:
+    """The output of one request, from its first token to its last message.
+
+    Attributes:
+        end: how it ended; None: more tokens are due.
+        ended: its figures, after its last message.
+        first_token_at_s: when the first token was passed on; None: not yet.
+        revision: of the weights of the node that has the request.
+    """
+
+    def __init__(self, request: Request, detokenizer: Detokenizing, meter: TokenMeter) -> None:
+        self.end: OutputEnd | None = None
+        self.ended: Ended | None = None
+        self._meter = meter
+        self._passed_on_at_s = 0.0  # the last tokens
+        self._request = request
+        self._order = TokenOrder()
+        self._reply = Reply(request.request_id, request.sampling, detokenizer)
+        self.first_token_at_s: float | None = None
+        self.revision = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of which the client has or gets each one."""
+        return self._order.token_ids
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._reply.completion_tokens
+
+    def resume(self) -> list[str]:
+        """Goes on after the tokens that the client has. Returns what each of them added to the text that it has.
+
+        Raises:
+            InvalidRequest: the output would have ended before all of them.
+        """
+        self._order.token_ids.extend(self._request.output)
+        texts, self.end = self._reply.resume(self._request.output, self._request.ended)
+        return texts
+
+    def add(self, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool) -> bool:
+        """Adds a node's tokens, and early ones whose turn it is then; returns whether that ended the output.
+
+        Tokens after its end are ignored.
+
+        Args:
+            hold: the token before the first one may still come from another node.
+
+        Raises:
+            InternalError: a token is missing, and no node will send it.
+        """
+        if self.end is not None:
+            return False
+        self.end = self._reply.add(self._order.offer(step_tokens, hold=hold))
+        return self.end is not None
+
+    def forget_early(self) -> None:
+        """Drops the early tokens: the node that sent them does not continue the request."""
+        self._order.forget_early()
+
+    def message(self, now_s: float) -> list[Respond]:
+        """The message with the tokens since the last one; empty without any."""
+        message = self._reply.take()
+        if message is None:
+            return []
+        tokens = len(message.tokens)
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+            message.revision = answer_revision(self.revision, self._request.adapter)
+            self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
+        else:
+            self._meter.next(now_s - self._passed_on_at_s, tokens)
+        self._passed_on_at_s = now_s
+        return [Respond(message)]
+
+    def last_message(self, draft: ReceiptDraft, now_s: float) -> Respond:
+        """The message with usage and receipt, after all tokens were sent."""
+        assert self.end is not None, "only a finished output has a last message"
+        started_at_s, prompt_tokens = self._request.started_at_s, len(self._request.prompt)
+        first_token_at_s = now_s if self.first_token_at_s is None else self.first_token_at_s
+        usage = Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=min(draft.cached_tokens, prompt_tokens),
+        )
+        receipt = draft.finish(first_token_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        self.ended = Ended(finish_reason_from_proto(self.end.reason), usage, receipt)
+        return Respond(self._reply.last(self.end, usage, receipt))

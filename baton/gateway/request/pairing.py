@@ -1,0 +1,119 @@
+"""Decides which prefill nodes to ask for which pairs, and when. Pure: no clock, task or socket.
+
+Nodes keep no list of each other: a gateway that sees both asks the prefill node to connect to the decode node, before
+traffic. Asking twice does no harm, so any number of gateways may do so.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError
+from baton.gateway.fleet.fleet import Fleet, LogLine
+from baton.gateway.fleet.fleet_node import SETTLED, FleetNode, settled
+from baton.protos.v1 import common_pb2
+
+_RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0
+
+Pair = tuple[int, int]  # incarnations of a prefill node and a decode node
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Ask the prefill node at this address to connect to the decode node; answer with `answered` or `failed`."""
+
+    pair: Pair
+    prefill_address: str
+    decode_address: str  # as the decode node advertises it
+
+
+PairingCommand = Connect | LogLine
+
+
+@dataclass
+class _PairState:
+    """The requests for one pair, until it is settled."""
+
+    prefill: str
+    decode: str
+    retry_s: float = _RETRY_S_MIN
+    next_at_s: float = 0.0
+    asking: bool = False
+
+
+@dataclass
+class Pairing:
+    """All pairs of the nodes in the fleet.
+
+    Attributes:
+        link_retry_s: how often a link that was too slow is measured again: it may have been busy.
+    """
+
+    fleet: Fleet
+    link_retry_s: float
+    _pairs: dict[Pair, _PairState] = field(default_factory=dict)
+    _logged: set[Pair] = field(default_factory=set)  # settled
+
+    def settled(self) -> bool:
+        """Whether every pair of reachable nodes is ready or was refused."""
+        return all(settled(prefill, decode) for prefill, decode in self.fleet.reachable_pairs())
+
+    def check(self, now_s: float) -> list[PairingCommand]:
+        """Asks for every pair that is not ready, unless it was asked for a moment ago."""
+        commands: list[PairingCommand] = []
+        wanted = {(p.incarnation, d.incarnation): (p, d) for p, d in self.fleet.reachable_pairs()}
+        for gone in self._pairs.keys() - wanted.keys():
+            del self._pairs[gone]
+        self._logged &= wanted.keys()
+        for pair, (prefill, decode) in wanted.items():
+            if settled(prefill, decode):
+                state = prefill.peers[decode.incarnation]
+                if pair not in self._logged:
+                    self._logged.add(pair)
+                    commands += _describe(prefill, decode, state)
+                if not _too_slow(state):
+                    continue
+            else:
+                self._logged.discard(pair)
+            asked = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
+            if not asked.asking and now_s >= asked.next_at_s:
+                asked.asking = True
+                commands.append(Connect(pair, prefill.address, decode.status.info.address))
+        return commands
+
+    def answered(self, pair: Pair, state: common_pb2.PeerState, now_s: float) -> list[LogLine]:
+        """Records the prefill node's answer about a pair. No effect for a pair whose nodes are gone."""
+        asked = self._pairs.get(pair)
+        if asked is None:
+            return []
+        _ask_later(asked, now_s, self.link_retry_s if _too_slow(state) else asked.retry_s)
+        if state.phase in SETTLED:
+            return []
+        return [LogLine(f"{asked.prefill} cannot connect to {asked.decode} yet: {state.detail}")]
+
+    def failed(self, pair: Pair, error: BatonError, now_s: float) -> list[LogLine]:
+        """Records that the prefill node could not be asked. No effect for a pair whose nodes are gone."""
+        asked = self._pairs.get(pair)
+        if asked is None:
+            return []
+        _ask_later(asked, now_s, asked.retry_s)
+        return [LogLine(f"{asked.prefill} could not be asked to connect to {asked.decode}: {error}")]
+
+
+def _ask_later(asked: _PairState, now_s: float, pause_s: float) -> None:
+    asked.asking = False
+    asked.next_at_s = now_s + pause_s
+    asked.retry_s = min(2 * asked.retry_s, _RETRY_S_MAX)
+
+
+def _too_slow(peer: common_pb2.PeerState) -> bool:
+    """Whether the pair was refused for its link alone."""
+    return peer.phase == common_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
+
+
+def _describe(prefill: FleetNode, decode: FleetNode, state: common_pb2.PeerState) -> list[LogLine]:
+    if state.phase == common_pb2.PEER_PHASE_READY:
+        how = f"{state.transport} at {state.gigabytes_per_s:.1f} GB/s"
+        how += f"; KV is converted, {state.kv_converted}" if state.kv_converted else ""
+        return [LogLine(f"{prefill.name} and {decode.name} are paired over {how}")]
+    reasons = [f"  {item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in state.mismatches]
+    first = f"{prefill.name} and {decode.name} cannot work together:"
+    return [LogLine(text, warning=True) for text in (first, *reasons)]

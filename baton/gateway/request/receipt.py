@@ -1,0 +1,162 @@
+"""Collects what happens to one request, and writes its receipt. Pure."""
+
+from typing import NamedTuple
+
+from baton.core.errors import BatonError
+from baton.core.types import Path, Receipt
+from baton.gateway.fleet.placement import Placement
+from baton.metrics.declared import LOST
+from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+class Retry(NamedTuple):
+    """An attempt that failed and was followed by another one.
+
+    Args:
+        stage: which node failed: PREFILL or DECODE.
+        reason: of its error, or LOST.
+    """
+
+    stage: str
+    reason: str
+
+
+class ReceiptDraft:
+    """Filled in by the nodes' answers. A later hand-over overwrites what a failed one has left.
+
+    Attributes:
+        retries: what `failed` has recorded, for metrics.
+    """
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.cached_tokens = 0
+        self._path = Path.LOCAL
+        self._path_why = ""
+        self.retries: list[Retry] = []
+        self._failures: list[str] = []
+        self._prefill_node = ""
+        self._decode_node = ""
+        self._prefill_version = self._decode_version = ""
+        self._revision = self._revision_name = ""
+        self._transport = ""
+        self._kv_converted = ""
+        self._ticket = common_pb2.Ticket()
+        self._decode_queue_s = 0.0
+        self._predicted_ttft_s: float | None = None
+        self._placement_why = ""
+        self._split_tokens = 0
+        self._forget_prefill()
+
+    def placed(self, placement: Placement, *, waited_s: float) -> None:
+        """Records where the prompt shall be prefilled; `waited_s`: from the request's arrival until now."""
+        predicted_s = placement.predicted_ttft_s
+        self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
+        self._placement_why = placement.why
+
+    def submitted(self, *, revision: str, revision_name: str, decode_version: str) -> None:
+        """Records of the node that the request is sent to what its answers leave out."""
+        self._revision, self._revision_name = revision, revision_name
+        self._decode_version = decode_version
+
+    def failed(self, what: str, stage: str = "", error: BatonError | None = None) -> None:
+        """Records a failure after which the request is tried again.
+
+        Args:
+            stage: which node failed; empty: none of this gateway's.
+            error: the node's; None: it was lost.
+        """
+        self._failures.append(what)
+        if stage:
+            self.retries.append(Retry(stage, LOST if error is None else error.reason))
+
+    @property
+    def failures(self) -> str:
+        """What has failed so far, as one sentence."""
+        return ", then ".join(self._failures)
+
+    def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
+        self._decode_node = decode_node
+        self._ticket = message.ticket
+        self.cached_tokens = message.cached_tokens
+        self._decode_queue_s = message.queue_s
+
+    def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
+        """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
+        self.attempts += 1
+        if self._ticket.first_part:
+            stop, why = self._ticket.token_stop, f": {self._placement_why}" if self._placement_why else ""
+            self._path = Path.SPLIT
+            self._path_why = f"first {stop} tokens prefilled on {prefill_node}, the rest on {self._decode_node}{why}"
+        else:
+            self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
+        self._split_tokens = self._ticket.token_stop if self._ticket.first_part else 0
+        self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
+        self._prefill_version = version
+        self._forget_prefill()
+
+    def accepted(self, decode_node: str, message: decode_pb2.Accepted) -> None:
+        self.attempts += 1
+        self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
+        self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
+        self._prefill_version = ""
+        self.cached_tokens = message.cached_tokens
+        self._decode_queue_s = message.queue_s
+        self._ticket = common_pb2.Ticket()
+        self._split_tokens = 0
+        self._forget_prefill()
+
+    def scheduled(self, message: prefill_pb2.PrefillScheduled) -> None:
+        self._scheduled = message
+
+    def prefilled(self, prefill_s: float, queue_s: float = 0.0) -> None:
+        """Records how long the prompt, or the last part of it, was computed, and waited for that in the engine."""
+        self._prefill_s, self._engine_queue_s = prefill_s, queue_s
+
+    def sent(self, message: prefill_pb2.PrefillSent) -> None:
+        self._sent = message
+
+    def admitted(self, message: decode_pb2.Admitted) -> None:
+        self._admitted = message
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def finish(self, *, first_token_s: float, total_s: float) -> Receipt:
+        """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
+        sent, admitted = self._sent, self._admitted
+        return Receipt(
+            path=self._path,
+            why=", then ".join([*self._failures, self._path_why]),
+            prefill_node=self._prefill_node,
+            decode_node=self._decode_node,
+            prompt_tokens_sent=sent.tokens_sent or self._ticket.token_stop - self._ticket.token_start,
+            bytes_sent=sent.bytes_sent or admitted.bytes_received,
+            segments=sent.segments or admitted.segments,
+            transport=sent.transport or self._transport,
+            queue_s=self._decode_queue_s + self._scheduled.queue_s + self._engine_queue_s,
+            prefill_s=sent.prefill_s + self._prefill_s,
+            transfer_s=admitted.transfer_s,
+            first_token_s=first_token_s,
+            total_s=total_s,
+            attempts=self.attempts,
+            prefill_cached_tokens=self._scheduled.cached_tokens,
+            segment_bytes=sent.segment_bytes,
+            kv_converted=sent.kv_converted or self._kv_converted,
+            layer_groups=sent.layer_groups,
+            predicted_ttft_s=self._predicted_ttft_s,
+            split_tokens=self._split_tokens,
+            revision=self._revision,
+            revision_name=self._revision_name,
+            prefill_version=self._prefill_version,
+            decode_version=self._decode_version,
+        )
+
+    def _forget_prefill(self) -> None:
+        self._scheduled = prefill_pb2.PrefillScheduled()
+        self._prefill_s = self._engine_queue_s = 0.0
+        self._sent = prefill_pb2.PrefillSent()
+        self._admitted = decode_pb2.Admitted()

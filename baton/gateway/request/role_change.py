@@ -1,0 +1,84 @@
+"""Lets a node switch its role, unless that would leave the cluster without a usable node of a role."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from baton.core.errors import InvalidRequest, NoNode, Overloaded
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.fleet_node import FleetNode, Role
+from baton.gateway.request.connections import Connections
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.rpc.convert import role_name
+
+# A status comes every 0.1 s, and then a connection is made.
+_SEEN_S = 30.0
+
+
+async def switch_role(
+    connections: Connections, name: str, role: Role, *, grace_s: float | None, dwell_s: float = 0.0, force: bool = False
+) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
+    """Yields how far the node is; ends when this gateway uses it in its new role.
+
+    Args:
+        grace_s, dwell_s: see SwitchRoleRequest.
+        force: even if no other usable node of its present role is left.
+
+    Raises:
+        BatonError: it does not switch, or is lost. NoNode: it has switched, and cannot be reached in its new role.
+    """
+    fleet = connections.fleet
+    node = switchable(fleet, name, role, force=force)
+    client = connections.clients()[node.address]
+    last = node_pb2.SwitchRoleResponse()
+    async with aclosing(client.switch_role(role, grace_s=grace_s, dwell_s=dwell_s)) as progress:
+        async for last in progress:
+            if last.phase != node_pb2.SWITCH_PHASE_DONE:
+                yield last
+    if last.phase != node_pb2.SWITCH_PHASE_DONE:
+        raise NoNode(f"{node.name} ended the call before it had switched", cure="see its log")
+    try:
+        async with asyncio.timeout(_SEEN_S):
+            await connections.until(lambda: _used(fleet, last.info))
+    except TimeoutError:
+        what = f"{last.info.name} has switched, and this gateway does not use it: {fleet.explain()}"
+        raise NoNode(what, field="node", value=name, cure="see `baton status`") from None
+    yield last
+
+
+def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode:
+    """The node with that name or address. Pure.
+
+    Args:
+        force: even if no other usable node of its present role is left.
+
+    Raises:
+        InvalidRequest: there is no such role, no node of that name or several, or it is the last one of its role.
+        NoNode: the node is not reachable.
+        Overloaded: another node is switching already.
+    """
+    if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
+        raise InvalidRequest(f"no node has role {role}", field="role", value=role, allowed=("prefill", "decode"))
+    found = [node for node in fleet.nodes() if name in (node.name, node.address, node.status.info.address)]
+    if len(found) != 1:
+        what = f"{len(found)} nodes have that name" if found else "no node has that name or address"
+        known = tuple(sorted(node.address if found else node.name for node in (found or fleet.nodes())))
+        raise InvalidRequest(f"{what}: {name!r}", field="node", value=name, allowed=known, cure="see `baton status`")
+    node = found[0]
+    if not node.reachable:
+        raise NoNode(f"{node.name} is not reachable: {node.detail}", field="node", value=name, cure="see its log")
+    busy = [each.name for each in fleet.nodes() if each is not node and each.reachable and each.status.next_role]
+    if busy and node.role != role:
+        raise Overloaded(f"{busy[0]} is switching its role", cure="wait until it has", retry_after_s=1.0)
+    others = [each for each in fleet.nodes() if each.role == node.role and each is not node and each.open]
+    if node.role != role and not others and not force:
+        what = role_name(node.role)
+        raise InvalidRequest(
+            f"{node.name} is the last usable {what} node", field="node", value=name,
+            cure=f"start another {what} node first, or use --force",
+        )  # fmt: skip
+    return node
+
+
+def _used(fleet: Fleet, info: common_pb2.NodeInfo) -> bool:
+    return any(node.incarnation == info.incarnation and node.open for node in fleet.nodes())

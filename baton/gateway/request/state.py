@@ -1,0 +1,92 @@
+"""What the parts of one request's machine share: the request, what is known of it, the time, and the commands. Pure."""
+
+from baton.core.errors import Overloaded
+from baton.core.types import Slo
+from baton.gateway.core.prompt_blocks import PromptBlocks
+from baton.gateway.core.request import Request, Rules
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.request.attempt import Attempt
+from baton.gateway.request.commands import Command
+from baton.gateway.request.node_choice import NodeChoice
+from baton.gateway.request.node_messages import Due, NodeMessages
+from baton.gateway.request.output import Output, TokenMeter
+from baton.gateway.request.receipt import ReceiptDraft
+from baton.gateway.text.reply import Detokenizing
+
+_SOON_S = 1e-3
+
+
+class RequestState:
+    """The state of one request that has no owner among the parts.
+
+    Attributes:
+        now_s: the time of the events at hand.
+        commands: of the events at hand, so far.
+    """
+
+    def __init__(
+        self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter
+    ) -> None:
+        # A prompt whose logprobs are wanted is computed as a whole.
+        scored = request.sampling.prompt_logprobs is not None
+        prompt = request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt, adapter=request.adapter)
+        self.request = request
+        self.rules = rules
+        self.slo = request.slo.over(rules.slo)
+        self.choice = NodeChoice(
+            rules,
+            fleet,
+            prompt=None if scored else prompt,
+            session_id=request.session_id,
+            revision=request.revision,
+            adapter=request.adapter,
+        )
+        self.messages = NodeMessages(request, rules.local_policy)
+        self.output = Output(request, detokenizer, meter)
+        self.receipt = ReceiptDraft()
+        self.now_s = request.started_at_s
+        self.commands: list[Command] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt) + len(self.output.token_ids)
+
+    def respond(self) -> None:
+        """Sends the client the tokens that it does not have yet."""
+        self.commands += self.output.message(self.now_s)
+
+    # ---- time
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self.request.deadline_s - self.now_s)
+
+    @property
+    def due(self) -> Due:
+        """What is left of the SLO."""
+        if self.slo.ttft_s is None:
+            return Due(None, self.slo.tpot_s)
+        if self.output.token_ids:
+            return Due(0.0, self.slo.tpot_s)
+        return Due(max(0.0, self.request.started_at_s + self.slo.ttft_s - self.now_s), self.slo.tpot_s)
+
+    @property
+    def slo_left(self) -> Slo:
+        """What is left of the SLO, for the choice of nodes: a token that is late already is due as soon as possible."""
+        due = self.due
+        return Slo(None if due.first_token_s is None else max(due.first_token_s, _SOON_S), due.tpot_s)
+
+    def refuses_late(self, attempt: Attempt) -> bool:
+        """Whether nodes may refuse the request for its TTFT: only before it begins. To lose tokens is worse than to be
+        late."""
+        return self.rules.refuse_late and not attempt.begun and not self.output.token_ids
+
+    def too_late(self, predicted_s: float | None) -> Overloaded:
+        """The error of a request whose first token would come after so many seconds more."""
+        assert self.slo.ttft_s is not None, "without a TTFT nothing is late"
+        assert predicted_s is not None, "only predictions are late"
+        what = f"the first token would take {predicted_s:.3g} s more, and is due {self.slo.ttft_s:.3g} s after arrival"
+        return Overloaded(
+            what, cure="try again later, or allow it more time", retry_after_s=min(60.0, max(0.1, predicted_s))
+        )

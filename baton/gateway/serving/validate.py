@@ -1,0 +1,266 @@
+"""Checks everything that a client can get wrong in a request, before any node receives it."""
+
+import re
+import secrets
+import unicodedata
+import uuid
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Protocol
+
+from baton.core.errors import ContextOverflow, InvalidRequest
+from baton.core.types import AdapterRef, SamplingParams
+from baton.gateway.core.request import OutputEnd, Outputs
+from baton.gateway.text.model import ServedModel
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import sampling_from_proto
+
+_STOP_STRINGS_MAX = 16
+_STOP_STRING_CHARACTERS_MAX = 256
+_REQUEST_ID_BYTES_MAX = 256
+_LISTED_TOKENS_MAX = 1024  # every decode step edits the logits of each
+_OUTPUTS_MAX = 128
+
+_REVISION = re.compile(r"(?P<weights>[0-9a-f]{12})(?:\+(?P<adapter>[0-9a-f]{1,64}))?")
+_REVISION_SHOWN = 40
+
+# Control characters and the line ends of Unicode: in an id they would forge log lines.
+_NOT_IN_IDS = frozenset(("Cc", "Zl", "Zp"))
+
+
+def check_request_id(request_id: str) -> str:
+    """The id, or one drawn where the client gave none.
+
+    Raises:
+        InvalidRequest: it is too long or has control characters.
+    """
+    if not request_id:
+        return f"req-{uuid.uuid4().hex}"
+    size = len(request_id.encode())
+    allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8 without control characters",)
+    if size > _REQUEST_ID_BYTES_MAX:
+        raise InvalidRequest(f"request_id has {size} bytes", field="request_id", value=size, allowed=allowed)
+    if not request_id.isprintable() and any(unicodedata.category(each) in _NOT_IN_IDS for each in request_id):
+        value = ascii(request_id)
+        raise InvalidRequest("request_id has a control character", field="request_id", value=value, allowed=allowed)
+    return request_id
+
+
+def check_session_id(session_id: str) -> str:
+    """Raises:
+    InvalidRequest: it is too long.
+    """
+    size = len(session_id.encode())
+    if size > _REQUEST_ID_BYTES_MAX:
+        allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8",)
+        raise InvalidRequest(f"session_id has {size} bytes", field="session_id", value=size, allowed=allowed)
+    return session_id
+
+
+def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[str, AdapterRef | None]:
+    """The revision of the weights, and the adapter in the revision, that gave a client a part of its answer.
+
+    Args:
+        revision: as `baton.rpc.revisions.answer_revision` gave it; empty: the client has no part.
+        adapter: that the request names as its model, of the revision that serves now; None: the base model.
+
+    Raises:
+        InvalidRequest: it is none, or not one of this model.
+    """
+    if not revision:
+        return "", adapter
+    found = _REVISION.fullmatch(revision)
+    if found is None or (found["adapter"] is None) != (adapter is None):
+        value = ascii(revision[:_REVISION_SHOWN])
+        allowed = "12 hex digits" if adapter is None else f"12 hex digits + those of the adapter {adapter.name}"
+        cure = "name the model that began the answer, or send the request again from its beginning"
+        raise InvalidRequest(f"revision is {value}", field="revision", value=value, allowed=(allowed,), cure=cure)
+    return found["weights"], None if adapter is None else adapter._replace(revision=found["adapter"])
+
+
+def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
+    """Args:
+        max_outputs: how many requests the gateway runs at once.
+
+    Raises:
+        InvalidRequest: there are too many outputs, or fewer are drawn than returned.
+    """
+    limit = min(_OUTPUTS_MAX, max_outputs)
+    n = request.n or 1
+    drawn = request.best_of or n
+    for field, value, least in (("n", n, 1), ("best_of", drawn, n)):
+        if not least <= value <= limit:
+            raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=(f"{least} to {limit}",))
+    return Outputs(drawn, n)
+
+
+class Lists(Protocol):
+    """Sampling parameters of Baton's or of vLLM's messages: those that are lists."""
+
+    @property
+    def stop(self) -> Sized: ...
+
+    @property
+    def stop_token_ids(self) -> Sized: ...
+
+    @property
+    def logit_bias(self) -> Sized: ...
+
+
+def check_lengths(given: Lists) -> None:
+    """Refuses long lists before anything reads them.
+
+    Raises:
+        InvalidRequest: names the list.
+    """
+    for name, listed in (("logit_bias", given.logit_bias), ("stop_token_ids", given.stop_token_ids)):
+        if len(listed) > _LISTED_TOKENS_MAX:
+            message, allowed = f"{name} has {len(listed)} tokens", (f"up to {_LISTED_TOKENS_MAX}",)
+            raise InvalidRequest(message, field=f"sampling.{name}", value=len(listed), allowed=allowed)
+    if len(given.stop) > _STOP_STRINGS_MAX:
+        allowed = (f"up to {_STOP_STRINGS_MAX}",)
+        raise InvalidRequest(f"{len(given.stop)} stop strings", field="stop", value=len(given.stop), allowed=allowed)
+
+
+def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+
+    Raises:
+        InvalidRequest: names the field, its value, and what is allowed.
+    """
+    check_lengths(given)
+    sampling = sampling_from_proto(given)
+    model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
+    model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
+    _check_stops(sampling.stop)
+    if sampling.greedy or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=secrets.randbits(64))
+
+
+def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field: str) -> None:
+    """Refuses what is not worth tokenizing.
+
+    Raises:
+        ContextOverflow: the text has more bytes than the longest tokens of a whole context.
+    """
+    limit = max_context_tokens * model.tokenizer.longest_token_bytes
+    size = len(text) if len(text) > limit or 4 * len(text) <= limit else len(text.encode())
+    if size > limit:
+        least = -(-size // model.tokenizer.longest_token_bytes)
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow.of(least, max_context_tokens, field=field, cure=cure, at_least=True)
+
+
+def check_truncation(request: pb.GenerateRequest) -> int | None:
+    """How many of the prompt's last tokens to keep; None: all.
+
+    Raises:
+        InvalidRequest: none would be left.
+    """
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    if not request.truncate_prompt_tokens:
+        field = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{field} is 0", field=field, value=0, allowed=("1 token or more",))
+    return request.truncate_prompt_tokens
+
+
+def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: int) -> None:
+    """Raises:
+    InvalidRequest: the prompt is empty, too long, or has token ids that the model does not know.
+    """
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
+    check_prompt_length(len(prompt), model, max_context_tokens=max_context_tokens)
+    model.check_token_ids("prompt", prompt)
+
+
+def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_tokens: int) -> None:
+    """Raises:
+    ContextOverflow: so many tokens leave no room for an output.
+    """
+    if num_tokens >= max_context_tokens:
+        cure = too_long_cure(model, max_context_tokens=max_context_tokens)
+        raise ContextOverflow.of(num_tokens, max_context_tokens, field="prompt", cure=cure)
+
+
+def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
+    """What to do about a prompt that is too long for the nodes."""
+    if max_context_tokens >= model.max_context_tokens:
+        return "shorten it"
+    return (
+        f"shorten it, or give the decode nodes room for the model's {model.max_context_tokens} tokens with "
+        "--kv-cache-mib, --num-blocks or --max-context-tokens"
+    )
+
+
+def check_output(
+    request: pb.GenerateRequest, sampling: SamplingParams, model: ServedModel, *, prompt_tokens: int, max_tokens: int
+) -> tuple[int, ...]:
+    """The tokens that the client has already.
+
+    Args:
+        max_tokens: of prompt and output together.
+
+    Raises:
+        InvalidRequest: the answer cannot go on after them.
+    """
+    field, output = "output_token_ids", request.output_token_ids
+    if not output:
+        return ()
+    if max(request.n, request.best_of) > 1:
+        cure = "ask for one output, or for all of them from their beginning"
+        raise InvalidRequest(
+            f"{field} are those of one output, and n or best_of asks for several", field=field, cure=cure
+        )
+    if not sampling.greedy and not request.sampling.HasField("seed"):
+        cure = "give the seed with which the tokens were drawn"
+        raise InvalidRequest(f"{field} go on from a draw whose seed is missing", field=field, cure=cure)
+    most = min(sampling.max_tokens, max_tokens - prompt_tokens)
+    if len(output) > most:
+        message, allowed = f"{field} has {len(output)} tokens", (f"up to {most}",)
+        raise InvalidRequest(message, field=field, value=len(output), allowed=allowed)
+    model.check_token_ids(field, list(output))
+    return tuple(output)
+
+
+def end_of(output: Sequence[int], sampling: SamplingParams, model: ServedModel, *, most: int) -> OutputEnd | None:
+    """How the output ends with its last token, by the rules of `baton.engine.scheduling.state`, which know no stop
+    strings; None: more tokens are due.
+
+    Args:
+        most: tokens that the output may have.
+    """
+    if not output:
+        return None
+    last = output[-1]
+    own, eos = last in sampling.stop_token_ids, last in model.eos_token_ids
+    ends = eos and not sampling.ignore_eos
+    if (eos and sampling.grammar is not None) or ((own or ends) and len(output) > sampling.min_tokens):
+        return OutputEnd(common_pb2.FINISH_REASON_STOP, str(last) if own and not ends else "")
+    return OutputEnd(common_pb2.FINISH_REASON_LENGTH, "") if len(output) >= most else None
+
+
+def check_prompt_given(request: pb.GenerateRequest) -> None:
+    """Raises:
+    InvalidRequest: the request has no prompt, or an empty one.
+    """
+    given = request.WhichOneof("prompt")
+    if given is None:
+        cure = "set `text`, `token_ids` or `chat`"
+        raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids", "chat"), cure=cure)
+    if given == "chat":
+        return
+    # NOTE: a tokenizer may turn no text into a token; a client that sends no text has made a mistake all the same.
+    if not (request.text if given == "text" else request.token_ids.ids):
+        raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    for number, stop in enumerate(stops, 1):
+        if len(stop) > _STOP_STRING_CHARACTERS_MAX:
+            message = f"stop string {number} has {len(stop)} characters"
+            allowed = (f"up to {_STOP_STRING_CHARACTERS_MAX} characters",)
+            raise InvalidRequest(message, field="stop", value=stop, allowed=allowed)

@@ -1,0 +1,274 @@
+"""A conversation's JSON, in the shapes of OpenAI's chat completions, to a `ChatRequest`. Errors name the place.
+
+Used for `pb.Chat` and by the HTTP doors. What a template makes of the values is none of its business.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.core.types import Grammar
+from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
+from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
+from baton.protos.v1 import generation_pb2 as pb
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CHOICES = ("auto", "none", "required")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+MESSAGES_MAX = 100_000
+TOOLS_MAX = 1024
+_KEY_CHARACTERS = 80
+STRINGS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
+
+
+def chat_request(body: Mapping[str, Any], grammar: Grammar | None = None) -> ChatRequest:
+    """The conversation of a request's JSON. Reads `messages`, `tools`, `tool_choice`, `parallel_tool_calls`,
+    `chat_template`, `chat_template_kwargs`, `documents`, `add_generation_prompt`, `continue_final_message` and
+    `reasoning_effort`; leaves the rest to the caller.
+
+    Raises:
+        InvalidRequest: a value has the wrong shape; names it, as in messages[2].content[0].type.
+    """
+    _refuse_functions(body)
+    tools = _tools(body.get("tools"))
+    return ChatRequest(
+        messages=_messages(body.get("messages")),
+        tools=tools,
+        tool_choice=_tool_choice(body.get("tool_choice"), has_tools=bool(tools)),
+        parallel_tool_calls=_flag(body, "parallel_tool_calls", default=True),
+        grammar=grammar,
+        template_kwargs=_template_kwargs(body),
+        template=_optional(body.get("chat_template"), "chat_template", str, "a string"),
+        add_generation_prompt=_optional(body.get("add_generation_prompt"), "add_generation_prompt", bool, "a boolean"),
+        continue_final_message=_flag(body, "continue_final_message", default=False),
+    )
+
+
+def chat_of_message(chat: pb.Chat, grammar: Grammar | None = None) -> ChatRequest:
+    """The conversation of a gRPC request.
+
+    Raises:
+        InvalidRequest: text is no JSON, or has the wrong shape.
+    """
+    choice = chat.tool_choice_json
+    return chat_request(
+        {
+            "messages": _parse(chat.messages_json, "messages"),
+            "tools": _parse(chat.tools_json, "tools"),
+            # The bare words are taken, too.
+            "tool_choice": choice if choice in CHOICES else _parse(choice, "tool_choice"),
+            "chat_template_kwargs": _parse(chat.template_kwargs_json, "chat_template_kwargs"),
+            "continue_final_message": chat.continue_final_message,
+            "add_generation_prompt": chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+            "parallel_tool_calls": chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None,
+        },
+        grammar,
+    )
+
+
+def _parse(text: str, field: str) -> Any:
+    if not text:
+        return None
+    try:
+        return parse_json(text.encode())
+    except KeyTwice as error:
+        key = error.key[:_KEY_CHARACTERS]
+        raise InvalidRequest(f"{field} has the key {key!r} twice", field=field, value=key) from None
+    except TooMuchJson as error:
+        raise InvalidRequest(f"{field} has {error}", field=field, allowed=(error.allowed,)) from None
+    except NotJson as error:
+        raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error
+
+
+def _wrong(field: str, value: object, allowed: str, cure: str = "") -> InvalidRequest:
+    shown = "an object" if isinstance(value, Mapping) else "an array" if isinstance(value, list) else json.dumps(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return InvalidRequest(f"{field} is {shown}", field=field, value=shown, allowed=(allowed,), cure=cure)
+
+
+def _optional(value: Any, field: str, kind: type, allowed: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(field, value, allowed)
+    return value
+
+
+def _flag(body: Mapping[str, Any], field: str, *, default: bool) -> bool:
+    value = _optional(body.get(field), field, bool, "a boolean")
+    return default if value is None else bool(value)
+
+
+def _object(value: Any, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(field, value, "an object")
+    return value
+
+
+def _array(value: Any, field: str, most: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(field, value, "an array")
+    if len(value) > most:
+        raise InvalidRequest(
+            f"{field} has {len(value)} elements", field=field, value=len(value), allowed=(f"up to {most}",)
+        )
+    return value
+
+
+def _string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(field, value, "a string")
+    return value
+
+
+def _refuse_functions(body: Mapping[str, Any]) -> None:
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if body.get(old) is not None:
+            raise InvalidRequest(f"{old} is not supported any more", field=old, cure=f"use {new}")
+
+
+def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    field = "chat_template_kwargs"
+    kwargs = {} if body.get(field) is None else dict(_object(body[field], field))
+    if body.get("documents") is not None:
+        kwargs.setdefault("documents", body["documents"])
+    if kwargs.get("documents") is not None:
+        for index, document in enumerate(_array(kwargs["documents"], "documents", MESSAGES_MAX)):
+            _object(document, f"documents[{index}]")
+    effort = _optional(body.get("reasoning_effort"), "reasoning_effort", str, "a string")
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return kwargs
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    messages = _array(value, "messages", MESSAGES_MAX)
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages", cure="give at least one message")
+    return [
+        _message(_object(message, f"messages[{index}]"), f"messages[{index}]") for index, message in enumerate(messages)
+    ]
+
+
+def _message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role == "function":
+        raise _wrong(f"{field}.role", role, ", ".join(ROLES), "use role tool with tool_call_id")
+    if role not in ROLES:
+        raise _wrong(f"{field}.role", role, ", ".join(ROLES))
+    if message.get("function_call") is not None:
+        raise InvalidRequest(
+            f"{field}.function_call is not supported any more", field=f"{field}.function_call", cure="use tool_calls"
+        )
+    made = dict(message)
+    for name in STRINGS:
+        if made.get(name) is not None:
+            _string(made[name], f"{field}.{name}")
+    if made.get("tool_calls") is not None:
+        if role != "assistant":
+            raise InvalidRequest(
+                f"{field} of role {role} has tool_calls", field=f"{field}.tool_calls", cure="remove it"
+            )
+        calls = _array(made["tool_calls"], f"{field}.tool_calls", TOOLS_MAX)
+        made["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    made["content"] = _content(made, role, field)
+    return made
+
+
+def _content(message: Mapping[str, Any], role: str, field: str) -> Any:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.get("refusal"):
+            return message["refusal"]
+        if role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+            return None
+        if role in ("assistant", "tool"):
+            return ""
+        raise _wrong(f"{field}.content", content, "a string or an array of text parts")
+    if not isinstance(content, list):
+        raise _wrong(f"{field}.content", content, "a string or an array of text parts")
+    return [_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: Any, field: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = _object(part, field).get("type")
+    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise _wrong(f"{field}.type", kind, "text", "this model reads text only")
+    return {"type": "text", "text": _string(part.get(key), f"{field}.{key}")}
+
+
+def _tool_call(call: Any, field: str) -> dict[str, Any]:
+    made = dict(_object(call, field))
+    if made.setdefault("type", "function") != "function":
+        raise _wrong(f"{field}.type", made["type"], "function")
+    if made.get("id") is not None:
+        _string(made["id"], f"{field}.id")
+    function = dict(_object(made.get("function"), f"{field}.function"))
+    _string(function.get("name"), f"{field}.function.name")
+    arguments = function.get("arguments")
+    if arguments is None:
+        function["arguments"] = "{}"
+    elif not isinstance(arguments, Mapping):
+        _string(arguments, f"{field}.function.arguments")
+    return {**made, "function": function}
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(_array(value, "tools", TOOLS_MAX))]
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in seen:
+            field = f"tools[{index}].function.name"
+            raise InvalidRequest(
+                f"{field} is {name!r} again", field=field, value=name, cure="give each tool its own name"
+            )
+        seen.add(name)
+    return tools
+
+
+def _tool(tool: Any, field: str) -> dict[str, Any]:
+    made = dict(_object(tool, field))
+    if made.get("type") != "function":
+        raise _wrong(f"{field}.type", made.get("type"), "function")
+    function = _object(made.get("function"), f"{field}.function")
+    name = _string(function.get("name"), f"{field}.function.name")
+    if not FUNCTION_NAME.fullmatch(name):
+        raise _wrong(f"{field}.function.name", name, "1 to 128 letters, digits, underscores, dots and dashes")
+    if function.get("description") is not None:
+        _string(function["description"], f"{field}.function.description")
+    if function.get("parameters") is not None:
+        _check_schema(_object(function["parameters"], f"{field}.function.parameters"), f"{field}.function.parameters")
+    return made
+
+
+def _check_schema(schema: Mapping[str, Any], field: str) -> None:
+    """What building grammars and reading calls relies on. Whether the rest is a schema, the grammar's compiler says."""
+    if "properties" in schema:
+        _object(schema["properties"], f"{field}.properties")
+    if "required" in schema:
+        for index, name in enumerate(_array(schema["required"], f"{field}.required", MESSAGES_MAX)):
+            _string(name, f"{field}.required[{index}]")
+
+
+def _tool_choice(value: Any, *, has_tools: bool) -> ToolChoice:
+    if value is None:
+        return "auto" if has_tools else "none"
+    if isinstance(value, str):
+        for choice in CHOICES:
+            if value == choice:
+                return choice  # type: ignore[return-value]
+        raise _wrong("tool_choice", value, ", ".join(CHOICES) + " or an object that names a function")
+    choice_object = _object(value, "tool_choice")
+    if choice_object.get("type") != "function":
+        raise _wrong("tool_choice.type", choice_object.get("type"), "function")
+    function = choice_object.get("function", choice_object)  # the Responses API has the name next to the type
+    return NamedTool(_string(_object(function, "tool_choice.function").get("name"), "tool_choice.function.name"))

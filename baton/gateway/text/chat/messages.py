@@ -1,0 +1,192 @@
+"""A conversation's messages in the form in which a template wants them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import nodes
+
+from baton.core.errors import InvalidRequest
+from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader
+from baton.gateway.text.chat.templates import CONTINUE_MARK, ChatTemplate, Misfit
+from baton.gateway.text.chat.types import Json
+
+CONTENT_TEST = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?(string|iterable|sequence|mapping)\b")
+ContentFormat = Literal["string", "parts"]
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read
+
+
+def content_format(template: ChatTemplate) -> ContentFormat:
+    """Whether the template handles a content's parts ("parts"), or takes a content as one string only."""
+    if CONTENT_TEST.search(template.text):
+        return "parts"
+    aliases = {"content"} if _macro_takes_content(template.tree) else set[str]()
+    for assign in template.tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node):
+            aliases.add(assign.target.name)
+    for loop in template.tree.find_all(nodes.For):
+        source = _unfiltered(loop.iter)
+        if _is_content(source) or (isinstance(source, nodes.Name) and source.name in aliases):
+            return "parts"
+    return "string"
+
+
+def _macro_takes_content(tree: nodes.Template) -> bool:
+    return any(argument.name == "content" for macro in tree.find_all(nodes.Macro) for argument in macro.args)
+
+
+def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    return node
+
+
+def _is_content(node: nodes.Node | None) -> bool:
+    node = _unfiltered(node)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def takes_argument_objects(template: ChatTemplate, variables: Mapping[str, str]) -> bool:
+    """Whether the template wants a tool call's arguments as an object, which most do, or as a string of JSON.
+
+    A string is wanted if an object breaks the template or comes out as Python writes it.
+    """
+    as_object = _probe(template, variables, {"probe": 1})
+    if as_object and "{'probe': 1}" not in as_object:
+        return True
+    return '{"probe": 1}' not in _probe(template, variables, '{"probe": 1}')
+
+
+def _probe(template: ChatTemplate, variables: Mapping[str, str], arguments: object) -> str:
+    call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    messages: list[Json] = [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": "probe"},
+        {"role": "assistant", "content": "probe"},
+    ]
+    try:
+        return template.render(messages, None, add_generation_prompt=False, variables=variables)
+    except (Misfit, InvalidRequest):
+        return ""
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """How a template wants messages.
+
+    Attributes:
+        content: whether it handles a content's parts.
+        wrap_strings: it takes parts only.
+        argument_objects: it takes tool calls' arguments as objects, not as strings of JSON.
+        developer: it knows the role; otherwise it becomes `system`.
+    """
+
+    content: ContentFormat
+    wrap_strings: bool
+    argument_objects: bool
+    developer: bool
+
+
+def for_template(messages: Sequence[Json], form: MessageForm) -> list[dict[str, Any]]:
+    """Copies of the messages with contents, tool calls and reasoning as the template wants them."""
+    arguments = ArgumentReader()
+    return [_message(message, f"messages[{index}]", form, arguments) for index, message in enumerate(messages)]
+
+
+def _message(message: Json, field: str, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:
+    # Templates handle a missing key; few handle None.
+    made = {key: value for key, value in message.items() if value is not None}
+    if made.get("role") == "developer" and not form.developer:
+        made["role"] = "system"
+    if "content" in made:
+        made["content"] = _content(made["content"], f"{field}.content", form)
+    if made.get("tool_calls"):
+        made["tool_calls"] = [_tool_call(call, form, arguments) for call in made["tool_calls"]]
+    elif "tool_calls" in made:
+        del made["tool_calls"]  # templates ask whether the key is there
+    reasoning = next((made[name] for name in REASONING_FIELDS if name in made), None)
+    if reasoning is not None:
+        made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    return made
+
+
+def _content(content: Any, field: str, form: MessageForm) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if form.wrap_strings else content
+    texts = [_text(part, f"{field}[{index}]") for index, part in enumerate(content)]
+    if form.content == "string":
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text(part: Any, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text"):
+        return str(part["text"])
+    if kind == "refusal":
+        return str(part["refusal"])
+    raise InvalidRequest(
+        f"{field}.type is {kind!r}",
+        field=f"{field}.type",
+        value=kind,
+        allowed=("text",),
+        cure="this model reads text only",
+    )
+
+
+def _tool_call(call: Json, form: MessageForm, arguments: ArgumentReader) -> dict[str, Any]:
+    """Models write arguments that are no JSON, and clients send them back: they are read as well as can be."""
+    function = dict(call["function"])
+    given = function.get("arguments", "{}")
+    if form.argument_objects and isinstance(given, str):
+        function["arguments"] = arguments.read(given)
+    elif not form.argument_objects and not isinstance(given, str):
+        function["arguments"] = json.dumps(given, ensure_ascii=False)
+    return {"type": "function", **call, "function": function}
+
+
+def mark_final(messages: list[dict[str, Any]]) -> str:
+    """Marks in place where the last message's text ends, and returns this text.
+
+    Raises:
+        InvalidRequest: the last message has no text to continue.
+    """
+    field = f"messages[{len(messages) - 1}].content"
+    final = messages[-1]
+    content = final.get("content")
+    if isinstance(content, str):
+        final["content"] = content + CONTINUE_MARK
+        return content
+    for part in reversed(content or ()):
+        text = str(part["text"])
+        part["text"] = text + CONTINUE_MARK
+        return text
+    raise InvalidRequest(
+        f"{field} is empty, and continue_final_message is set", field=field, cure="give the text to continue"
+    )
+
+
+def cut_at_mark(prompt: str, text: str) -> str:
+    """The prompt up to the end of the text to continue.
+
+    Raises:
+        InvalidRequest: the template does not write the final message.
+    """
+    mark = CONTINUE_MARK.strip()
+    where = prompt.rfind(mark)
+    if where < 0 or text.strip() not in prompt:
+        raise InvalidRequest(
+            "the chat template does not write the final message as it is, so it cannot be continued",
+            field="continue_final_message",
+            value=True,
+        )
+    if prompt.startswith(CONTINUE_MARK, where):
+        return prompt[:where]
+    return prompt[:where].rstrip()  # the template trims its messages

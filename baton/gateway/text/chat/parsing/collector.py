@@ -1,0 +1,110 @@
+"""What a parser has found, gathered into `ChatDelta`s."""
+
+from collections.abc import Callable
+
+from baton.gateway.text.chat.parsing.cursor import SPACE
+from baton.gateway.text.chat.types import ChatDelta, ToolCallDelta
+
+
+class Collector:
+    """Takes pieces of reasoning, content and tool calls in order.
+
+    Line breaks at both ends of the reasoning, after it, and white space around tool calls are the template's, not the
+    model's answer, and are dropped.
+
+    Args:
+        call_id: the id of the call of this index.
+        one_call: drop all calls but the first.
+    """
+
+    def __init__(self, call_id: Callable[[int], str], *, one_call: bool) -> None:
+        self._call_id = call_id
+        self._one_call = one_call
+        self._deltas: list[ChatDelta] = []
+        self._calls = 0
+        self._reasoning = _Trimmed(leading="\n", trailing="\n")
+        self._content = _Trimmed()
+
+    def take(self) -> list[ChatDelta]:
+        """What has come since the last time."""
+        taken, self._deltas = self._deltas, []
+        return taken
+
+    def trim_content(self) -> None:
+        """White space at the end of content may belong to a marker: hold it back until that is known."""
+        self._content.trailing = SPACE
+
+    def reasoning(self, text: str) -> None:
+        self._reasoning_delta(self._reasoning.pass_on(text))
+
+    def end_reasoning(self) -> None:
+        """A marker ended the reasoning."""
+        self._reasoning.drop()
+        self._content.leading = "\n"
+
+    def content(self, text: str) -> None:
+        self._content_delta(self._content.pass_on(text))
+
+    def start_call(self, name: str) -> None:
+        self._content.drop()
+        self._content.leading = SPACE
+        self._calls += 1
+        if self._wanted:
+            call = ToolCallDelta(index=self._calls - 1, id=self._call_id(self._calls - 1), name=name)
+            self._deltas.append(ChatDelta(tool_calls=(call,)))
+
+    def arguments(self, text: str) -> None:
+        """A piece of the arguments' JSON of the call that was started last."""
+        if text and self._wanted:
+            self._deltas.append(ChatDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
+
+    def finish(self) -> None:
+        """The text has ended: what was held back is the model's, unless it follows a call."""
+        self._reasoning_delta(self._reasoning.flush())
+        self._content_delta(self._content.flush())
+
+    @property
+    def _wanted(self) -> bool:
+        return not self._one_call or self._calls == 1
+
+    def _reasoning_delta(self, text: str) -> None:
+        if text:
+            self._deltas.append(ChatDelta(reasoning=text))
+
+    def _content_delta(self, text: str) -> None:
+        if text:
+            self._deltas.append(ChatDelta(content=text))
+
+
+class _Trimmed:
+    """Text without some characters at its ends.
+
+    Attributes:
+        leading: characters dropped until another one comes.
+        trailing: characters held back until another one comes.
+    """
+
+    def __init__(self, *, leading: str = "", trailing: str = "") -> None:
+        self._held = ""
+        self.leading = leading
+        self.trailing = trailing
+
+    def pass_on(self, text: str) -> str:
+        """What is certain to belong to the text, with the next piece."""
+        if self.leading:
+            text = text.lstrip(self.leading)
+            if not text:
+                return ""
+            self.leading = ""
+        text = self._held + text
+        kept = text.rstrip(self.trailing) if self.trailing else text
+        self._held = text[len(kept) :]
+        return kept
+
+    def drop(self) -> None:
+        self._held = ""
+
+    def flush(self) -> str:
+        """What was held back, as part of the text."""
+        held, self._held = self._held, ""
+        return held

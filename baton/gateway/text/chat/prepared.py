@@ -1,0 +1,31 @@
+"""A prepared conversation as bytes: a line of JSON, and then the prompt as it is, since it may be large.
+
+No pickle: a template had a part in it, and the gateway reads it.
+"""
+
+import json
+from dataclasses import asdict, replace
+
+from baton.core.types import Grammar, GrammarKind
+from baton.gateway.text.chat.types import PreparedChat
+
+
+def packed(prepared: PreparedChat) -> bytes:
+    """Its texts have no half of a surrogate pair."""
+    prompt = prepared.prompt.encode()
+    named = b"" if prepared.named is None else prepared.named.encode()
+    fields = asdict(replace(prepared, prompt="", named=None))
+    head = {**fields, "prompt_bytes": len(prompt), "has_name": prepared.named is not None}
+    return b"".join((json.dumps(head).encode(), b"\n", prompt, named))
+
+
+def unpacked(content: bytes) -> PreparedChat:
+    start = content.index(b"\n") + 1
+    values = json.loads(content[:start])
+    stop = start + values.pop("prompt_bytes")
+    if values.pop("has_name"):
+        values["named"] = content[stop:].decode()
+    if values["grammar"] is not None:
+        values["grammar"] = Grammar(GrammarKind(values["grammar"]["kind"]), values["grammar"]["text"])
+    values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    return PreparedChat(**{**values, "prompt": content[start:stop].decode()})

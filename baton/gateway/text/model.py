@@ -1,0 +1,116 @@
+"""The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import InvalidRequest, UnknownModel
+from baton.gateway.text.chat.checkpoint_files import read_checkpoint
+from baton.gateway.text.chat.model import ChatModel
+from baton.gateway.text.chat.renderer import ChatRenderer
+from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling
+from baton.gateway.text.tokenizer import TextTokenizer
+from baton.grammar.checker import GrammarChecker
+from baton.models.families.reader import read_config
+from baton.models.loading.identity import config_digest
+from baton.models.loading.tokenizer_files.find import tokenizer_json
+from baton.protos.v1 import common_pb2
+from baton.settings.model_source import model_name
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The served model's name and limits, for checking requests. Nodes must serve the same model.
+
+    Attributes:
+        directory: of the checkpoint.
+        default_sampling: the numbers that generation_config.json gives for absent ones.
+        chat: makes parsers of outputs.
+        renderer: prepares conversations.
+        grammars: checks constraints.
+    """
+
+    name: str
+    architecture: str
+    config_digest: str
+    vocab_size: int
+    max_context_tokens: int
+    tokenizer: TextTokenizer
+    directory: Path
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    default_sampling: common_pb2.SamplingParams
+    chat: ChatModel
+    renderer: ChatRenderer
+    grammars: GrammarChecker
+
+    def close(self) -> None:
+        """Ends the processes that render and check for it."""
+        self.renderer.close()
+        self.grammars.close()
+
+    @property
+    def identity(self) -> common_pb2.ModelIdentity:
+        """The identity that nodes must have, without weights: the gateway reads none."""
+        return common_pb2.ModelIdentity(
+            name=self.name, architecture=self.architecture, config_digest=self.config_digest
+        )
+
+    def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
+        """Args:
+            to_stranger: the caller may not know which model is served.
+            adapters: further names, for the error.
+
+        Raises:
+            UnknownModel: another model is asked for; an empty name means this one.
+        """
+        if name not in ("", self.name):
+            allowed = () if to_stranger else (self.name, *adapters)
+            raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
+
+    def check_token_ids(self, field: str, token_ids: list[int]) -> None:
+        """Raises:
+        InvalidRequest: a token id is not in the vocabulary.
+        """
+        if token_ids and max(token_ids) >= self.vocab_size:
+            wrong = next(token_id for token_id in token_ids if token_id >= self.vocab_size)
+            raise InvalidRequest(
+                f"{field} has token id {wrong}", field=field, value=wrong, allowed=(f"0 to {self.vocab_size - 1}",)
+            )
+
+
+def read_served_model(
+    directory: Path,
+    name: str | None,
+    chat_template: Path | None = None,
+    *,
+    max_context_tokens: int | None = None,
+    special_in_texts: bool = True,
+) -> ServedModel:
+    """Args:
+        chat_template: a file with a template to use in place of the checkpoint's.
+        max_context_tokens: longest prompt plus output; None: the model's limit.
+        special_in_texts: whether clients' texts may have special tokens (`TextTokenizer`).
+
+    Raises:
+        ConfigError: the directory holds no known model, or no tokenizer of it.
+    """
+    config = read_config(directory).for_context(max_context_tokens)
+    tokenizer = TextTokenizer(directory, special_in_texts=special_in_texts)
+    tokenizer.check_vocabulary(config.vocab_size)
+    checkpoint = read_checkpoint(directory, chat_template)
+    return ServedModel(
+        name=name or model_name(directory),
+        architecture=config.architecture,
+        config_digest=config_digest(config),
+        vocab_size=config.vocab_size,
+        max_context_tokens=min(max_context_tokens or config.max_context_tokens, config.max_context_tokens),
+        tokenizer=tokenizer,
+        directory=directory,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=read_bos_token_id(directory),
+        default_sampling=read_default_sampling(directory),
+        chat=ChatModel(checkpoint),
+        renderer=ChatRenderer(checkpoint, aliases=tokenizer.aliases),
+        grammars=GrammarChecker(tokenizer_json(directory), config.vocab_size, config.eos_token_ids),
+    )

@@ -1,0 +1,139 @@
+"""What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch.
+
+Some models keep more than KV of a request. Each such part is a cache of its own beside that of KV, with its own spec:
+`index`, keys by which sparse attention selects tokens, and `state`, what recurrent layers remember. All that moves,
+cuts or digests KV does the same with them; the layers of all parts are numbered in one row (`parts`).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from baton.core.errors import ConfigError
+from baton.kvcache.layout import KVCacheLayout
+
+# Dtypes of activations, and of a cache that stores KV as computed.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Dtypes of a cache that stores KV in 8 bits, with one scale per tensor (`baton.kvcache.scales`).
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
+
+# A request's tokens are cut at multiples of this. Such cuts fall inside no block of a usual size, which matters because
+# a gather copies runs of a block's tokens.
+ALIGN_TOKENS = 64
+
+
+class KVKind(StrEnum):
+    """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads. STATE:
+    what a recurrent layer remembers of all tokens so far, split by heads."""
+
+    GQA = "gqa"
+    MLA = "mla"
+    STATE = "state"
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """One token's KV, the same on every node that serves the model.
+
+    head_dim is the size of the channel axis C: for MLA the latent plus the rotary dimensions, with num_kv_heads 1.
+
+    Attributes:
+        windows: for each layer, the number of tokens that a token attends to, itself included; 0: all. Empty: no layer
+            has a window.
+        index: the keys of each token by which sparse attention selects tokens, of kind MLA; token for token in the same
+            blocks.
+        state: of each request, not of each token: num_kv_heads heads of head_dim numbers for each recurrent layer.
+            `num_layers` counts recurrent layers only, and that of this spec does not count them.
+    """
+
+    kind: KVKind
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int, ...] = ()
+    index: "KVCacheSpec | None" = None
+    state: "KVCacheSpec | None" = None
+
+    @property
+    def parts(self) -> "tuple[KVCacheSpec, ...]":
+        """This spec, then those of the caches beside it: the order in which layers are numbered on the wire."""
+        return self, *(part for part in (self.index, self.state) if part is not None)
+
+    @property
+    def part_layers(self) -> tuple[range, ...]:
+        """The numbers of each part's layers on the wire: all parts' layers in one row."""
+        stops = list(accumulate(part.num_layers for part in self.parts))
+        return tuple(map(range, [0, *stops], stops))
+
+    @property
+    def kv_factor(self) -> int:
+        """Size of axis K: 2 where keys and values are apart, 1 for MLA."""
+        return 2 if self.kind is KVKind.GQA else 1
+
+    @property
+    def itemsize(self) -> int:
+        return KV_DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        return self.kv_factor * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All that one more token takes: its KV and its index."""
+        own = self.num_layers * self.bytes_per_token_layer
+        return own if self.index is None else own + self.index.bytes_per_token
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """What one state takes; 0: the model has none."""
+        return 0 if self.state is None else self.state.bytes_per_token
+
+    @property
+    def least_segment_bytes(self) -> int:
+        """The smallest payload limit with which this part can be sent: a token in one layer, or one head of a state."""
+        return self.bytes_per_token_layer // (self.num_kv_heads if self.kind is KVKind.STATE else 1)
+
+    def first_kept(self, token_start: int, token_stop: int) -> int:
+        """The first token of a request's range that has a cell of its own. A state has one, at the last token that is
+        in it."""
+        return max(token_start, token_stop - 1) if self.kind is KVKind.STATE else token_start
+
+    def first_read(self, layer: int, token: int) -> int:
+        """The first token whose KV in this layer is read to compute the KV of token `token` or a later one."""
+        window = self.windows[layer] if self.windows else 0
+        return max(0, token - window + 1) if window else 0
+
+
+@dataclass(frozen=True)
+class KVCacheShape:
+    """How one node keeps its KV; any two nodes may differ.
+
+    Attributes:
+        state_slots: places for the states of recurrent layers, each one request's or one prefix's; 0: the model has
+            none.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    layout: KVCacheLayout
+    block_size: int
+    num_blocks: int
+    state_slots: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", field=name, value=value, allowed=("an integer of at least 1",))
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,43 @@
+"""When requests are sent: at times that do not depend on the answers (open loop), drawn with a seed."""
+
+import random
+from collections.abc import Iterator
+from enum import StrEnum
+
+from baton.core.errors import InvalidRequest
+
+
+class Arrivals(StrEnum):
+    POISSON = "poisson"  # independent users
+    GAMMA = "gamma"  # bursts: gaps between requests are gamma distributed
+    CONSTANT = "constant"  # equal gaps
+
+
+def arrival_times(
+    kind: Arrivals, rate: float, rng: random.Random, *, burstiness: float = 1.0, start_s: float = 0.0
+) -> Iterator[float]:
+    """Endless times in seconds, ascending, `rate` per second in the mean.
+
+    Args:
+        burstiness: of GAMMA: squared coefficient of variation of the gaps; 1 is Poisson, 4 comes in bursts, 0.25 is
+            steadier than Poisson.
+
+    Raises:
+        InvalidRequest: rate or burstiness is not above 0.
+    """
+    for name, value in (("rate", rate), ("burstiness", burstiness)):
+        if not 0 < value < 1e9:
+            raise InvalidRequest(f"the {name} is {value:g}, not above 0", field=name, value=value)
+    return _times(kind, rate, rng, burstiness, start_s)
+
+
+def _times(kind: Arrivals, rate: float, rng: random.Random, burstiness: float, at_s: float) -> Iterator[float]:
+    while True:
+        if kind is Arrivals.CONSTANT:
+            gap_s = 1 / rate
+        elif kind is Arrivals.POISSON:
+            gap_s = rng.expovariate(rate)
+        else:
+            gap_s = rng.gammavariate(1 / burstiness, burstiness / rate)
+        at_s += gap_s
+        yield at_s

@@ -1,0 +1,103 @@
+"""Which runs a command makes, in which order: one, rounds over several targets, or searches for the highest rate."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.load.goals import Goal
+from baton.load.results import Found, Run
+from baton.load.runner import Clients, OnProgress, RunOptions
+from baton.load.search import RateSearch
+from baton.load.target import Server
+from baton.load.workload import Planned, Span, Workload
+
+# Makes the display of one run: its title and number of requests to a function that is called with the progress.
+Display = Callable[[str, int], OnProgress]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What every run of a command has in common."""
+
+    clients: Clients
+    workload: Workload
+    span: Span
+    options: RunOptions
+    display: Display
+    seed: int
+
+    def rounds(self, servers: Sequence[Server], rate: float, count: int) -> list[Run]:
+        """`count` runs of each server.
+
+        The servers take turns, and another one goes first in each round, so that a drift of the machine meets all of
+        them alike. In a round all have the same times and lengths.
+        """
+        runs = []
+        for number in range(count):
+            turn = number % len(servers)
+            for server in (*servers[turn:], *servers[:turn]):
+                title = f"{server.target.label} {rate:g}/s" + (f", round {number + 1} of {count}" if count > 1 else "")
+                runs.append(self._run(server, rate, self.seed + number, title)[0])
+        order = [server.target.label for server in servers]
+        return sorted(runs, key=lambda run: order.index(run.label))
+
+    def search(
+        self, servers: Sequence[Server], goals: Sequence[Goal], *, start: float, precision: float, runs_max: int
+    ) -> tuple[list[Run], list[Found]]:
+        """The highest rate that meets each goal, for each server. The servers take turns.
+
+        Only runs at rates that may be the answer keep their records.
+        """
+        searches = [
+            RateSearch.of([goal.share for goal in goals], start=start, precision=precision, runs_max=runs_max)
+            for _ in servers
+        ]
+        runs: list[list[Run]] = [[] for _ in servers]
+        while any(search.next_rate() is not None for search in searches):
+            for server, search, made in zip(servers, searches, runs, strict=True):
+                rate = search.next_rate()
+                if rate is None:
+                    continue
+                # A goal that a lower rate has missed already learns nothing from this one.
+                open_goals = [goal for goal, each in zip(goals, search.goals, strict=True) if rate < each.high]
+                title = f"{server.target.label} {rate:.3g}/s"
+                run, total = self._run(server, rate, self.seed + len(made), title, open_goals)
+                search.observe(rate, run.good(goals), total)
+                made.append(run)
+                best = {of_goal.low for of_goal in search.goals}
+                made[:] = [each if each.rate in best or each.kept else each.without_records(goals) for each in made]
+        found = [
+            _found(server, search, goals, made) for server, search, made in zip(servers, searches, runs, strict=True)
+        ]
+        return [run for made in runs for run in made], [each for of_one in found for each in of_one]
+
+    def _run(
+        self, server: Server, rate: float, seed: int, title: str, open_goals: Sequence[Goal] = ()
+    ) -> tuple[Run, int]:
+        """The run, and how many of its planned requests count: one that ends early has not sent them all."""
+        planned: list[Planned] = self.workload.plan(rate, self.span, seed)
+        run = self.clients.run(
+            server, planned, self.options, rate=rate, seed=seed, goals=open_goals,
+            on_progress=self.display(title, len(planned)),
+        )  # fmt: skip
+        return run, sum(request.counted for request in planned)
+
+
+def _found(server: Server, search: RateSearch, goals: Sequence[Goal], runs: Sequence[Run]) -> list[Found]:
+    found = []
+    limited = sum(run.client.was_the_limit for run in runs)
+    for goal, of_goal in zip(goals, search.goals, strict=True):
+        rate = of_goal.low
+        _, good, total = of_goal.counts.get(rate, (0, 0, 0))
+        found.append(
+            Found(
+                label=server.target.label,
+                goal=goal,
+                rate=rate,
+                good_share=good / total if total else 0.0,
+                requests=total,
+                complete=of_goal.next_rate() is None,
+                at_most=of_goal.high != float("inf"),
+                client_limited=limited,
+            )
+        )
+    return found

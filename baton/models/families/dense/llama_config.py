@@ -1,0 +1,89 @@
+"""config.json of the families that Llama's file computes: Llama, Mistral, Qwen2, Qwen3."""
+
+from typing import Annotated
+
+from baton.models.config.decoder import RotaryFields
+from baton.models.config.fields import Count, CountOrZero, Cure, Size, Table
+from baton.models.config.file import ConfigFile
+from baton.models.config.model_config import GQAConfig, ModelConfig
+from baton.models.families.dense.llama_switches import LlamaSwitches
+
+
+class LlamaLikeFields(RotaryFields):
+    """Fields of every family of Llama's kin."""
+
+    intermediate_size: Size
+    quantization_config: Table | None = None
+
+    def llama_like(
+        self,
+        attention: GQAConfig,
+        *,
+        interleaved: bool = False,
+        mlp_bias: bool | None = None,
+        norm_eps: float | None = None,
+        switches: LlamaSwitches | None = None,
+    ) -> ModelConfig:
+        """The model of a family with one rotary embedding for all layers.
+
+        Args:
+            mlp_bias, norm_eps: where the family does not have the fields `mlp_bias` and `rms_norm_eps`.
+        """
+        return self.model(
+            attention=attention,
+            rope=self.rope(dim=attention.head_dim, interleaved=interleaved),
+            intermediate_size=self.intermediate_size,
+            mlp_bias=mlp_bias,
+            norm_eps=norm_eps,
+            switches=switches,
+        )
+
+
+class _LlamaFields(LlamaLikeFields):
+    attention_bias: bool = False
+    sliding_window: Annotated[None, Cure("this architecture always attends to all tokens")] = None
+
+
+def read_llama(file: ConfigFile) -> ModelConfig:
+    fields = _LlamaFields.read(file)
+    bias, windows = fields.attention_bias, fields.uniform_windows(None)
+    return fields.llama_like(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias))
+
+
+class _MistralFields(LlamaLikeFields):
+    sliding_window: Count | None = 4096  # null means full attention
+
+
+def read_mistral(file: ConfigFile) -> ModelConfig:
+    fields = _MistralFields.read(file)
+    windows = fields.uniform_windows(fields.sliding_window)
+    return fields.llama_like(fields.gqa(windows=windows, qkv_bias=False, output_bias=False))
+
+
+class _QwenFields(LlamaLikeFields):
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: Count | None = 4096
+    max_window_layers: CountOrZero = 28
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's window by `layer_types`; without it, sliding from layer `max_window_layers` on."""
+        window = self.sliding_window if self.use_sliding_window else None
+        types = self.types_of_layers("full_attention", "sliding_attention")
+        if not types:
+            full_layers = self.max_window_layers
+            return tuple(None if index < full_layers else window for index in range(self.num_hidden_layers))
+        if window is None and "sliding_attention" in types:
+            raise self.refuse("use_sliding_window", "true", cure="layer_types has sliding_attention")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_qwen2(file: ConfigFile) -> ModelConfig:
+    fields = _QwenFields.read(file)
+    return fields.llama_like(fields.gqa(windows=fields.windows(), qkv_bias=True, output_bias=False))
+
+
+def read_qwen3(file: ConfigFile) -> ModelConfig:
+    fields = _QwenFields.read(file)
+    bias, windows = fields.attention_bias, fields.windows()
+    return fields.llama_like(fields.gqa(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True))

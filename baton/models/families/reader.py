@@ -1,0 +1,93 @@
+"""`read_config` reads a checkpoint's config.json of any supported family.
+
+The families' readers handle all differences between field names and defaults, of families and of transformers'
+versions. A feature that is switched on and not supported is an error.
+"""
+
+from pathlib import Path
+
+from baton.kvcache.spec import DTYPE_BYTES
+from baton.models.checkpoint.checkpoint import stored_dtype
+from baton.models.config.fields import Fields, Integers, Texts
+from baton.models.config.file import ConfigFile
+from baton.models.config.model_config import ModelConfig
+from baton.models.families.nearest import nearest
+from baton.models.families.table import FAMILIES, FEATURES
+
+# Fields that publishers keep outside of the language model's table.
+_OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+
+# transformers ties the whole model by this, whatever the language model's table has.
+_OF_THE_WHOLE = "tie_word_embeddings"
+
+
+class _Architectures(Fields):
+    architectures: Texts = ()
+
+
+class _EndOfText(Fields):
+    eos_token_id: Integers = ()
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `directory`.
+
+    Raises:
+        ConfigError: a file cannot be read, a field is missing or wrong, or the model needs an unsupported feature.
+    """
+    file = ConfigFile.read(directory / "config.json")
+    architecture = _architecture(file)
+    family = FAMILIES[architecture]
+    if family.text_config and not (family.or_flat and file.raw("text_config") is None):
+        file = _text_config(file)
+    return family.read(
+        file.with_values(
+            {
+                "architectures": [architecture],
+                "dtype": _dtype(directory, file),
+                "eos_token_id": list(_eos_token_ids(directory, file)),
+            }
+        )
+    )
+
+
+def _architecture(file: ConfigFile) -> str:
+    names = _Architectures.read(file).architectures
+    if len(names) != 1 or names[0] not in FAMILIES:
+        raise file.refuse("architectures", *FAMILIES, cure=_nearest(names, file))
+    return names[0]
+
+
+def _nearest(names: tuple[str, ...], file: ConfigFile) -> str:
+    return nearest(names[0], file.values, FAMILIES, FEATURES) if len(names) == 1 else ""
+
+
+def _text_config(file: ConfigFile) -> ConfigFile:
+    if file.raw("text_config") is None:
+        raise file.refuse("text_config", "an object")
+    table = file.table("text_config")
+    outside = {name: file.raw(name) for name in _OUTSIDE if file.raw(name) is not None}
+    ties = {name: value for name, value in outside.items() if name == _OF_THE_WHOLE}
+    return ConfigFile(table.where, {**outside, **table.values, **ties})
+
+
+def _dtype(directory: Path, file: ConfigFile) -> str:
+    """The file's dtype; the weights' dtype if it names none, as BLOOM's published files do. Models run in float32 at
+    most, so float64 weights are converted to that."""
+    name = "torch_dtype" if file.raw("dtype") is None else "dtype"
+    if file.raw(name) is None:
+        file = file.with_values({name: stored_dtype(directory) or "float32"})
+    dtype = file.raw(name)
+    if dtype == "float64":
+        return "float32"
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise file.refuse(name, *DTYPE_BYTES, "float64")
+    return dtype
+
+
+def _eos_token_ids(directory: Path, file: ConfigFile) -> tuple[int, ...]:
+    """The ids in generation_config.json, which publishers keep current; else those in config.json; else ()."""
+    of_config = _EndOfText.read(file).eos_token_id  # a wrong value is an error also where it is not used
+    path = directory / "generation_config.json"
+    of_generation = _EndOfText.read(ConfigFile.read(path)).eos_token_id if path.exists() else ()
+    return of_generation or of_config

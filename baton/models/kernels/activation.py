@@ -1,0 +1,116 @@
+"""The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype, as two calls would round it.
+
+The twins are in `baton.models.layers.common`. Legend: T rows, I channels of the gate, and of the up after it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from baton.tritonlib.rounding import round_to
+
+# Channels of gate and of up that one program reads: twice 16 bytes of bf16 of each per thread.
+_TILE = 2048
+_NUM_WARPS = 4
+
+
+def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """[T, I] of [T, 2 I] with rows at any stride; silu(gate) * up."""
+    return _launch(gate_up_TI, tanh_gelu=False)
+
+
+def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """[T, I] of [T, 2 I] with rows at any stride; gelu(gate), approximated by tanh, * up."""
+    return _launch(gate_up_TI, tanh_gelu=True)
+
+
+def clamp_and_gate(gate_up_TI: Tensor, *, limit: float, alpha: float) -> Tensor:
+    """[T, I] of contiguous [T, 2 I], gate and up in turns: gate * sigmoid(alpha * gate) * (up + 1), with the gate at
+    most `limit` and up between -limit and limit. Rounded once."""
+    num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    out_TI = gate_up_TI.new_empty(num_rows, size)
+    _clamp_and_gate[(num_rows, triton.cdiv(size, _TILE))](
+        gate_up_TI,
+        out_TI,
+        limit,
+        alpha,
+        SIZE=size,
+        TILE=_TILE,
+        INTERPRETED=interpreted(),
+        **overlap(gate_up_TI.device, rows=num_rows),
+        num_warps=_NUM_WARPS,
+    )
+    return out_TI
+
+
+def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
+    num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    out_TI = gate_up_TI.new_empty(num_rows, size)
+    _activate[(num_rows, triton.cdiv(size, _TILE))](
+        gate_up_TI,
+        out_TI,
+        gate_up_TI.stride(0),
+        SIZE=size,
+        TILE=_TILE,
+        TANH_GELU=tanh_gelu,
+        INTERPRETED=interpreted(),
+        **overlap(gate_up_TI.device, rows=num_rows),
+        num_warps=_NUM_WARPS,
+    )
+    return out_TI
+
+
+@triton.jit
+def _activate(
+    gate_up_ptr,
+    out_ptr,
+    stride_T,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TANH_GELU: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """TILE channels of one row."""
+    start_dependents(OVERLAP)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask_I = channels_I < SIZE
+    await_predecessors(OVERLAP)
+    gate_I = tl.load(gate_up_ptr + row * stride_T + channels_I, mask=mask_I, other=0.0).to(tl.float32)
+    up_I = tl.load(gate_up_ptr + row * stride_T + SIZE + channels_I, mask=mask_I, other=0.0).to(tl.float32)
+    if TANH_GELU:
+        # 0.5 (1 + tanh(y)) is the sigmoid of 2 y, which loses no digits where tanh is near -1.
+        y_I = 0.7978845608028654 * (gate_I + 0.044715 * gate_I * gate_I * gate_I)
+        gated_I = gate_I * tl.sigmoid(2.0 * y_I)
+    else:
+        gated_I = gate_I * tl.sigmoid(gate_I)
+    gated_I = round_to(gated_I, dtype, INTERPRETED).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + channels_I, round_to(gated_I * up_I, dtype, INTERPRETED), mask=mask_I)
+
+
+@triton.jit
+def _clamp_and_gate(
+    gate_up_ptr,
+    out_ptr,
+    limit,
+    alpha,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """TILE channels of one row."""
+    start_dependents(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask_I = channels_I < SIZE
+    pairs_I = gate_up_ptr + row * (2 * SIZE) + 2 * channels_I
+    await_predecessors(OVERLAP)
+    gate_I = tl.minimum(tl.load(pairs_I, mask=mask_I, other=0.0).to(tl.float32), limit)
+    up_I = tl.load(pairs_I + 1, mask=mask_I, other=0.0).to(tl.float32)
+    up_I = tl.minimum(tl.maximum(up_I, -limit), limit)
+    gated_I = gate_I * tl.sigmoid(alpha * gate_I) * (up_I + 1.0)
+    tl.store(out_ptr + row * SIZE + channels_I, round_to(gated_I, out_ptr.dtype.element_ty, INTERPRETED), mask=mask_I)

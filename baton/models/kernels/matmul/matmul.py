@@ -1,0 +1,363 @@
+"""Products in which a row's result has the same bits for any other rows and any number of rows.
+
+On a GPU each number of the result is one sum over K in one float32 accumulator, in order. The tensor cores' instruction
+adds 16 products at a time (an fma of float32: one), and the choice of these products does not depend on a tile's rows
+and columns. So the tile may depend on the number of rows, for fast reading at 1 row and fast arithmetic at 8192. All
+tiles must use one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is never split.
+`tests/gpu/test_batch_invariant.py` checks every tile on the hardware. A CPU's library chooses its method by the number
+of rows, so rows go to it in blocks of a fixed number; where it computes the rows of a block in different ways, which a
+probe of each shape finds, they go to it one by one.
+
+Legend: M rows, N columns, K the summed axis, H heads.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.tritonlib.launch import bound, interpreted
+
+# Rows in each call of a CPU's library. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
+_CPU_ROWS = 16
+# Of each shape of weights at least so many results are compared, or as many as there are columns.
+_PROBED_NUMBERS = 256
+# Weights up to this size are drawn for the probe: an adapter's may be zero, which would hide a difference.
+_DRAWN_NUMBERS = 1 << 22
+_ALIGNMENT = 64  # bytes; of torch's memory on a CPU, and of its widest vectors
+# Consecutive tiles have the same columns for this many tiles of rows, so weights stay in the L2 cache.
+_GROUP_M = 16
+
+
+class _Alike(NamedTuple):
+    """What a CPU's library can choose its method by, besides the number of rows."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+    num_threads: int
+
+
+@dataclass
+class _Probe:
+    """Rows in each call of a CPU's library with such weights; 0: not known yet."""
+
+    weights: _Alike
+    at_once: int = 0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of the result that one program computes.
+
+    Attributes:
+        depth: of K, read at a time; `num_stages` such reads are in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# NOTE: each warpgroup of 4 warps has a multiple of 64 rows: with fewer rows the compiler takes another instruction,
+# whose sums may round differently.
+_NARROW = Tile(64, 64, 128, num_warps=4, num_stages=6)
+_HIGH = Tile(128, 64, 128, num_warps=8, num_stages=4)
+_WIDE = Tile(64, 128, 64, num_warps=4, num_stages=4)
+_LARGE = Tile(128, 256, 64, num_warps=8, num_stages=4)
+_SQUARE = Tile(128, 128, 64, num_warps=8, num_stages=4)
+TILES = (_NARROW, _HIGH, _WIDE, _LARGE, _SQUARE)
+# From this many rows on, arithmetic takes most of the time for any number of columns.
+_MANY_ROWS = 1024
+# For any strides and dtypes. Products of float32 are unrolled into registers, which spill unless tiles are small.
+_STRIDED = Tile(64, 64, 64, num_warps=4, num_stages=3)
+_STRIDED_FLOAT32 = Tile(32, 32, 32, num_warps=4, num_stages=2)
+
+
+def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, [..., N], in one dtype. On a GPU sums, with the bias, are in float32 and rounded once."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    out_MN = x.new_empty(x_MK.shape[0], weight_NK.shape[0])
+    if x_MK.shape[0]:
+        if x.is_cuda:
+            multiply_in_tiles(x_MK, weight_NK, bias_N, out_MN)
+        else:
+            _multiply_in_blocks(x_MK.unsqueeze(0), weight_NK.t().unsqueeze(0), out_MN.unsqueeze(0))
+            if bias_N is not None:
+                out_MN += bias_N
+    return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
+
+
+def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
+    """Writes each head's `x @ weight` to `out`, at any strides; a row's result does not depend on other rows."""
+    if x_HMK.shape[1] == 0:
+        return
+    if x_HMK.is_cuda:
+        multiply_strided(x_HMK, weight_HKN, None, out_HMN)
+    else:
+        _multiply_in_blocks(x_HMK, weight_HKN, out_HMN)
+
+
+def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
+    num_rows = x_HMK.shape[1]
+    at_once = _rows_at_once(weight_HKN)
+    for start in range(0, num_rows, at_once):
+        stop = min(start + at_once, num_rows)
+        # A new block each time: the library's method may depend on an address.
+        block_HMK = x_HMK.new_zeros(x_HMK.shape[0], at_once, x_HMK.shape[2])
+        block_HMK[:, : stop - start] = x_HMK[:, start:stop]
+        out_HMN[:, start:stop] = torch.bmm(block_HMK, weight_HKN)[:, : stop - start]
+
+
+def _rows_at_once(weight_HKN: Tensor) -> int:
+    """How many rows a CPU's library gets in one call with this weight: as many as it computes all alike, or one."""
+    shape, strides, address = tuple(weight_HKN.shape), weight_HKN.stride(), weight_HKN.data_ptr() % _ALIGNMENT
+    probe = _probe_of(_Alike(shape, strides, weight_HKN.dtype, address, torch.get_num_threads()))
+    if probe.at_once == 0:
+        drawn = weight_HKN.numel() <= _DRAWN_NUMBERS
+        weight = torch.empty_strided(shape, strides, dtype=weight_HKN.dtype).normal_() if drawn else weight_HKN
+        probe.at_once = _CPU_ROWS if _computes_rows_alike(weight) else 1
+    return probe.at_once
+
+
+def _computes_rows_alike(weight_HKN: Tensor) -> bool:
+    """Whether equal rows of a block have results with equal bits, wherever in the block they are."""
+    heads, channels, columns = weight_HKN.shape
+    for _ in range(max(1, _PROBED_NUMBERS // (heads * columns))):
+        row_H1K = torch.empty(heads, 1, channels, dtype=weight_HKN.dtype).normal_()
+        product_HMN = torch.bmm(row_H1K.expand(-1, _CPU_ROWS, -1).contiguous(), weight_HKN)
+        if not torch.equal(product_HMN, product_HMN[:, :1].expand_as(product_HMN)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _probe_of(alike: "_Alike") -> "_Probe":
+    return _Probe(alike)
+
+
+@lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer
+def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
+    """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile of which every
+    multiprocessor gets at most one, else a tile wide enough to reread the rows only a few times."""
+
+    def count(tile: Tile) -> int:
+        tiles: int = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+        return tiles
+
+    if num_rows >= _MANY_ROWS:
+        return _SQUARE
+    if count(_NARROW) <= num_sms:
+        return _NARROW
+    if num_rows <= _WIDE.rows:
+        return _WIDE
+    if count(_HIGH) <= num_sms:
+        return _HIGH
+    return _LARGE if count(_LARGE) >= 0.8 * num_sms else _WIDE
+
+
+def multiply_in_tiles(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None = None
+) -> None:
+    """Launches the kernel that reads whole tiles with the copy engine (TMA) where it can, else the kernel for any
+    strides. The choice depends on dtype and sizes alone."""
+    if not _has_tiles(weight_NK):
+        weight_HKN = weight_NK.t().unsqueeze(0)
+        multiply_strided(x_MK.unsqueeze(0), weight_HKN, bias_N, out_MN.unsqueeze(0))
+        return
+    if not _has_tiles(x_MK):
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    num_rows, num_columns = out_MN.shape
+    tile = tile or choose_tile(num_rows, num_columns, num_sms=_num_sms(x_MK.device))
+    _multiply_tiles[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)](
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight_NK, [tile.columns, tile.depth]),
+        bias_N,
+        out_MN,
+        num_rows,
+        num_columns,
+        x_MK.shape[1],
+        out_MN.stride(0),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP_M=_GROUP_M,
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _has_tiles(matrix: Tensor) -> bool:
+    """Whether the copy engine can read it and the tensor cores multiply its dtype."""
+    return (
+        matrix.element_size() == 2
+        and matrix.stride(1) == 1
+        and matrix.stride(0) % 8 == 0
+        and matrix.data_ptr() % 16 == 0
+    )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _find_tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The first row and column of this program's tile."""
+    program = tl.program_id(0)
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tiles_of_group = GROUP_M * tl.cdiv(num_columns, BLOCK_N)
+    first_m = program // tiles_of_group * GROUP_M
+    width = tl.minimum(tiles_m - first_m, GROUP_M)
+    in_group = program % tiles_of_group
+    return (first_m + in_group % width) * BLOCK_M, in_group // width * BLOCK_N
+
+
+@triton.jit
+def _store_tile(
+    acc_MN,
+    bias_ptr,
+    out_ptr,
+    start_m,
+    start_n,
+    num_rows,
+    num_columns,
+    stride_out_m,
+    stride_out_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows_M = start_m + tl.arange(0, BLOCK_M)
+    columns_N = start_n + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        acc_MN += tl.load(bias_ptr + columns_N, mask=columns_N < num_columns, other=0.0).to(tl.float32)[None, :]
+    places_MN = rows_M.to(tl.int64)[:, None] * stride_out_m + columns_N[None, :] * stride_out_n
+    mask_MN = (rows_M < num_rows)[:, None] & (columns_N < num_columns)[None, :]
+    tl.store(out_ptr + places_MN, acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_tiles(
+    x_rows,
+    weight_rows,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    stride_out_m,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile. Numbers past the last row, column or channel are read as 0."""
+    start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
+        x_MK = x_rows.load([start_m, start_k])
+        weight_NK = weight_rows.load([start_n, start_k])
+        if INTERPRETED:
+            x_MK = x_MK.to(tl.float32)
+            weight_NK = weight_NK.to(tl.float32)
+        acc_MN = tl.dot(x_MK, weight_NK.T, acc_MN)
+    _store_tile(acc_MN, bias_ptr, out_ptr, start_m, start_n, num_rows, num_columns, stride_out_m, 1, BLOCK_M, BLOCK_N)
+
+
+def multiply_strided(x_HMK: Tensor, weight_HKN: Tensor, bias_N: Tensor | None, out_HMN: Tensor) -> None:
+    """Launches the kernel for several heads, any strides and any dtype; each dtype always has the same tile."""
+    num_heads, num_rows, num_columns = out_HMN.shape
+    tile = _STRIDED_FLOAT32 if x_HMK.dtype == torch.float32 else _STRIDED
+    _multiply_strided[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns), num_heads)](
+        x_HMK,
+        weight_HKN,
+        bias_N,
+        out_HMN,
+        num_rows,
+        num_columns,
+        x_HMK.shape[2],
+        *x_HMK.stride(),
+        *weight_HKN.stride(),
+        *out_HMN.stride(),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP_M=_GROUP_M,
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_strided(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    stride_x_h,
+    stride_x_m,
+    stride_x_k,
+    stride_w_h,
+    stride_w_k,
+    stride_w_n,
+    stride_out_h,
+    stride_out_m,
+    stride_out_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of one head."""
+    head = tl.program_id(1).to(tl.int64)
+    start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
+    rows_M = start_m + tl.arange(0, BLOCK_M)
+    columns_N = start_n + tl.arange(0, BLOCK_N)
+    x_M = x_ptr + head * stride_x_h + rows_M.to(tl.int64) * stride_x_m
+    weight_N = weight_ptr + head * stride_w_h + columns_N.to(tl.int64) * stride_w_n
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
+        channels_K = start_k + tl.arange(0, BLOCK_K)
+        exists_K = channels_K < depth
+        x_MK = tl.load(
+            x_M[:, None] + channels_K[None, :] * stride_x_k,
+            mask=(rows_M < num_rows)[:, None] & exists_K[None, :],
+            other=0.0,
+        )
+        weight_KN = tl.load(
+            weight_N[None, :] + channels_K.to(tl.int64)[:, None] * stride_w_k,
+            mask=exists_K[:, None] & (columns_N < num_columns)[None, :],
+            other=0.0,
+        )
+        if INTERPRETED:
+            x_MK = x_MK.to(tl.float32)
+            weight_KN = weight_KN.to(tl.float32)
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+    _store_tile(
+        acc_MN,
+        bias_ptr,
+        out_ptr + head * stride_out_h,
+        start_m,
+        start_n,
+        num_rows,
+        num_columns,
+        stride_out_m,
+        stride_out_n,
+        BLOCK_M,
+        BLOCK_N,
+    )

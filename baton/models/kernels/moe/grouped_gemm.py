@@ -1,0 +1,367 @@
+"""A layer's experts on a GPU: three launches after `order_by_expert`, and the host waits for nothing.
+
+The first product finds its rows of x through the order and applies the activation. The second one applies the routing
+weights and writes each assignment to a row of its own, and the third launch adds up a token's experts in the order of
+its choices. Shared experts, through which every token goes, may be part of the same launches: their rows follow those
+of the assignments. Tiles depend on shapes alone, which the host knows: the router's choice stays on the device.
+
+An expert's weights are read once per tile of its tokens, from memory the first time and then from L2. Few tokens per
+expert get small tiles, so that many programs stream weights at once; many tokens get large tiles, for the tensor cores.
+
+Legend: T token, D hidden channel, E expert, K chosen expert of a token, X shared expert, I intermediate channel, R row:
+T*K assignments and X*T shared ones, N output channel, C input channel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.models.kernels.moe.expert_order import ExpertOrder, order_by_expert
+from baton.models.kernels.moe.expert_sum import sum_choices
+from baton.models.kernels.moe.grouped_gemm_kernel import grouped_down, grouped_gate_up
+from baton.tritonlib.launch import interpreted, overlap
+
+# With tiles of this many tokens or more, the copy engine (TMA) reads the second product's rows, which lie in order.
+_ROWS_BY_MAP = 128
+# Channels of each row of shared weights that go to the L2 cache while earlier kernels run, a power of two. A step of
+# DeepSeek-V2-Lite of one token takes 1.2 % longer without them; prefetching more, or the routed experts' weights as
+# soon as these are known, takes longer too.
+_GATE_UP_PREFETCHED = 1024
+_DOWN_PREFETCHED = 512
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One of the two layers of all experts.
+
+    Attributes:
+        weights_ENC: either of the last axes may be the contiguous one.
+        bias_EN: in the model's dtype, contiguous.
+        scales: float32 [E, rows, columns], contiguous, where the weights are fp8: a weight is number * scale. One row
+            covers all of N (of gate and up: of each half) or 128 channels of it; one column, all of C or 128.
+    """
+
+    weights_ENC: Tensor
+    bias_EN: Tensor | None = None
+    scales: Tensor | None = None
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether weights lie in memory as [E, C, N]."""
+        return self.weights_ENC.stride(2) != 1
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """X experts that every token goes through, each of a routed expert's size and with silu, stored as one MLP.
+
+    Attributes:
+        gate_up_NC: [2*X*I, D], all gates before all ups. Both are contiguous.
+        down_NC: [D, X*I].
+    """
+
+    gate_up_NC: Tensor
+    down_NC: Tensor
+
+
+@dataclass(frozen=True)
+class Activation:
+    """silu(gate) * up; with a limit, both clamped: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Attributes:
+        tanh_gelu: gelu(gate), approximated by tanh, * up.
+        interleaved: gates at even channels and ups at odd ones, else all gates before all ups.
+        squared_relu: there is no gate: relu(up) ** 2.
+    """
+
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    tanh_gelu: bool = False
+    squared_relu: bool = False
+
+
+SILU = Activation()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one product. `channels` of the output (of gate and of up each), `inputs` of one step."""
+
+    tokens: int
+    channels: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Tiles of both products of a layer, which share the order and so the tokens of a tile."""
+
+    gate_up: Tiles
+    down: Tiles
+
+
+# By tokens of a tile. Buffers fill at most half of a multiprocessor's shared memory: two programs share it, and one
+# loads while the other begins or ends. Only the largest tiles take all of it.
+_HALF_PRECISION = (
+    ExpertTiles(Tiles(16, 64, 128, 4, 3), Tiles(16, 64, 128, 4, 4)),
+    ExpertTiles(Tiles(32, 64, 64, 4, 5), Tiles(32, 64, 128, 4, 4)),
+    ExpertTiles(Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
+    ExpertTiles(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
+)
+_FP8 = (
+    ExpertTiles(Tiles(16, 64, 128, 4, 4), Tiles(16, 64, 128, 4, 6)),
+    ExpertTiles(Tiles(32, 64, 128, 4, 4), Tiles(32, 64, 128, 4, 5)),
+    ExpertTiles(Tiles(64, 64, 128, 4, 3), Tiles(64, 128, 128, 8, 3)),
+    ExpertTiles(Tiles(128, 64, 128, 8, 3), Tiles(128, 128, 128, 8, 4)),
+)
+# Without tensor cores.
+_SINGLE_PRECISION = ExpertTiles(Tiles(16, 32, 32, 4, 2), Tiles(16, 32, 32, 4, 2))
+
+
+def tiles_for(
+    *, num_assignments: int, num_experts: int, dtype: torch.dtype, fp8: bool, batch_invariant: bool
+) -> ExpertTiles:
+    """The smallest tiles that hold an expert's mean share of tokens and a third more, because shares are uneven."""
+    if dtype == torch.float32:
+        return _SINGLE_PRECISION
+    table = _FP8 if fp8 else _HALF_PRECISION
+    if batch_invariant:
+        return table[2]
+    for tiles in table[:-1]:
+        if 4 * num_assignments <= 3 * num_experts * tiles.gate_up.tokens:
+            return tiles
+    return table[-1]
+
+
+def run_gated_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    activation: Activation = SILU,
+    weights_on_input: bool = False,
+    batch_invariant: bool = False,
+    shared: SharedWeights | None = None,
+    plus_TD: Tensor | None = None,
+    of: int | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts, plus its shared experts, plus `plus_TD`.
+
+    Args:
+        x_TD: channels contiguous.
+        weights_TK: float32.
+        experts_TK: of any integer type; contiguous, as the weights are. A token's experts differ.
+        weights_on_input: the weights multiply the experts' inputs instead of their outputs.
+        batch_invariant: one shape of tiles for every number of tokens.
+        shared: only together with routed experts that use silu.
+        of: number of experts among which tokens chose, where the weights are of some of them only: `experts_TK` is then
+            below 0 for the others, which count as 0.
+    """
+    assert shared is None or activation == SILU
+    num_tokens, choices = experts_TK.shape
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return out_TD
+    num_experts, channels, intermediate = down.weights_ENC.shape
+    tiles = tiles_for(
+        num_assignments=num_tokens * choices,
+        num_experts=num_experts if of is None else of,
+        dtype=x_TD.dtype,
+        fp8=gate_up.scales is not None,
+        batch_invariant=batch_invariant,
+    )
+    partial = of is not None
+    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.gate_up.tokens, partial=partial)
+    num_shared = 0 if shared is None else shared.down_NC.shape[1] // intermediate
+    rows = num_tokens * (choices + num_shared)
+    gated_RI = x_TD.new_empty(rows, intermediate)
+    _launch_gate_up(
+        x_TD,
+        gate_up,
+        None if shared is None else shared.gate_up_NC.unsqueeze(0),
+        order,
+        gated_RI,
+        weights_TK if weights_on_input else None,
+        activation,
+        tiles.gate_up,
+        choices=choices,
+    )
+    parts_RD = x_TD.new_empty(rows, channels)
+    _launch_down(
+        gated_RI,
+        down,
+        None if shared is None else shared.down_NC.view(channels, num_shared, intermediate).transpose(0, 1),
+        order,
+        parts_RD,
+        None if weights_on_input else weights_TK,
+        tiles.down,
+        choices=choices,
+        num_tokens=num_tokens,
+    )
+    block = min(triton.next_power_of_2(channels), 1024)
+    sum_choices[(num_tokens, triton.cdiv(channels, block))](
+        parts_RD,
+        plus_TD,
+        experts_TK if partial else None,
+        out_TD,
+        num_tokens,
+        0 if plus_TD is None else plus_TD.stride(0),
+        CHOICES=choices,
+        SHARED=num_shared,
+        CHANNELS=channels,
+        BLOCK=block,
+        **overlap(x_TD.device, rows=num_tokens),
+        num_warps=4,
+    )
+    return out_TD
+
+
+def multiply_by_expert(
+    x_SC: Tensor, experts_TK: Tensor, layer: ExpertWeights, *, batch_invariant: bool = False, of: int | None = None
+) -> Tensor:
+    """[S, N], each assignment's product with its expert's weights, given a row of x for each assignment. The rows of
+    experts below 0 are undefined. Other arguments are those of `run_gated_experts`."""
+    num_tokens, choices = experts_TK.shape
+    num_experts, outputs, _ = layer.weights_ENC.shape
+    tiles = tiles_for(
+        num_assignments=len(x_SC),
+        num_experts=num_experts if of is None else of,
+        dtype=x_SC.dtype,
+        fp8=layer.scales is not None,
+        batch_invariant=batch_invariant,
+    ).down
+    order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.tokens, partial=of is not None)
+    x_PC = x_SC if order.order_P is None else x_SC.index_select(0, order.order_P)
+    out_SN = x_SC.new_empty(len(x_SC), outputs)
+    _launch_down(x_PC, layer, None, order, out_SN, None, tiles, choices=choices, num_tokens=num_tokens)
+    return out_SN
+
+
+def _launch_gate_up(
+    x_TD: Tensor,
+    layer: ExpertWeights,
+    shared_1NC: Tensor | None,
+    order: ExpertOrder,
+    gated_RI: Tensor,
+    row_weights: Tensor | None,
+    activation: Activation,
+    tiles: Tiles,
+    *,
+    choices: int,
+) -> None:
+    num_tokens, intermediate = len(x_TD), gated_RI.shape[1]
+    num_shared = len(gated_RI) // num_tokens - choices
+    token_tiles = order.num_tiles + num_shared * triton.cdiv(num_tokens, tiles.tokens)
+    columns = 2 * tiles.channels if activation.interleaved else tiles.channels
+    grouped_gate_up[(token_tiles * triton.cdiv(intermediate, tiles.channels),)](
+        x_TD,
+        layer.weights_ENC,
+        _copy_map(layer.weights_ENC, columns, tiles.inputs),
+        layer.bias_EN,
+        layer.scales,
+        row_weights,
+        shared_1NC,
+        None if shared_1NC is None else _copy_map(shared_1NC, tiles.channels, tiles.inputs),
+        order.order_P,
+        order.tiles_3L,
+        gated_RI,
+        num_tokens,
+        order.num_tiles,
+        x_TD.stride(0),
+        *layer.weights_ENC.stride(),
+        activation.limit or 0.0,
+        activation.alpha,
+        CHOICES=choices,
+        SHARED=num_shared,
+        OUT=intermediate,
+        IN=x_TD.shape[1],
+        INTERLEAVED=activation.interleaved,
+        CLAMPED=activation.limit is not None,
+        TANH_GELU=activation.tanh_gelu,
+        SQUARED_RELU=activation.squared_relu,
+        SCALE_N=_part(layer.scales, 1, intermediate, halves=2),
+        SCALE_K=_part(layer.scales, 2, x_TD.shape[1]),
+        INPUTS_FIRST=layer.inputs_first,
+        BLOCK_M=tiles.tokens,
+        BLOCK_N=tiles.channels,
+        BLOCK_K=tiles.inputs,
+        PREFETCHED=_GATE_UP_PREFETCHED,
+        INTERPRETED=interpreted(),
+        **overlap(x_TD.device, rows=num_tokens),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _launch_down(
+    gated_RI: Tensor,
+    layer: ExpertWeights,
+    shared_XNC: Tensor | None,
+    order: ExpertOrder,
+    parts_RD: Tensor,
+    row_weights: Tensor | None,
+    tiles: Tiles,
+    *,
+    choices: int,
+    num_tokens: int,
+) -> None:
+    intermediate, channels = gated_RI.shape[1], parts_RD.shape[1]
+    num_shared = 0 if shared_XNC is None else len(shared_XNC)
+    token_tiles = order.num_tiles + num_shared * triton.cdiv(num_tokens, tiles.tokens)
+    x_by_map = tiles.tokens >= _ROWS_BY_MAP and intermediate * gated_RI.element_size() % 16 == 0
+    grouped_down[(token_tiles * triton.cdiv(channels, tiles.channels),)](
+        gated_RI,
+        TensorDescriptor.from_tensor(gated_RI, [tiles.tokens, tiles.inputs]) if x_by_map else None,
+        layer.weights_ENC,
+        _copy_map(layer.weights_ENC, tiles.channels, tiles.inputs),
+        layer.bias_EN,
+        layer.scales,
+        row_weights,
+        shared_XNC,
+        None if shared_XNC is None else _copy_map(shared_XNC, tiles.channels, tiles.inputs),
+        order.order_P,
+        order.tiles_3L,
+        parts_RD,
+        num_tokens,
+        order.num_tiles,
+        *layer.weights_ENC.stride(),
+        CHOICES=choices,
+        SHARED=num_shared,
+        OUT=channels,
+        IN=intermediate,
+        SCALE_N=_part(layer.scales, 1, channels),
+        SCALE_K=_part(layer.scales, 2, intermediate),
+        INPUTS_FIRST=layer.inputs_first,
+        BLOCK_M=tiles.tokens,
+        BLOCK_N=tiles.channels,
+        BLOCK_K=tiles.inputs,
+        PREFETCHED=_DOWN_PREFETCHED,
+        INTERPRETED=interpreted(),
+        **overlap(gated_RI.device, rows=num_tokens),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> int:
+    """The number of channels that share a scale."""
+    return 128 if scales is not None and scales.shape[axis] > halves else size
+
+
+def _copy_map(weights_ENC: Tensor, block_n: int, block_c: int) -> TensorDescriptor | None:
+    """A descriptor for the copy engine (TMA), or None where strides or address are no multiples of 16 bytes."""
+    stored, block = weights_ENC, [1, block_n, block_c]
+    if stored.stride(2) != 1:
+        stored, block = stored.transpose(1, 2), [1, block_c, block_n]
+    per_16_bytes = 16 // stored.element_size()
+    if stored.stride(2) != 1 or stored.data_ptr() % 16 or any(s % per_16_bytes for s in stored.stride()[:2]):
+        return None
+    return TensorDescriptor.from_tensor(stored, block)

@@ -1,0 +1,109 @@
+"""RMS norms, alone or together with the addition to the residual stream before them.
+
+The twins are in `baton.models.layers.common`. A row's result depends on that row only: its size alone decides the
+program and the order of its sum. Legend: T tokens, D channels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.rotation import RowNorm
+from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from baton.tritonlib.rounding import round_to
+
+# Channels of a row per thread: two loads of 16 bytes of bf16.
+_CHANNELS_PER_THREAD = 16
+
+
+def rms_norm(x_TD: Tensor, norm: RowNorm) -> Tensor:
+    """[T, D], contiguous. Rows of `x_TD` at any stride."""
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    _launch(x_TD, None, None, norm, out_TD)
+    return out_TD
+
+
+def add_rms_norm(stream_TD: Tensor, update_TD: Tensor, norm: RowNorm, *, update_norm: RowNorm | None = None) -> Tensor:
+    """Adds `update_TD`, or its norm by `update_norm`, to `stream_TD` in place. Returns `norm` of the sum [T, D].
+
+    Rounds to the tensors' dtype wherever separate calls would: after the update's norm, the sum and the norm.
+    """
+    out_TD = torch.empty_like(stream_TD, memory_format=torch.contiguous_format)
+    _launch(update_TD, stream_TD, update_norm, norm, out_TD)
+    return out_TD
+
+
+def _launch(x_TD: Tensor, stream_TD: Tensor | None, update_norm: RowNorm | None, norm: RowNorm, out_TD: Tensor) -> None:
+    num_tokens, size = x_TD.shape
+    block = triton.next_power_of_2(size)
+    _norm[(num_tokens,)](
+        x_TD,
+        stream_TD,
+        None if update_norm is None else update_norm.weight,
+        norm.weight,
+        out_TD,
+        x_TD.stride(0),
+        0 if stream_TD is None else stream_TD.stride(0),
+        0.0 if update_norm is None else update_norm.eps,
+        norm.eps,
+        SIZE=size,
+        BLOCK=block,
+        UPDATE_OFFSET=0 if update_norm is None else update_norm.weight_offset,
+        OFFSET=norm.weight_offset,
+        INTERPRETED=interpreted(),
+        **overlap(x_TD.device, rows=num_tokens),
+        num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
+    )
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    stream_ptr,
+    update_weight_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    stream_stride,
+    update_eps,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPDATE_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row."""
+    start_dependents(OVERLAP)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channels_D = tl.arange(0, BLOCK)
+    mask_D = channels_D < SIZE
+    # All loads come first: few rows spend most of their time waiting for memory, and so wait only once.
+    weight_D = tl.load(weight_ptr + channels_D, mask=mask_D, other=0.0)
+    if update_weight_ptr is not None:
+        update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)
+    await_predecessors(OVERLAP)
+    x_D = tl.load(x_ptr + row * x_stride + channels_D, mask=mask_D, other=0.0).to(tl.float32)
+    if stream_ptr is not None:
+        stream_ptrs_D = stream_ptr + row * stream_stride + channels_D
+        stream_D = tl.load(stream_ptrs_D, mask=mask_D, other=0.0).to(tl.float32)
+    if update_weight_ptr is not None:
+        x_D = round_to(_normed(x_D, update_weight_D, update_eps, SIZE, UPDATE_OFFSET), dtype, INTERPRETED)
+        x_D = x_D.to(tl.float32)
+    if stream_ptr is not None:
+        sum_D = round_to(stream_D + x_D, dtype, INTERPRETED)
+        tl.store(stream_ptrs_D, sum_D, mask=mask_D)
+        x_D = sum_D.to(tl.float32)
+    out_D = round_to(_normed(x_D, weight_D, eps, SIZE, OFFSET), dtype, INTERPRETED)
+    tl.store(out_ptr + row * SIZE + channels_D, out_D, mask=mask_D)
+
+
+@triton.jit
+def _normed(x_D, weight_D, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr):
+    weight_D = weight_D.to(tl.float32)
+    if OFFSET:
+        weight_D += OFFSET
+    return x_D * tl.rsqrt(tl.sum(x_D * x_D, 0) / SIZE + eps) * weight_D

@@ -1,0 +1,154 @@
+"""Products of int8 activations with int8 weights. Sums are integers, exact in any order, so a token's bits never depend
+on the batch; they are scaled once.
+
+Legend: T token, N output channel, K input channel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.models.kernels.matmul.split_sums import add_parts, leave_part
+from baton.tritonlib.launch import bound, interpreted
+from baton.tritonlib.rounding import round_to
+
+_SMALLEST = tl.constexpr(1e-10)  # lower bound of the largest number that a scale is made of
+_ROUNDER = tl.constexpr(12582912.0)
+_ROWS, _DEPTH = 64, 128
+_PROGRAMS_PER_SM = 3
+_MIN_STEPS = 4
+
+
+def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(int8 [T, K], scales [T] float32): by the given scale, or one for each token."""
+    tokens, channels = x_TK.shape
+    out_TK = torch.empty(tokens, channels, dtype=torch.int8, device=x_TK.device)
+    scale_T = torch.empty(tokens, dtype=torch.float32, device=x_TK.device)
+    if tokens:
+        block = triton.next_power_of_2(channels)
+        _quantize_kernel[(tokens,)](
+            x_TK, scale, out_TK, scale_T, x_TK.stride(0), channels, BLOCK=block, num_warps=4 if block <= 4096 else 8
+        )
+    return out_TK, scale_T
+
+
+def multiply(
+    x_TK: Tensor,
+    x_scale_T: Tensor,
+    weight_NK: Tensor,
+    scale_N: Tensor,
+    bias_N: Tensor | None,
+    arrived: Tensor,
+    *,
+    dtype: torch.dtype,
+    num_sms: int,
+) -> Tensor:
+    """[T, N] in `dtype`.
+
+    Args:
+        arrived: int32 zeros, `num_counters` of them; left as zeros. Launches must not overlap in time.
+    """
+    tokens, channels = x_TK.shape
+    rows = weight_NK.shape[0]
+    out_TN = torch.empty(tokens, rows, dtype=dtype, device=x_TK.device)
+    if not tokens:
+        return out_TN
+    block_t = next((size for size in (16, 32, 64) if tokens <= size), 128)
+    tiles_N, tiles_T, steps = triton.cdiv(rows, _ROWS), triton.cdiv(tokens, block_t), triton.cdiv(channels, _DEPTH)
+    splits = max(1, min(_PROGRAMS_PER_SM * num_sms // tiles_N, steps // _MIN_STEPS)) if tiles_T == 1 else 1
+    partial = None
+    if splits > 1:
+        partial = torch.empty(tiles_N * splits, _ROWS, block_t, dtype=torch.int32, device=x_TK.device)
+    _multiply_kernel[(tiles_N * splits, tiles_T)](
+        x_TK,
+        x_scale_T,
+        weight_NK,
+        scale_N,
+        bias_N,
+        out_TN,
+        partial,
+        arrived,
+        tokens,
+        rows,
+        channels,
+        splits,
+        TOKENS=block_t,
+        ROWS=_ROWS,
+        DEPTH=_DEPTH,
+        INTERPRETED=interpreted(),
+        num_warps=4,
+        num_stages=4,
+    )
+    return out_TN
+
+
+def num_counters(rows: int) -> int:
+    tiles: int = triton.cdiv(rows, _ROWS)
+    return tiles
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr):
+    """One token. Rounds to the nearest, ties to even: the addend leaves no bits for a fraction."""
+    token = tl.program_id(0).to(tl.int64)
+    channels_K = tl.arange(0, BLOCK)
+    in_K = channels_K < channels
+    x_K = tl.load(x_ptr + token * x_stride + channels_K, mask=in_K, other=0.0).to(tl.float32)
+    if given_ptr is None:
+        scale = tl.maximum(tl.max(tl.abs(x_K)), _SMALLEST) / 127.0
+    else:
+        scale = tl.load(given_ptr)
+    number_K = tl.minimum(tl.maximum(x_K / scale, -128.0), 127.0)
+    number_K = (number_K + _ROUNDER) - _ROUNDER
+    tl.store(out_ptr + token * channels + channels_K, number_K.to(tl.int8), mask=in_K)
+    tl.store(scale_ptr + token, scale)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def _multiply_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    num_tokens,
+    num_rows,
+    num_channels,
+    splits,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    steps = tl.cdiv(num_channels, DEPTH)
+    rows_N = tile * ROWS + tl.arange(0, ROWS)
+    tokens_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # Rows past the end are read as the last one and never written.
+    read_N, read_T = tl.minimum(rows_N, num_rows - 1), tl.minimum(tokens_T, num_tokens - 1)
+    channels_K = tl.arange(0, DEPTH)
+    x_TK = x_ptr + read_T.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
+    weight_NK = weight_ptr + read_N.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
+    sum_NT = tl.zeros([ROWS, TOKENS], tl.int32)
+    first, stop = split * steps // splits, (split + 1) * steps // splits
+    for step in range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
+        in_K = channels_K[None, :] < num_channels - step * DEPTH
+        weight = tl.load(weight_NK + step * DEPTH, mask=in_K, other=0)
+        x = tl.load(x_TK + step * DEPTH, mask=in_K, other=0)
+        sum_NT = tl.dot(weight, x.T, sum_NT, out_dtype=tl.int32)
+    if partial_ptr is not None:
+        places_NT = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        first_NT = partial_ptr + (places_NT + tile * splits * (ROWS * TOKENS))
+        if leave_part(first_NT + split * (ROWS * TOKENS), sum_NT, None, arrived_ptr, tile) != splits - 1:
+            return
+        sum_NT = add_parts(first_NT, arrived_ptr, tile, splits, tl.int32, INTERPRETED)
+    out = sum_NT.to(tl.float32) * (tl.load(scale_ptr + read_N)[:, None] * tl.load(x_scale_ptr + read_T)[None, :])
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + read_N).to(tl.float32)[:, None]
+    out_NT = out_ptr + tokens_T.to(tl.int64)[None, :] * num_rows + rows_N[:, None]
+    in_NT = (tokens_T < num_tokens)[None, :] & (rows_N < num_rows)[:, None]
+    tl.store(out_NT, round_to(out, out_ptr.dtype.element_ty, INTERPRETED), mask=in_NT)

@@ -1,0 +1,233 @@
+"""Products with weights of packed integers (`baton.models.formats.packed`), whose scales are shared by groups of
+inputs.
+
+Few rows: a kernel reads the packed weight once and multiplies whole numbers less their zeros, exact in 16 bits; each
+group's sum is scaled in float32. Programs that share a tile add up in a fixed order. Many rows: pieces of the weight
+are written in the activations' dtype, as `PackedWeight.dequantized` has them, and the library multiplies these.
+
+Legend: T token, N output channel, K input channel, B byte of packed numbers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import linear
+
+from baton.models.formats.packed import RUN, PackedWeight
+from baton.models.kernels.matmul.matmul import multiply_invariant
+from baton.models.kernels.quantized.packed_many import MANY_TOKENS, MOST_TOKENS, multiply_many
+from baton.models.kernels.quantized.packed_portable import dequantize_kernel, multiply_kernel
+from baton.models.kernels.quantized.packed_tiles import HOPPER_STEP_MIN, can_be_staged, choose_tile
+from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, probe_of
+from baton.tritonlib.launch import interpreted, overlap
+
+# Where there is no kernel for many tokens, the library multiplies more than this, unless a token's bits must not depend
+# on the batch.
+MAX_TOKENS = 64
+_ROWS = 64  # of a tile
+_DEPTH = 128  # inputs of one step, or a group's where it is smaller
+_PROGRAMS_PER_SM = 4
+_MIN_STEPS = 4  # of a program that shares a tile
+_PIECE_BYTES = 32 << 20  # of a weight in the activations' dtype; such a piece stays in the L2 cache
+_LEAST_DEPTH = 2 * RUN
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """`x @ weight.T + bias` for one weight. Launches must not overlap in time.
+
+    Attributes:
+        arrived: int32 zeros, one for every tile's rows. Every launch leaves zeros.
+    """
+
+    weight: PackedWeight
+    arrived: Tensor
+    num_sms: int
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> "Product":
+        assert weight.stored_NB.is_contiguous()  # the kernels know no strides of weights
+        device, rows = weight.stored_NB.device, weight.stored_NB.shape[0]
+        arrived = torch.zeros(triton.cdiv(rows, _ROWS), dtype=torch.int32, device=device)
+        is_gpu = device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 4
+        return cls(weight, arrived, num_sms)
+
+    @property
+    def rows(self) -> int:
+        return self.weight.stored_NB.shape[0]
+
+    @property
+    def depth(self) -> int | None:
+        """Inputs of one step, which have one scale; None: the kernel cannot read the groups."""
+        weight = self.weight
+        if weight.groups_K is not None:
+            return None
+        if weight.group_size >= weight.columns:
+            return _DEPTH
+        depth = min(_DEPTH, weight.group_size & -weight.group_size)
+        return depth if depth >= _LEAST_DEPTH else None
+
+    def hopper_step(self, dtype: torch.dtype) -> int | None:
+        """Inputs of one step of the kernel for Hopper; None: it cannot read the weight, or is not for this GPU."""
+        weight = self.weight
+        if weight.bits != 4 or self.depth is None or dtype != torch.bfloat16:
+            return None
+        if not has_hopper_kernels(weight.stored_NB.device, _HOPPER):
+            return None
+        step = min(_DEPTH, self.depth, weight.columns & -weight.columns)
+        return step if step >= HOPPER_STEP_MIN else None
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
+        num_tokens, step = x_TK.shape[0], self.hopper_step(x_TK.dtype)
+        x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+        if step is not None and not batch_invariant and MANY_TOKENS <= num_tokens <= MOST_TOKENS:
+            return multiply_many(x_TK, self.weight, bias_N, step=step, arrived=self.arrived, num_sms=self.num_sms)
+        if self.weight.order_K is not None and self.depth is not None:
+            x_TK = x_TK.index_select(1, self.weight.order_K)
+        most = MAX_TOKENS if step is None else MANY_TOKENS - 1
+        if self.depth is None or (num_tokens > most and not batch_invariant):
+            return self._by_library(x_TK, bias_N, batch_invariant=batch_invariant)
+        return self.by_kernel(x_TK, bias_N, splits=1 if batch_invariant else None)
+
+    def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
+        """Any number of tokens, whose inputs are in the weight's order.
+
+        Args:
+            splits: programs that share a tile; None: chosen by the shapes. Tests pass others.
+        """
+        weight, depth, rows = self.weight, self.depth, self.rows
+        assert depth is not None
+        num_tokens, columns = x_TK.shape
+        out_TN = torch.empty(num_tokens, rows, dtype=x_TK.dtype, device=x_TK.device)
+        if not num_tokens:
+            return out_TN
+        if (step := self.hopper_step(x_TK.dtype)) is not None:
+            self.launch_on_hopper(x_TK, bias_N, out_TN, step, splits=splits)
+            return out_TN
+        tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        tiles_N, tiles_T = triton.cdiv(rows, _ROWS), triton.cdiv(num_tokens, tokens)
+        steps = triton.cdiv(columns, depth)
+        if splits is None:
+            splits = max(1, min(_PROGRAMS_PER_SM * self.num_sms // tiles_N, steps // _MIN_STEPS))
+        splits = 1 if tiles_T > 1 else min(splits, steps)
+        partial = None
+        if splits > 1:
+            partial = torch.empty(tiles_N * splits, _ROWS, tokens, dtype=torch.float32, device=x_TK.device)
+        multiply_kernel[(tiles_N * splits, tiles_T)](
+            x_TK,
+            weight.stored_NB,
+            weight.scales_GN,
+            weight.zeros_GN,
+            bias_N,
+            out_TN,
+            partial,
+            self.arrived,
+            num_tokens,
+            rows,
+            columns,
+            x_TK.stride(0),
+            splits,
+            GROUP=weight.group_size,
+            BITS=weight.bits,
+            TOKENS=tokens,
+            ROWS=_ROWS,
+            DEPTH=depth,
+            INTERPRETED=interpreted(),
+            **overlap(x_TK.device, rows=num_tokens),
+            num_warps=4,
+            num_stages=4,
+        )
+        return out_TN
+
+    def launch_on_hopper(
+        self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None
+    ) -> None:
+        """Writes `out_TN`, whether or not `hopper_step` says so; arguments as those of `by_kernel`."""
+        # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
+        from baton.models.kernels.quantized.packed_hopper import WARPS, multiply_packed
+
+        weight, (num_tokens, columns), rows = self.weight, x_TK.shape, self.rows
+        tile = choose_tile(num_tokens)
+        tiles_N, tiles_T = triton.cdiv(rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)
+        steps = columns // step
+        if splits is None:
+            wanted = tile.programs_per_sm * self.num_sms // tiles_N
+            splits = max(1, min(wanted, steps // tile.least_steps))
+        splits = 1 if tiles_T > 1 else min(splits, steps)
+        partial = None
+        if splits > 1:
+            shape = tiles_N * splits, tile.rows, tile.tokens
+            partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
+        multiply_packed[(tiles_N * splits, tiles_T)](
+            x_TK,
+            weight.stored_NB,
+            weight.scales_GN,
+            weight.zeros_GN,
+            bias_N,
+            out_TN,
+            partial,
+            self.arrived,
+            num_tokens,
+            rows,
+            x_TK.stride(0),
+            splits,
+            COLUMNS=columns,
+            GROUP=weight.group_size,
+            ROWS=tile.rows,
+            TOKENS=tile.tokens,
+            STEP=step,
+            AT_ONCE=tile.at_once,
+            STAGES=tile.stages,
+            STAGED_X=tile.staged_x and can_be_staged(x_TK),
+            **overlap(x_TK.device, rows=num_tokens),
+            num_warps=WARPS,
+        )
+
+    def _by_library(self, x_TK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
+        if self.depth is None:
+            return _multiply_plain(x_TK, self.weight.dequantized(x_TK.dtype), bias_N, batch_invariant=batch_invariant)
+        out_TN = torch.empty(x_TK.shape[0], self.rows, dtype=x_TK.dtype, device=x_TK.device)
+        at_once = max(_ROWS, _PIECE_BYTES // (x_TK.shape[1] * x_TK.element_size()) // _ROWS * _ROWS)
+        for first in range(0, self.rows, at_once):
+            part = slice(first, min(first + at_once, self.rows))
+            piece_NK = self.dequantized_piece(part, x_TK.dtype)
+            out_TN[:, part] = linear(x_TK, piece_NK, None if bias_N is None else bias_N[part])
+        return out_TN
+
+    def dequantized_piece(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Some outputs of the weight, inputs in the order of `PackedWeight.stored_NB`."""
+        weight = self.weight
+        rows = part.stop - part.start
+        out_NK = torch.empty(rows, weight.columns, dtype=dtype, device=weight.stored_NB.device)
+        dequantize_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(weight.columns, _LEAST_DEPTH * 4))](
+            weight.stored_NB,
+            weight.scales_GN,
+            weight.zeros_GN,
+            out_NK,
+            part.start,
+            rows,
+            self.rows,
+            weight.columns,
+            weight.group_size,
+            BITS=weight.bits,
+            ROWS=_ROWS,
+            RUNS=4,
+            INTERPRETED=interpreted(),
+            num_warps=4,
+        )
+        return out_NK
+
+
+_HOPPER = HopperKernels(
+    "products with weights of 4 bits",
+    probe_of("baton.models.kernels.quantized.packed_probe", "compare_products_on_hopper"),
+)
+
+
+def _multiply_plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, batch_invariant: bool) -> Tensor:
+    if not batch_invariant:
+        return linear(x_TK, weight_NK, bias_N)
+    return multiply_invariant(x_TK, weight_NK, bias_N)

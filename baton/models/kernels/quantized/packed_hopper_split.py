@@ -1,0 +1,44 @@
+"""Tiles that programs share on Hopper, in Gluon, as `baton.models.kernels.matmul.split_sums` has them in Triton. Legend
+as there."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from baton.tritonlib.gluon_launch import await_threads
+
+
+@gluon.jit
+def sum_of_tile(
+    sum_C,
+    partial_ptr,
+    arrived_ptr,
+    tile,
+    split,
+    splits,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    C: gl.constexpr,
+):
+    """(Whether this program has the tile's sum, that sum): of several programs, the one that arrives last adds up their
+    parts in the order of the programs.
+
+    Args:
+        sum_C: [ROWS, TOKENS], this program's part.
+        partial_ptr: float32, for the parts of all programs; None: each tile has one program.
+    """
+    is_last = True
+    if partial_ptr is not None:
+        places_C = tile * splits * (ROWS * TOKENS) + gl.arange(0, ROWS, gl.SliceLayout(1, C))[:, None] * TOKENS
+        places_C += gl.arange(0, TOKENS, gl.SliceLayout(0, C))[None, :]
+        gl.store(partial_ptr + places_C + split * (ROWS * TOKENS), sum_C)
+        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
+        await_threads()
+        is_last = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if is_last:
+            sum_C = gl.zeros([ROWS, TOKENS], gl.float32, C)
+            for other in range(splits):
+                sum_C += gl.load(partial_ptr + places_C + other * (ROWS * TOKENS), cache_modifier=".cg")
+            gl.store(arrived_ptr + tile, 0)
+    return is_last, sum_C

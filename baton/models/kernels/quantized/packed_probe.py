@@ -1,0 +1,103 @@
+"""Small products for the Hopper kernels of weights of 4 bits, and for the portable kernels."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.models.formats.packed import PackedWeight
+from baton.models.kernels.moe.expert_order import order_by_expert
+from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, multiply_experts
+from baton.models.kernels.quantized.packed_gemm import Product
+from baton.models.kernels.quantized.packed_many import multiply_many
+from baton.tritonlib.hopper_check import Pair
+
+# Neither rows nor tokens are whole tiles.
+_ROWS, _COLUMNS, _GROUP, _STEP = 136, 640, 128, 128
+_EXPERTS, _CHOICES, _TOKENS, _TILE_TOKENS = 3, 2, 11, 16
+_MXFP4_GROUP, _MXFP4_SCALES = 32, (118, 128)
+
+
+def compare_products_on_hopper(device: torch.device) -> Iterator[Pair]:
+    def multiply(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        out_TN = x_TK.new_empty(len(x_TK), product.rows)
+        product.launch_on_hopper(x_TK, bias_N, out_TN, _STEP, splits=splits)
+        return out_TN
+
+    def multiply_as_many(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
+        arrived, num_sms = product.arrived, product.num_sms
+        return multiply_many(x_TK, product.weight, bias_N, step=_STEP, arrived=arrived, num_sms=num_sms, splits=splits)
+
+    yield from compare_products(device, multiply)
+    yield from compare_products(device, multiply_as_many)
+
+
+def compare_products(
+    device: torch.device, multiply: Callable[[Product, Tensor, Tensor, int], Tensor]
+) -> Iterator[Pair]:
+    """Results of `multiply`, whose last argument is the number of programs that share a tile, and the dequantized
+    weight's."""
+    numbers = torch.Generator(device).manual_seed(0)
+    for zeros in (False, True):
+        weight = _packed(numbers, (), zeros=zeros)
+        product = Product.of(weight)
+        weight_NK = weight.dequantized(torch.float32)
+        bias_N = _normal(numbers, _ROWS)
+        for tokens, splits in ((1, 3), (_TOKENS, 1)):
+            x_TK = _normal(numbers, tokens, _COLUMNS)
+            expected_TN = x_TK.float() @ weight_NK.T + bias_N.float()
+            # Twice: the programs that share a tile count themselves from 0 again.
+            multiply(product, x_TK, bias_N, splits)
+            yield multiply(product, x_TK, bias_N, splits), expected_TN
+
+
+def compare_experts_on_hopper(device: torch.device) -> Iterator[Pair]:
+    return compare_experts(device, partial(multiply_experts, step=_STEP))
+
+
+def compare_experts(device: torch.device, multiply: Callable[..., Tensor]) -> Iterator[Pair]:
+    """Results of `multiply`, whose arguments are `multiply_experts`'s without `step`, and the portable kernel's."""
+    numbers = torch.Generator(device).manual_seed(0)
+    weights = _packed(numbers, (_EXPERTS,), zeros=True), _mxfp4(numbers)
+    experts_TK = torch.rand(_TOKENS, _EXPERTS, device=device, generator=numbers).topk(_CHOICES).indices
+    order = order_by_expert(experts_TK, num_experts=_EXPERTS, tile_tokens=_TILE_TOKENS)
+    shares_TK = torch.rand(_TOKENS, _CHOICES, device=device, generator=numbers)
+    bias_EN = _normal(numbers, _EXPERTS, _ROWS)
+    sizes = {"tokens": _TILE_TOKENS, "num_tokens": _TOKENS, "choices": _CHOICES}
+    for weight in weights:
+        for is_first in (True, False):
+            x_RK = _normal(numbers, _TOKENS if is_first else _TOKENS * _CHOICES, _COLUMNS)
+            shares = None if is_first else shares_TK
+            expected_RN = multiply_experts(x_RK, weight, bias_EN, order, shares, is_first=is_first, step=None, **sizes)
+            yield multiply(x_RK, weight, bias_EN, order, shares, is_first=is_first, **sizes), expected_RN
+
+
+def _normal(numbers: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, device=numbers.device, generator=numbers).bfloat16()
+
+
+def _integers(numbers: torch.Generator, first: int, stop: int, *shape: int) -> Tensor:
+    return torch.randint(first, stop, shape, dtype=torch.uint8, device=numbers.device, generator=numbers)
+
+
+def _packed(numbers: torch.Generator, experts: tuple[int, ...], *, zeros: bool) -> PackedWeight:
+    groups = _COLUMNS // _GROUP
+    scales_GN = (torch.rand(*experts, groups, _ROWS, device=numbers.device, generator=numbers) + 0.5) / 16
+    return PackedWeight(
+        _integers(numbers, 0, 256, *experts, _ROWS, _COLUMNS // 2),
+        scales_GN.half(),
+        _integers(numbers, 0, 16, *experts, groups, _ROWS) if zeros else None,
+        4,
+        _COLUMNS,
+        _GROUP,
+    )
+
+
+def _mxfp4(numbers: torch.Generator) -> Mxfp4Weight:
+    groups = _COLUMNS // _MXFP4_GROUP
+    return Mxfp4Weight(
+        _integers(numbers, 0, 256, _EXPERTS, _ROWS, _COLUMNS // 2),
+        _integers(numbers, *_MXFP4_SCALES, _EXPERTS, _ROWS, groups),
+        _COLUMNS,
+    )

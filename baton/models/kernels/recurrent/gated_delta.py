@@ -1,0 +1,158 @@
+"""The gated delta rule on a GPU: decodes here, one token each; `gated_delta_chunks` has the prompts.
+
+The twin is in `baton.models.layers.recurrent.gated_delta`. Legend: as there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.models.kernels.recurrent.gated_delta_chunks import prompts
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.tritonlib.launch import interpreted
+from baton.tritonlib.rounding import round_to
+
+# Values of one program: 32 numbers of the state for each thread at 128 key channels.
+_TILE_V = 32
+_NUM_WARPS = 4
+
+
+def gated_delta(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THRV: Tensor,
+    log_decay: Tensor,
+    beta_THR: Tensor,
+    states_SHRKV: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """As `baton.models.layers.recurrent.gated_delta.gated_delta`."""
+    out_THRV = torch.zeros_like(v_THRV, memory_format=torch.contiguous_format)
+    num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
+    operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)
+    if num_decodes:
+        _decode(*operands, rows, num_decodes=num_decodes)
+    if len(rows.prompt_slots_P) and rows.max_prompt_tokens:
+        prompts(*operands, rows)
+    return out_THRV
+
+
+def _decode(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THRV: Tensor,
+    log_decay: Tensor,
+    beta_THR: Tensor,
+    out_THRV: Tensor,
+    states_SHRKV: Tensor,
+    rows: StateRows,
+    *,
+    num_decodes: int,
+) -> None:
+    _, heads, per_head, values = v_THRV.shape
+    keys = q_THK.shape[2]
+    tile = min(_TILE_V, triton.next_power_of_2(values))
+    _decode_token[(num_decodes, heads * per_head, triton.cdiv(values, tile))](
+        q_THK,
+        k_THK,
+        v_THRV,
+        log_decay,
+        beta_THR,
+        out_THRV,
+        states_SHRKV,
+        rows.decode_slots_N,
+        rows.decode_lens_N,
+        keys**-0.5,
+        *q_THK.stride()[:2],
+        *k_THK.stride()[:2],
+        *v_THRV.stride()[:3],
+        *states_SHRKV.stride(),
+        HEADS=heads,
+        PER_HEAD=per_head,
+        KEYS=keys,
+        VALUES=values,
+        BLOCK_K=triton.next_power_of_2(keys),
+        TILE_V=tile,
+        BY_CHANNEL=log_decay.dim() == 4,
+        INTERPRETED=interpreted(),
+        num_warps=_NUM_WARPS,
+    )
+
+
+@triton.jit
+def _decode_token(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    out_ptr,
+    state_ptr,
+    slots_ptr,
+    lens_ptr,
+    scale,
+    q_stride_T,
+    q_stride_H,
+    k_stride_T,
+    k_stride_H,
+    v_stride_T,
+    v_stride_H,
+    v_stride_R,
+    state_stride_S,
+    state_stride_H,
+    state_stride_R,
+    state_stride_K,
+    state_stride_V,
+    HEADS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One token, for TILE_V values of one value head."""
+    token = tl.program_id(0).to(tl.int64)
+    value_head = tl.program_id(1)
+    head = value_head // PER_HEAD
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    length = tl.load(lens_ptr + token)
+    if (slot >= 0) & (length > 0):
+        k_K = tl.arange(0, BLOCK_K)
+        v_V = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
+        has_K, has_V = k_K < KEYS, v_V < VALUES
+        has_KV = has_K[:, None] & has_V[None, :]
+        state_ptrs_KV = (
+            state_ptr
+            + slot * state_stride_S
+            + head * state_stride_H
+            + (value_head % PER_HEAD) * state_stride_R
+            + k_K[:, None] * state_stride_K
+            + v_V[None, :] * state_stride_V
+        )
+        gate = token * (HEADS * PER_HEAD) + value_head
+        v_ptrs_V = v_ptr + token * v_stride_T + head * v_stride_H + (value_head % PER_HEAD) * v_stride_R + v_V
+        state_KV = tl.load(state_ptrs_KV, mask=has_KV & (length > 1), other=0.0)
+        key_K = _unit(k_ptr + token * k_stride_T + head * k_stride_H + k_K, has_K)
+        query_K = _unit(q_ptr + token * q_stride_T + head * q_stride_H + k_K, has_K) * scale
+        value_V = tl.load(v_ptrs_V, mask=has_V, other=0.0).to(tl.float32)
+        if BY_CHANNEL:
+            state_KV *= tl.exp(tl.load(decay_ptr + gate * KEYS + k_K, mask=has_K, other=0.0))[:, None]
+        else:
+            state_KV *= tl.exp(tl.load(decay_ptr + gate))
+        answer_V = tl.sum(state_KV * key_K[:, None], axis=0)
+        correction_V = (value_V - answer_V) * tl.load(beta_ptr + gate)
+        state_KV += key_K[:, None] * correction_V[None, :]
+        read_V = tl.sum(state_KV * query_K[:, None], axis=0)
+        out_V = round_to(read_V, out_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(out_ptr + gate * VALUES + v_V, out_V, mask=has_V)
+        tl.store(state_ptrs_KV, state_KV, mask=has_KV)
+
+
+@triton.jit
+def _unit(ptrs_K, has_K):
+    """A vector in float32, brought to unit length."""
+    x_K = tl.load(ptrs_K, mask=has_K, other=0.0).to(tl.float32)
+    return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + 1e-6)

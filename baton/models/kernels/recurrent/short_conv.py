@@ -1,0 +1,181 @@
+"""Causal depthwise convolution over a few tokens, with the state of each request.
+
+The twin is in `baton.models.layers.recurrent.short_conv`. The program of a request's first tokens reads the state
+before and writes the one after, so no other program may touch it. Legend: T tokens, X channels, W taps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.tritonlib.launch import interpreted
+from baton.tritonlib.rounding import round_to
+
+# Tokens and channels of one program of a prompt; a decode's program has one token.
+_TOKENS = 16
+_CHANNELS = 128
+_DECODE_CHANNELS = 256
+_NUM_WARPS = 4
+
+
+def short_conv(
+    x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state_SHCW: Tensor, rows: StateRows, *, silu: bool
+) -> Tensor:
+    """As `baton.models.layers.recurrent.short_conv.short_conv`; tokens of no request get zeros."""
+    num_decodes, num_prompts = len(rows.decode_slots_N), len(rows.prompt_slots_P)
+    x_TX = x_TX if x_TX.stride(1) == 1 else x_TX.contiguous()
+    weight_XW = weight_XW.contiguous()
+    # NOTE: padding may stand for tokens that are others' here, so programs of padding write nothing.
+    out_TX = torch.zeros(x_TX.shape, dtype=x_TX.dtype, device=x_TX.device)
+    if num_decodes:
+        decodes = rows.decode_slots_N, rows.decode_lens_N, rows.decode_lens_N
+        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *decodes, tiles=1, decodes=True, silu=silu)
+    if num_prompts and rows.max_prompt_tokens:
+        prompts = rows.prompt_slots_P, rows.prompt_starts_P1, rows.prompt_context_P
+        tiles = triton.cdiv(rows.max_prompt_tokens, _TOKENS)
+        _launch(x_TX, weight_XW, bias_X, state_SHCW, out_TX, rows, *prompts, tiles=tiles, decodes=False, silu=silu)
+    return out_TX
+
+
+def _launch(
+    x_TX: Tensor,
+    weight_XW: Tensor,
+    bias_X: Tensor | None,
+    state_SHCW: Tensor,
+    out_TX: Tensor,
+    rows: StateRows,
+    slots_R: Tensor,
+    starts: Tensor,
+    context_R: Tensor,
+    *,
+    tiles: int,
+    decodes: bool,
+    silu: bool,
+) -> None:
+    num_tokens, num_channels = x_TX.shape
+    channels = _DECODE_CHANNELS if decodes else _CHANNELS
+    _short_conv[(len(slots_R), triton.cdiv(num_channels, channels), tiles)](
+        x_TX,
+        weight_XW,
+        bias_X,
+        state_SHCW,
+        out_TX,
+        slots_R,
+        starts,
+        context_R,
+        rows.snapshot_slots_PM,
+        rows.snapshot_lens_PM,
+        num_tokens,
+        x_TX.stride(0),
+        *state_SHCW.stride(),
+        CHANNELS=num_channels,
+        HEAD_CHANNELS=state_SHCW.shape[2],
+        WIDTH=weight_XW.shape[1],
+        DECODES=decodes,
+        SILU=silu,
+        SNAPSHOTS=0 if decodes else rows.snapshot_slots_PM.shape[1],
+        TILE_T=1 if decodes else _TOKENS,
+        TILE_X=channels,
+        INTERPRETED=interpreted(),
+        num_warps=_NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # no step may wait for another program
+def _short_conv(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    starts_ptr,
+    context_ptr,
+    snapshot_slots_ptr,
+    snapshot_lens_ptr,
+    num_tokens,
+    x_stride,
+    state_stride_S,
+    state_stride_H,
+    state_stride_C,
+    state_stride_W,
+    CHANNELS: tl.constexpr,
+    HEAD_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DECODES: tl.constexpr,
+    SILU: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_X: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A tile of one request's tokens and channels. For decodes, `context_ptr` has lengths with this token."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    PAST: tl.constexpr = WIDTH - 1
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    context = tl.load(context_ptr + row)
+    if DECODES:
+        start = row
+        length = tl.where((context > 0) & (row < num_tokens), 1, 0)
+        context -= 1
+    else:
+        start = tl.load(starts_ptr + row)
+        length = tl.load(starts_ptr + row + 1) - start
+    first = tl.program_id(2) * TILE_T
+    if (slot >= 0) & (first < length):
+        x_X = tl.program_id(1) * TILE_X + tl.arange(0, TILE_X)
+        in_X = x_X < CHANNELS
+        state_ptrs_X = state_ptr + slot * state_stride_S
+        state_ptrs_X += (x_X // HEAD_CHANNELS).to(tl.int64) * state_stride_H + (x_X % HEAD_CHANNELS) * state_stride_C
+        token_T = first + tl.arange(0, TILE_T)
+        in_T = token_T < length
+        x_ptrs_X = x_ptr + start.to(tl.int64) * x_stride + x_X
+        sum_TX = tl.zeros([TILE_T, TILE_X], tl.float32)
+        if bias_ptr is not None:
+            sum_TX += tl.load(bias_ptr + x_X, mask=in_X, other=0.0).to(tl.float32)[None, :]
+        for tap in tl.static_range(WIDTH):
+            source_T = token_T - PAST + tap
+            new_TX = (in_T & (source_T >= 0))[:, None] & in_X[None, :]
+            ptrs_TX = x_ptrs_X[None, :] + source_T.to(tl.int64)[:, None] * x_stride
+            inputs_TX = tl.load(ptrs_TX, mask=new_TX, other=0.0).to(tl.float32)
+            if tap < PAST:
+                old_TX = (in_T & (source_T < 0) & (context > 0))[:, None] & in_X[None, :]
+                old_ptrs_TX = state_ptrs_X[None, :] + (source_T + PAST)[:, None] * state_stride_W
+                inputs_TX += tl.load(old_ptrs_TX, mask=old_TX, other=0.0)
+            weight_X = tl.load(weight_ptr + x_X * WIDTH + tap, mask=in_X, other=0.0).to(tl.float32)
+            sum_TX += inputs_TX * weight_X[None, :]
+        if SILU:
+            sum_TX = sum_TX / (1 + tl.exp(-sum_TX))
+        out_ptrs_TX = out_ptr + (start + token_T).to(tl.int64)[:, None] * CHANNELS + x_X[None, :]
+        tl.store(out_ptrs_TX, round_to(sum_TX, dtype, INTERPRETED), mask=in_T[:, None] & in_X[None, :])
+        if first == 0:
+            for index in tl.static_range(SNAPSHOTS):  # before the state that they may take inputs from changes
+                snapshot = tl.load(snapshot_slots_ptr + row * SNAPSHOTS + index).to(tl.int64)
+                stop = tl.load(snapshot_lens_ptr + row * SNAPSHOTS + index)
+                in_snapshot_X = in_X & (snapshot >= 0)
+                for place in tl.static_range(PAST):
+                    token = stop - PAST + place
+                    last_X = _input(
+                        x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_snapshot_X, PAST
+                    )
+                    place_ptrs_X = state_ptrs_X + (snapshot - slot) * state_stride_S + place * state_stride_W
+                    tl.store(place_ptrs_X, last_X, mask=in_snapshot_X)
+            # Oldest first: what a place of the state gets is at a later place or in x.
+            for place in tl.static_range(PAST):
+                token = length - PAST + place
+                last_X = _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST)
+                tl.debug_barrier()  # other threads have read this place
+                tl.store(state_ptrs_X + place * state_stride_W, last_X, mask=in_X)
+
+
+@triton.jit
+def _input(x_ptrs_X, x_stride, state_ptrs_X, state_stride_W, token, context, in_X, PAST: tl.constexpr):
+    """A token's input, of the step's tokens or of those before, which are in the state; `token` counts from the first
+    of the step."""
+    new_X = in_X & (token >= 0)
+    input_X = tl.load(x_ptrs_X + token.to(tl.int64) * x_stride, mask=new_X, other=0.0).to(tl.float32)
+    old_X = in_X & (token < 0) & (context > 0)
+    return input_X + tl.load(state_ptrs_X + (token + PAST) * state_stride_W, mask=old_X, other=0.0)

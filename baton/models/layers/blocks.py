@@ -1,0 +1,124 @@
+"""Decoder layers whose norms are elsewhere than Llama's: after both halves, around them, or one before both at once.
+
+`baton.models.layers.causal_lm.DecoderLayer` is Llama's. All take their attention and MLP, which return a rank's part of
+a sum, and all are called alike: a layer adds the update of the layer before to the residual stream, and returns its own
+last one. Shapes: T token, D hidden channel.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
+from baton.kvcache.cache import PagedKVCache
+from baton.models.layers.common import RMSNorm
+from baton.models.layers.parallel import ParallelModule
+
+
+class CenteredNorm(nn.Module):
+    """A layer norm without bias: (x - mean(x)) / sqrt(var(x) + eps) * weight, rounded once."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return layer_norm(x_TD, self.weight.shape, self.weight, None, self.eps)
+
+    def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | None) -> Tensor:
+        """As `RMSNorm.add_and_norm`."""
+        return self.forward(stream_TD if update_TD is None else stream_TD.add_(update_TD))
+
+
+class _Block(ParallelModule):
+    """Any of the layers below."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+
+    @abstractmethod
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor: ...
+
+
+class NormsAfter(_Block):
+    """x + norm(attention(x)), then x + norm(mlp(x)), as OLMo-2 has it."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
+        super().__init__(self_attn, mlp)
+        self.post_attention_layernorm = make_norm()
+        self.post_feedforward_layernorm = make_norm()
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        if update_TD is not None:
+            stream_TD.add_(update_TD)
+        attended_TD = self.parallel.all_reduce(self.self_attn(stream_TD, rotation, kv_cache, metadata))
+        stream_TD.add_(self.post_attention_layernorm(attended_TD))
+        out_TD: Tensor = self.post_feedforward_layernorm(self.parallel.all_reduce(self.mlp(stream_TD)))
+        return out_TD
+
+
+class NormsAround(_Block):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as GLM-4 has it."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
+        super().__init__(self_attn, mlp)
+        self.input_layernorm = make_norm()
+        self.post_self_attn_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+        self.post_mlp_layernorm = make_norm()
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        normed_TD = self.post_attention_layernorm.add_and_norm(
+            stream_TD, attended_TD, update_norm=self.post_self_attn_layernorm
+        )
+        out_TD: Tensor = self.post_mlp_layernorm(self.parallel.all_reduce(self.mlp(normed_TD)))
+        return out_TD
+
+
+class ParallelHalves(_Block):
+    """x + attention(norm(x)) + mlp(norm(x)), as Cohere has it: one sum over ranks for both."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: CenteredNorm) -> None:
+        super().__init__(self_attn, mlp)
+        self.input_layernorm = norm
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        return self.parallel.all_reduce(attended_TD + self.mlp(normed_TD))

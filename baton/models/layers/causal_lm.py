@@ -1,0 +1,199 @@
+"""A decoder-only language model around one family's layers: embedding, layers, last norm, head.
+
+The residual stream is one tensor that is changed in place. A layer returns its update instead of adding it, because
+the next norm adds and normalizes in one pass. Shapes: T token of the batch, D hidden channel, R row whose logits are
+computed, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attention.backend import AttentionBackend
+from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
+from baton.kvcache.cache import PagedKVCache
+from baton.models.config.model_config import ModelConfig
+from baton.models.kernels.adapter_products import AdapterRows
+from baton.models.kernels.recurrent.rows import StateRows
+from baton.models.layers.blocks import CenteredNorm
+from baton.models.layers.common import Embedding, RMSNorm
+from baton.models.layers.expert_counts import ExpertCounts
+from baton.models.layers.linear import Linear
+from baton.models.layers.parallel import ParallelModule, TensorParallel
+from baton.models.layers.rotary import Rotary
+from baton.models.layers.token_exchange import ExchangingModule, TokenExchange
+
+
+class DecoderLayer(ExchangingModule):
+    """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
+    a rank's part of a sum; with attention data parallelism, attention returns all of it, of the rank's own tokens.
+
+    Attributes:
+        residual_multiplier: of what is added to the stream.
+    """
+
+    residual_multiplier: float = 1.0
+    input_layernorm: RMSNorm
+    self_attn: nn.Module
+    post_attention_layernorm: RMSNorm
+    mlp: nn.Module
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        attended_TD = self.update(attended_TD) if self.exchange is None else self._scaled(attended_TD)
+        normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
+        return self.update(self.mlp(self.of_all_ranks(normed_TD)))
+
+    def update(self, part_TD: Tensor) -> Tensor:
+        """What is added to the stream, given this rank's part of it."""
+        return self._scaled(self.sum_of_ranks(part_TD))
+
+    def _scaled(self, whole_TD: Tensor) -> Tensor:
+        return whole_TD if self.residual_multiplier == 1.0 else whole_TD * self.residual_multiplier
+
+
+class Decoder(nn.Module):
+    """The part of a model that most checkpoints keep under `model.`."""
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], *, norm: nn.Module, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+
+class CausalLM(ExchangingModule):
+    """A whole model. Families whose layers take other arguments override `forward`.
+
+    Module paths equal the tensor names of checkpoints, except in `FusedLinear` and `Experts`, which name their own
+    tensors.
+
+    Args:
+        norm: after the last layer; None: an RMS norm.
+
+    Attributes:
+        adapter_rows: the adapters of the step that is computed; see `use_adapters`.
+        find_adapters: makes them from the slots of a step's tokens; None: the model has no slots for adapters.
+        checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
+            `baton.models.checkpoint.names` translates them.
+        config: of this rank, where several ranks compute the model together.
+        expert_counts: tokens of experts, where ranks hold whole ones; see `count_tokens`.
+        vocab_size: of the whole model.
+        rotary: None where the config has no rotary embedding.
+        state_rows: the recurrent states of the step that is computed; see `use_states`.
+    """
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], *, dtype: torch.dtype, norm: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = config.vocab_size
+        norm = norm or RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.model = Decoder(config, layers, norm=norm, dtype=dtype)
+        self.rotary = None if config.rope is None else Rotary(config.rope)
+        tied = config.tie_word_embeddings
+        self.adapter_rows: AdapterRows | None = None
+        self.find_adapters: Callable[[Tensor], AdapterRows] | None = None
+        self.expert_counts: ExpertCounts | None = None
+        self.state_rows: StateRows | None = None
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Hidden states [T,D] of a flat batch; writes the batch's KV into `kv_cache`.
+
+        With attention data parallelism, token ids and hidden states are those of all ranks, as `exchange` has them, and
+        all else is of this rank's own tokens.
+
+        Args:
+            positions_T: below `config.max_context_tokens`.
+            metadata: this batch's plan, by the attention backend that the model was loaded with.
+        """
+        assert self.rotary is not None
+        rotation = self.rotary(positions_T)
+        stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        update_TD: Tensor | None = None
+        for layer in self.model.layers:
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
+        assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
+        return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
+
+    def use_adapters(self, slots_T: Tensor | None) -> None:
+        """Sets the adapters of the step that is computed or captured next. May launch kernels: a kernel of torch must
+        follow before the model.
+
+        Args:
+            slots_T: int32, of each token, negative for none; None: no token has an adapter.
+        """
+        find = self.find_adapters
+        self.adapter_rows = None if slots_T is None or find is None else find(slots_T)
+
+    def use_states(self, rows: StateRows | None) -> None:
+        """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""
+        self.state_rows = rows
+
+    def count_tokens(self, slots_T: Tensor) -> None:
+        """Counts, for each expert, the tokens of the step that is computed or captured next.
+
+        Args:
+            slots_T: int64, of each token; those of padding are below 0.
+        """
+        if self.expert_counts is not None:
+            if self.exchange is not None:  # experts see all ranks' tokens; the padding between them is 0 in a gathering
+                slots_T = self.exchange.gather(slots_T + 1) - 1
+            self.expert_counts.slots_T = slots_T
+
+    def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
+        """Makes this model, of one rank's config, a part of the model that all ranks compute together.
+
+        Args:
+            vocab_size: of the whole model.
+        """
+        self.vocab_size = vocab_size
+        exchange = TokenExchange(parallel) if parallel.num_owners > 1 else None
+        for module in self.modules():
+            if isinstance(module, ParallelModule):
+                module.parallel = parallel
+            if isinstance(module, ExchangingModule):
+                module.exchange = exchange
+
+    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R,V], float32, of the rows to sample: the same bits on every rank, so each rank samples by itself."""
+        head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
+        logits_RV: Tensor = head(hidden_RD)
+        logits_RV = self._whole_vocabulary(logits_RV) if self.parallel.size > 1 else logits_RV.float()
+        cap = self.config.final_logits_soft_cap
+        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+
+    def _whole_vocabulary(self, logits_RV: Tensor) -> Tensor:
+        """All ranks' logits in one tensor, float32, without the padding."""
+        out_RV = logits_RV.new_empty(len(logits_RV), self.vocab_size, dtype=torch.float32)
+        ranks = self.parallel.all_gather(logits_RV)
+        for own_RV, rank_RV in zip(out_RV.split(logits_RV.shape[1], dim=1), ranks, strict=False):
+            own_RV.copy_(rank_RV[:, : own_RV.shape[1]])
+        return out_RV
+
+
+class ModelClass(Protocol):
+    """How the loader makes a model of any family."""
+
+    def __call__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> CausalLM: ...

@@ -1,0 +1,85 @@
+"""Counts on the device how many tokens each place of each layer's experts gets, within captured steps too.
+
+Every rank routes every token, so each rank has the whole counts. Legend: L layer with experts, P place on some rank, T
+token of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.core.expert_load import ExpertLoad, LayerLoad
+from baton.models.config.expert_places import ExpertPlacement
+
+
+class ExpertCounts:
+    """The counters of one model.
+
+    Args:
+        layers: numbers of the layers with experts.
+        num_places: of each layer, over all ranks.
+
+    Attributes:
+        tokens_LP: int64; they only rise, until `reset`.
+        slots_T: of the step that is computed or captured, below 0 for padding; None: it is not counted. The memory that
+            a captured step reads stays where it is.
+    """
+
+    def __init__(self, layers: Sequence[int], num_places: int, device: torch.device | str) -> None:
+        self.layers = tuple(layers)
+        self.tokens_LP = torch.zeros(len(self.layers), num_places, dtype=torch.int64, device=device)
+        self.slots_T: Tensor | None = None
+
+    def of_layer(self, index: int) -> "LayerCounts":
+        return LayerCounts(self, self.tokens_LP[self.layers.index(index)])
+
+    def reset(self) -> None:
+        self.tokens_LP.zero_()
+
+    def fetch(self) -> "FetchedCounts":
+        """The counts after the steps that are queued by now. The host does not wait."""
+        return FetchedCounts(self.layers, self.tokens_LP)
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """One layer's counters, for its experts. `tokens_P` is a view."""
+
+    of_model: ExpertCounts
+    tokens_P: Tensor
+
+
+class FetchedCounts:
+    """Counts on their way to the host."""
+
+    def __init__(self, layers: Sequence[int], tokens_LP: Tensor) -> None:
+        self._layers = layers
+        self._event: torch.cuda.Event | None = None
+        on_gpu = tokens_LP.is_cuda
+        self._host_LP = torch.empty(tokens_LP.shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_LP.copy_(tokens_LP, non_blocking=True)
+        if on_gpu:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens of each place, by layer. Call it on any thread. Raises device errors."""
+        if self._event is not None:
+            self._event.synchronize()
+        return {layer: tuple(row) for layer, row in zip(self._layers, self._host_LP.tolist(), strict=True)}
+
+
+def expert_load(placement: ExpertPlacement, counts: Mapping[int, Sequence[int]], *, model: str) -> ExpertLoad:
+    """What the counts say of experts and ranks.
+
+    Args:
+        counts: tokens of each place, by layer.
+        model: its name.
+    """
+    layers = [
+        LayerLoad(layer=index, tokens=places.of_experts(counts[index]), rank_tokens=places.of_ranks(counts[index]))
+        for index, places in placement.mixtures
+    ]
+    return ExpertLoad(model=model, redundant_experts=placement.redundant, layers=tuple(layers))

@@ -1,0 +1,218 @@
+"""Tensor parallelism: which part of a model each rank holds, and how the ranks' results are combined.
+
+A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
+vocabulary; everything else is whole on each rank. Experts are split by channels, so all ranks have equal work for any
+choice of experts; or, with `whole_experts`, each rank has some of them whole: larger products and no limits on channels
+for unequal work. Either way a rank computes its part for all tokens, which every rank has after attention, and the
+ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged. With `own_attention`, attention is
+whole on each rank, for its own tokens only (`baton.models.layers.token_exchange`).
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from baton.core.errors import ConfigError
+from baton.core.expert_load import ExpertLoad
+from baton.models.config.expert_places import ExpertPlacement, place_experts
+from baton.models.config.model_config import ModelConfig
+
+# Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
+_VOCABULARY_ROWS = 16
+_NO_TEXT = 1 << 62  # above every number of a text
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank. All ranks make the same calls in the same order, on tensors of equal shape.
+
+    Args:
+        group: of torch.distributed, with NCCL for tensors on GPUs; None: the process's default group.
+        whole_experts: experts are split among ranks instead of by channels (expert parallelism).
+        own_attention: attention is whole on each rank, which computes it for its own requests (attention data
+            parallelism).
+        placement: of whole experts; None: consecutive ones, without copies.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    whole_experts: bool = False
+    own_attention: bool = False
+    placement: ExpertPlacement | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            allowed = (f"0 to {self.size - 1}",)
+            raise ConfigError(f"rank is {self.rank} of {self.size}", field="rank", value=self.rank, allowed=allowed)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place, with the same bits on each rank, so all ranks choose the same experts.
+
+        Args:
+            x: contiguous. On a GPU the sum can be part of a CUDA graph once one was computed outside of graphs.
+        """
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[rank, *x.shape]."""
+        out = x.new_empty(self.size, *x.shape)
+        # One function with two names: torch 2.13 warns about the older one.
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        gather(out.flatten(0, 1), x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part, of equal parts by rank along the first axis, of the sum over ranks."""
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+        scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    @property
+    def num_owners(self) -> int:
+        """How many ranks have requests of their own; 1: all ranks have all of them."""
+        return self.size if self.own_attention else 1
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values. The host waits.
+
+        Args:
+            device: of tensors that the group takes.
+        """
+        if self.size == 1:
+            return value
+        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
+        return int(smallest.item())
+
+    def agree(self, text: str | None, device: torch.device) -> bool:
+        """Whether all ranks have this text. All get the same answer. The host waits.
+
+        Args:
+            text: None: this rank has none and agrees with all; some rank has one.
+            device: of tensors that the group takes.
+        """
+        low = high = _NO_TEXT
+        if text is not None:
+            low = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+            high = -low
+        return self.smallest(low, device) == -self.smallest(high, device)
+
+
+SINGLE = TensorParallel()
+
+
+class ParallelModule(nn.Module):
+    """A module whose forward combines the ranks' results.
+
+    Attributes:
+        parallel: the ranks; `CausalLM.join` sets it on all such modules of a model.
+    """
+
+    parallel: TensorParallel = SINGLE
+
+
+def query_heads(num_heads: int, parallel: TensorParallel) -> range:
+    """A rank's query heads. All ranks have the same number; only with a single kv head some may have one more."""
+    return _equal_part(num_heads, parallel)
+
+
+def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
+    """A rank's kv heads. With fewer heads than ranks, several ranks hold the same one; MLA's one latent is on every
+    rank."""
+    if num_kv_heads >= parallel.size:
+        return _equal_part(num_kv_heads, parallel)
+    head = parallel.rank * num_kv_heads // parallel.size
+    return range(head, head + 1)
+
+
+def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range:
+    """A rank's intermediate channels of an MLP.
+
+    Args:
+        block: number of channels that share a scale and stay together; ranks then differ by at most one block.
+    """
+    if block is None:
+        return _equal_part(size, parallel)
+    blocks = -(-size // block)
+    start, stop = (blocks * rank // parallel.size * block for rank in (parallel.rank, parallel.rank + 1))
+    return range(start, min(stop, size))
+
+
+def experts(num_experts: int, parallel: TensorParallel) -> range:
+    """A rank's experts, where it holds whole ones without a plan; ranks differ by at most one."""
+    return _equal_part(num_experts, parallel)
+
+
+def with_experts_placed(
+    parallel: TensorParallel, config: ModelConfig, *, redundant: int, load: ExpertLoad | None
+) -> TensorParallel:
+    """The rank with the plan of its experts, where ranks hold whole ones.
+
+    Args:
+        config: of the whole model, which `local_config` could split.
+        redundant: copies in each layer.
+        load: the tokens of each expert; None: all get equally many.
+
+    Raises:
+        ConfigError: ranks do not hold whole experts, or the plan cannot be made.
+    """
+    if parallel.size > 1 and parallel.whole_experts and config.moe is not None:
+        moe = config.moe
+        plan = place_experts(moe.layers, moe.num_experts, ranks=parallel.size, redundant=redundant, load=load)
+        return replace(parallel, placement=plan)
+    if redundant or load is not None:
+        why = "each rank holds some channels of all"
+        if config.moe is None:
+            why = f"{config.architecture} has none"
+        elif parallel.size == 1:
+            why = "there is one rank"
+        raise ConfigError(
+            f"experts are placed and copied to balance ranks that hold whole ones; here {why}",
+            field="redundant_experts" if redundant else "expert_load",
+            value=redundant or (load and load.model),
+            allowed=("0",) if redundant else ("none",),
+            cure="take a mixture, --expert-parallel, and a --tensor-parallel-size of 2 or more",
+        )
+    return parallel
+
+
+def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
+    """The tokens whose rows the rank holds, before its padding."""
+    rows = padded_rows(vocab_size, parallel)
+    return range(min(parallel.rank * rows, vocab_size), min((parallel.rank + 1) * rows, vocab_size))
+
+
+def padded_rows(vocab_size: int, parallel: TensorParallel) -> int:
+    """Rows of the vocabulary in each rank's memory, padding included."""
+    if parallel.size == 1:
+        return vocab_size
+    return -(-vocab_size // (parallel.size * _VOCABULARY_ROWS)) * _VOCABULARY_ROWS
+
+
+def channel_block(config: ModelConfig) -> int | None:
+    """Number of intermediate channels that share a scale and must stay together; None: channels have no scales."""
+    quantization = config.quantization
+    return None if quantization is None else quantization.channel_block
+
+
+def refuse_batch_invariance(parallel: TensorParallel) -> None:
+    """Raises ConfigError for several ranks: the order in which their parts are summed depends on the batch's size."""
+    if parallel.size > 1:
+        raise ConfigError(
+            f"batch_invariant is on, and the model is split over {parallel.size} ranks",
+            field="batch_invariant",
+            value=True,
+            allowed=("false",),
+            cure="take --tensor-parallel-size 1 for results that do not depend on the batch",
+        )
+
+
+def _equal_part(size: int, parallel: TensorParallel) -> range:
+    return range(size * parallel.rank // parallel.size, size * (parallel.rank + 1) // parallel.size)

@@ -1,0 +1,52 @@
+"""The norm of a Mamba-2 layer's outputs, gated before it, by groups of channels.
+
+Shapes: T token, X channel of all groups, G group, C channel of a group.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from baton.models.kernels.recurrent.gated_group_norm import gated_group_norm
+from baton.models.layers.elementwise import silu
+from baton.models.layers.parallel import ParallelModule
+
+
+class GatedGroupNorm(ParallelModule):
+    """v / sqrt(mean(v ** 2) + eps) * weight with v = x * silu(gate), in float32, rounded once, by groups.
+
+    Args:
+        size: of this rank.
+        num_groups: of which this rank has channels.
+        ranks_per_group: how many ranks have equal parts of the channels of one group; they sum up their squares.
+    """
+
+    def __init__(self, size: int, *, num_groups: int, ranks_per_group: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.num_groups, self.ranks_per_group, self.eps = num_groups, ranks_per_group, eps
+
+    def forward(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        """
+        Args:
+            x_TX, gate_TX: any stride over tokens, channels side by side.
+        """
+        if x_TX.is_cuda and self.ranks_per_group == 1:
+            return gated_group_norm(x_TX, gate_TX, self.weight, num_groups=self.num_groups, eps=self.eps)
+        return self.in_torch(x_TX, gate_TX)
+
+    def in_torch(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        gated_TX = x_TX.float() * silu(gate_TX.float())
+        gated_TGC = gated_TX.unflatten(-1, (self.num_groups, -1))
+        mean_TG1 = gated_TGC.square().mean(-1, keepdim=True)
+        if self.ranks_per_group > 1:
+            mean_TG1 = self._mean_of_ranks(mean_TG1)
+        normed_TX: Tensor = (gated_TGC * torch.rsqrt(mean_TG1 + self.eps)).flatten(1)
+        return (normed_TX * self.weight.float()).to(x_TX.dtype)
+
+    def _mean_of_ranks(self, mean_T11: Tensor) -> Tensor:
+        """The mean over the whole group of which this rank has a part. All ranks sum up one column for each group."""
+        parallel, ranks = self.parallel, self.ranks_per_group
+        group = parallel.rank // ranks
+        means_TG1 = mean_T11.new_zeros(len(mean_T11), parallel.size // ranks, 1)
+        means_TG1[:, group] = mean_T11[:, 0] / ranks
+        return parallel.all_reduce(means_TG1)[:, group : group + 1]

@@ -1,0 +1,110 @@
+"""A model's identity, as digests that two nodes compare before they share KV."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import ConfigError
+from baton.models.checkpoint.checkpoint import StoredTensor, read_checkpoint
+from baton.models.config.model_config import ModelConfig
+from baton.settings.model_source import model_name
+
+_SAMPLE_BYTES = 1024
+_SAMPLES = 4
+# Fields with a default that the first release hashed, by class. Any later one counts only where it differs from its
+# default: a checkpoint that does not use it keeps its digest, and releases with and without the field work together.
+_ALWAYS_HASHED = {
+    "ModelConfig": {"local_rope", "final_logits_soft_cap", "moe", "mtp_layers", "quantization", "switches"},
+    "GQAConfig": {"attention_chunk_sizes", "logits_soft_cap", "sinks", "alibi_slopes", "blocksparse"},
+    "MoEConfig": {"router_bias"},
+    "Fp8Config": {"power_of_two_inputs", "unquantized"},
+    "BlocksparseParams": {"homo_head", "homo_head_group", "tp_rank", "tp_size"},
+}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model's identity. `name` is for people; nodes compare the other fields.
+
+    Attributes:
+        weights_digest: over names, shapes, dtypes and samples, as every release has it.
+        content_digest: over every byte of the weights; empty while it is not known.
+    """
+
+    name: str
+    architecture: str
+    config_digest: str
+    weights_digest: str
+    content_digest: str = ""
+
+
+def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "safetensors") -> ModelIdentity:
+    """The identity of the checkpoint in `directory`, without its content digest
+    (`baton.models.loading.content_digest`).
+
+    Reads headers and at most 4 KiB of each tensor. Training changes every part of every tensor, so two trained
+    revisions never agree on these bytes; damage and hand edits can go unseen here. How tensors are spread over files
+    does not matter.
+
+    Raises:
+        ConfigError: the weights cannot be read.
+    """
+    weights_digest = "dummy" if load_format == "dummy" else _weights_digest(directory)
+    return ModelIdentity(model_name(directory), config.architecture, config_digest(config), weights_digest)
+
+
+def config_digest(config: ModelConfig) -> str:
+    """SHA-256, hex, over the fields that we read: equal for every spelling of the same model, and in every release.
+
+    A field may be added with a default that means what releases without it do. Fields are not renamed or removed.
+    """
+    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in _hashed(value)}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _hashed(value: Any) -> Iterator[Field[Any]]:
+    always = _ALWAYS_HASHED.get(type(value).__name__, set())
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in always or default is MISSING or getattr(value, field.name) != default:
+            yield field
+
+
+def _weights_digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in read_checkpoint(directory).items():
+        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+        for sample in _samples(tensor):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+def _samples(tensor: StoredTensor) -> list[bytes]:
+    """All bytes of a small tensor, else windows at equal distances from its first byte to its last."""
+    size_bytes = tensor.stop - tensor.start
+    try:
+        with tensor.file.open("rb", buffering=0) as file:
+            if size_bytes <= _SAMPLES * _SAMPLE_BYTES:
+                file.seek(tensor.start)
+                return [file.read(size_bytes)]
+            samples = []
+            for index in range(_SAMPLES):
+                file.seek(tensor.start + (size_bytes - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                samples.append(file.read(_SAMPLE_BYTES))
+            return samples
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {tensor.file}: {error.strerror}",
+            field="model",
+            value=str(tensor.file),
+            cure="download the checkpoint again",
+        ) from error

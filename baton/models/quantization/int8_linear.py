@@ -1,0 +1,96 @@
+"""Linear layers whose weights stay in int8.
+
+On a GPU, activations are rounded to int8 as the checkpoint says: one scale for each token, or one from the checkpoint
+for all. Elsewhere weights are dequantized to the activations' dtype, and activations are not rounded.
+
+Legend: T token, N output channel, K input channel.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from baton.models.config.quantization.int8_config import Int8Config
+from baton.models.kernels.quantized import int8_gemm
+from baton.models.layers.linear import FusedLinear, Linear
+
+
+class Int8Linear(FusedLinear):
+    """One of a checkpoint's linear layers, or several as one.
+
+    Args:
+        replaced: the layer in the model's dtype. Its bias is kept, its weight is not read.
+        name: the checkpoint's name of a single layer; the parts of a fused one have names of their own.
+
+    Attributes:
+        batch_invariant: where weights are dequantized, `multiply` ensures it; sums of integers always are.
+        scale_N: of the weight's rows; None until `finish`, and after `dequantize_`.
+    """
+
+    def __init__(self, replaced: Linear, name: str, config: Int8Config, *, device: torch.device | str) -> None:
+        parts = replaced.parts if isinstance(replaced, FusedLinear) else ((name, replaced.out_features),)
+        with torch.device("meta"):
+            super().__init__(replaced.in_features, parts, dtype=replaced.weight.dtype, bias=False)
+        stored = torch.empty(self.weight.shape, dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.bias = replaced.bias
+        self.dtype = replaced.weight.dtype
+        self.config = config
+        self.batch_invariant = False
+        self.scale_N: Tensor | None = None
+        self.input_scale: Tensor | None = None
+        self._arrived: Tensor | None = None
+        self._num_sms = 1
+        shapes = [(rows, 1) if config.by_channel else () for _, rows in parts]
+        self._scales = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+        self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
+
+    def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """(Name of the part in the checkpoint; memory of its weight's scales; memory of its input's scale, or None)."""
+        for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
+            yield part, scale, input_scale if self.config.static_inputs else None
+
+    def finish(self) -> None:
+        """Turns the parts' filled scales into the form that products need."""
+        device = self.weight.device
+        rows = [scale.expand(rows, 1) for (_, rows), scale in zip(self.parts, self._scales, strict=True)]
+        self.scale_N = torch.cat(rows).flatten().to(device)
+        if self.config.static_inputs:
+            # All parts read one input, so calibration saw the same numbers for each; the largest scale fits them all.
+            self.input_scale = torch.stack(self._input_scales).amax().to(device)
+        self._scales, self._input_scales = [], []
+        if device.type == "cuda":
+            self._arrived = torch.zeros(int8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def dequantize_(self) -> None:
+        """Becomes a layer in the model's dtype, for code that reads its weights other than by products."""
+        self.weight = nn.Parameter(self.dequantized(self.dtype), requires_grad=False)
+        self.scale_N = self.input_scale = self._arrived = None
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        assert self.scale_N is not None, "finish was not called"
+        return (self.weight.float() * self.scale_N[:, None]).to(dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.scale_N is None:
+            out: Tensor = super().forward(input)
+            return out
+        if self._arrived is None:
+            return self.multiply(input, self.dequantized(input.dtype), self.bias)
+        x_TK = input.flatten(0, -2)
+        stored_TK, scale_T = int8_gemm.quantize_tokens(
+            x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), self.input_scale
+        )
+        out_TN = int8_gemm.multiply(
+            stored_TK,
+            scale_T,
+            self.weight,
+            self.scale_N,
+            self.bias,
+            self._arrived,
+            dtype=input.dtype,
+            num_sms=self._num_sms,
+        )
+        return out_TN.view(*input.shape[:-1], self.out_features)

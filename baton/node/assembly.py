@@ -1,0 +1,367 @@
+"""Assembles a node from its settings: model, engine, KV transfer, identity."""
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import torch
+
+from baton import __version__
+from baton.core.supervisor import Supervisor
+from baton.engine.build import Built, build_runner, measured, step_limits
+from baton.engine.context_room import shortage
+from baton.engine.device.device_thread import StepRunner
+from baton.engine.engine import Engine
+from baton.engine.events import StepEvents
+from baton.engine.request import EngineLimits
+from baton.engine.step_meter import StepMeter
+from baton.kvcache.spec import KVCacheShape
+from baton.metrics.declared import Role as MeterRole
+from baton.models.layers.parallel import SINGLE, TensorParallel
+from baton.models.loading.identity import ModelIdentity
+from baton.models.loading.kv_scales import kv_scales
+from baton.node.describe import to_info, to_step_costs
+from baton.node.expert_load import ExpertLoads
+from baton.node.meter import NodeMeter
+from baton.node.progress import LoadingProgress, ReportedProgress
+from baton.node.ranks.group import RankGroup
+from baton.node.ranks.join import rank_device
+from baton.node.ranks.remote import RemoteTransfer
+from baton.node.ranks.runner import RankedRunner
+from baton.node.ranks.steps import StepWriter
+from baton.node.starting import nameless
+from baton.protos.v1 import common_pb2, node_pb2
+from baton.rpc.convert import adapter_to_proto
+from baton.settings.config import NodeSettings, PrefillSettings
+from baton.settings.model_source import hub_commit
+from kvtransfer.flows import heads_of
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.ranked import MakeTransfer, RankedTransfer
+from kvtransfer.records import SegmentRefused
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
+
+_log = logging.getLogger(__name__)
+
+# In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
+_INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
+
+
+# Of a prefill node's seats and blocks, this part is for requests that decode there. Other prompts find the rest free.
+_STREAM_SHARE = 0.75
+# A turn of the transfer thread, and the silence of a rank, are far shorter.
+STUCK_AFTER_S = 4.0
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A driver's callbacks, called on the event loop.
+
+    Args:
+        on_step: gets the steps of all requests; a driver ignores the requests of others.
+        on_filled, on_refused: None: the driver gives no leases.
+    """
+
+    on_step: Callable[[StepEvents], None]
+    on_filled: OnFilled | None = None
+    on_refused: OnRefused | None = None
+
+
+class Node:
+    """One node's engine and transfer; an async context manager. Its drivers call `listen` before it is entered.
+
+    Args:
+        built: rank 0's loaded model with its cache, from `load`.
+        group: the other ranks, which have loaded their parts or are about to; None if there are none.
+
+    Attributes:
+        experts: what is known of their load.
+        numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
+        switches: how often it has changed its role.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        built: Built,
+        *,
+        role: common_pb2.Role.ValueType,
+        address: str,
+        group: RankGroup | None = None,
+    ) -> None:
+        self.built = built
+        self.address = address
+        self.numbers = itertools.count(1)
+        self.switches = 0
+        self.kv_scales = kv_scales(built.runner.model)
+        self._listeners: list[Listener] = []
+        if short := shortage(
+            settings,
+            built.cache.spec,
+            num_blocks=built.cache.shape.num_blocks,
+            context_tokens=built.config.max_context_tokens,
+            on_gpu=built.cache.view.device.type == "cuda",
+        ):
+            _log.warning(short)
+        self._take_role(settings, role)
+        self._workers = group.workers if group is not None else ()
+        self._ending_at_errors = group.ending_at_errors if group is not None else nullcontext
+        runner: StepRunner = built.runner
+        if group is not None and self._workers:
+            steps = StepWriter([worker.steps for worker in self._workers])
+            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+        self.meter = StepMeter(built.costs)
+        self.engine = Engine(
+            runner,
+            self.limits,
+            on_step=self._on_step,
+            grammars=built.grammars,
+            meter=self.meter,
+            num_adapters=settings.adapter_slots,
+        )
+        self.experts = ExpertLoads(
+            built.parallel.placement,
+            self.engine.expert_counts,
+            model=built.identity.name,
+            ranks=built.parallel.size,
+        )
+        makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
+        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
+        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
+        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+
+    def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
+        """Raises:
+        ConfigError: the settings contradict each other.
+        """
+        built = self.built
+        self.max_context_tokens = min(
+            settings.max_context_tokens or built.config.max_context_tokens,
+            built.config.max_context_tokens,
+            built.cache.shape.num_slots,
+        )
+        self.limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
+        self.settings = settings
+        self.role = role
+        self.incarnation = secrets.randbits(63) + 1
+        self.name = settings.name or nameless(role, self.address)
+        self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
+        self.counts = NodeMeter(self.meter_role)
+        self.description = _describe(built.identity, built, settings)
+        self.info = to_info(
+            self.description,
+            name=self.name,
+            address=self.address,
+            role=role,
+            incarnation=self.incarnation,
+            model_name=built.identity.name,
+            revision_name=settings.model_revision or hub_commit(settings.model),
+            max_context_tokens=self.max_context_tokens,
+            model_context_tokens=built.config.max_context_tokens,
+            cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
+            also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
+        )
+
+    def check(self, settings: NodeSettings) -> None:
+        """Raises:
+        ConfigError: the node cannot take a role with these settings.
+        """
+        engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
+
+    async def become(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
+        """Takes another role, as a new incarnation, with weights, cache and graphs as they are. Before: the old role's
+        drivers are closed, and no request, lease or pair is left. After: the new role's drivers call `listen`.
+
+        Raises:
+            ConfigError: the settings contradict each other; nothing has changed.
+        """
+        self._take_role(settings, role)
+        self._listeners.clear()
+        self.engine.set_limits(self.limits)
+        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
+        await self.transfer.reopen(incarnation=self.incarnation, receive_bytes_per_s=settings.receive_bytes_per_s)
+        self.switches += 1
+
+    def listen(self, listener: Listener) -> None:
+        """Adds a driver that receives steps, and lease events if it is the one that gives leases; before the node is
+        entered, and again after `become`. Drivers name their requests so that no two have the same id."""
+        self._listeners.append(listener)
+        if listener.on_filled is not None and listener.on_refused is not None:
+            self.transfer.deliver_to(listener.on_filled, listener.on_refused)
+
+    def _on_step(self, events: StepEvents) -> None:
+        self.counts.step(events)
+        for listener in self._listeners:
+            listener.on_step(events)
+
+    async def __aenter__(self) -> Self:
+        with self._ending_at_errors():
+            await self.transfer.start()
+            try:
+                await self.engine.__aenter__()
+            except BaseException:
+                await self.transfer.close()
+                raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.engine.__aexit__(exc_type, exc, traceback)
+        await self.transfer.close()
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        shape, spec = self.built.cache.shape, self.built.cache.spec
+        owners = " on each rank for its own requests" if self.built.parallel.num_owners > 1 else ""
+        ranks = f" with {len(self._workers)} more rank(s)" if self._workers else ""
+        return (
+            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}"
+            f"{ranks}, "
+            f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
+            f"{shape.num_blocks} blocks of {shape.block_size} tokens{owners}"
+            + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
+        )
+
+    def status(self, *, draining: bool) -> node_pb2.NodeStatus:
+        """The role fills in the rest: peers, leases and refusals."""
+        load = self.engine.load()
+        counters = self.transfer.counters()
+        return node_pb2.NodeStatus(
+            info=self.info,
+            draining=draining,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_open=load.blocks_open,
+            blocks_leased=load.blocks_leased,
+            requests_running=load.requests_running,
+            requests_waiting=load.requests_waiting,
+            tokens_waiting=load.tokens_waiting,
+            requests_total=load.requests_total,
+            preemptions=load.preemptions,
+            segments_refused=counters.refused,
+            segments_late=counters.late,
+            segments_converted=counters.converted,
+            step_costs=to_step_costs(self.meter.costs),
+            step_profile=to_step_costs(self.built.costs),
+            backlog_s=load.backlog_s,
+            context_tokens=load.context_tokens,
+            decode_rows=load.decode_rows,
+            max_batch_requests=self.limits.seats,
+            max_batch_tokens=self.limits.max_batch_tokens,
+            role_switches=self.switches,
+            adapters=map(adapter_to_proto, self.engine.adapters.loaded),
+            expert_balance=self.experts.summary(),
+            stuck=bool(self.transfer.stuck(after_s=STUCK_AFTER_S)),
+        )
+
+
+def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) -> TransferSettings:
+    """One rank's transfer settings, derived from the node's settings."""
+    return TransferSettings(
+        incarnation=incarnation,
+        transport=settings.transport,
+        segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
+        staging_slots=settings.staging_slots,
+        digests=settings.digests,
+        receive_bytes_per_s=settings.receive_bytes_per_s,
+        peers_are_known=settings.tls_ca is not None,
+        heads=tuple(
+            heads_of(built.parallel.rank, ranks=built.parallel.size, num_kv_heads=part.num_kv_heads)
+            for part in built.model_spec.parts
+        ),
+    )
+
+
+def open_transfer(
+    settings: NodeSettings, built: Built, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+) -> KVTransfer:
+    """The KV transfer of one rank, not yet started."""
+    return KVTransfer(
+        built.cache,
+        transfer_settings(settings, built, incarnation),
+        on_filled=on_filled,
+        on_refused=on_refused,
+    )
+
+
+def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None) -> Built:
+    """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
+    steps. Slow. All ranks call it together.
+
+    Args:
+        supervisor: if it is present, it gets the progress, which a terminal or the log gets otherwise.
+
+    Raises:
+        ConfigError: a setting, or the checkpoint that it names, cannot work.
+    """
+    torch.set_num_threads(settings.threads)
+    # All ranks have equally much to read, so one of them shows the progress.
+    with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
+        device = settings.device if parallel.size == 1 else rank_device(settings, parallel.rank)
+        built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
+    if not built.cache.view.is_cuda:
+        return built  # it learns what steps cost while it serves
+    if supervisor is not None:
+        supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
+    return measured(built, settings)
+
+
+def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
+    if supervisor is None:
+        return LoadingProgress()
+    return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
+
+
+def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
+    """Raises: ConfigError: the settings contradict each other."""
+    limits = step_limits(built, settings)
+    max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
+    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
+    if align_tokens is not None and settings.max_batch_tokens is None:
+        # A step size chosen for speed may be too small for a chunk next to decodes.
+        max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
+    elif align_tokens is not None and settings.max_batch_requests is None:
+        max_batch_requests = max(1, min(max_batch_requests, max_batch_tokens - align_tokens + 1))
+    return EngineLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        max_context_tokens=max_context_tokens,
+        max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
+        chunk_align_tokens=align_tokens,
+        stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
+    )
+
+
+def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
+    raise AssertionError(f"this node gives no leases: {event}")
+
+
+def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> NodeDescription:
+    shape: KVCacheShape = built.cache.shape
+    return NodeDescription(
+        architecture=identity.architecture,
+        config_digest=identity.config_digest,
+        weights_digest=identity.weights_digest,
+        content_digest=identity.content_digest,
+        spec=built.model_spec,
+        shape=shape,
+        wire_oldest=wire_oldest(built.model_spec, attention_data_parallel=built.parallel.num_owners > 1),
+        wire_newest=WIRE_NEWEST,
+        package_version=__version__,
+        batch_invariant=settings.batch_invariant,
+        tensor_parallel_size=built.parallel.size,
+        converted_kv_dtypes=settings.converted_kv_dtypes,
+        attention_data_parallel=built.parallel.num_owners > 1,
+    )

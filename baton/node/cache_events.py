@@ -1,0 +1,135 @@
+"""What a node's prefix cache has, for gateways that watch it: numbered batches of changes, and snapshots.
+
+Watchers collect the changes themselves, at intervals, so a cache that nobody watches costs nothing for long. The last
+batches are kept; a watcher that lacks older ones gets a snapshot.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from baton.core.block_keys import BlockKey, number_of
+from baton.engine.scheduling.prefixes import PrefixCache
+from baton.protos.v1 import node_pb2 as pb
+
+_INTERVAL_S = 0.05
+_BATCH_BLOCKS = 2048  # with the tokens of blocks of 256 a message stays below gRPC's 4 MiB
+_KEPT_BLOCKS = 1 << 15
+
+
+class Batch(NamedTuple):
+    """Changes of the cache under one number."""
+
+    sequence: int
+    stored: Sequence[BlockKey]
+    removed: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.stored) + len(self.removed)
+
+
+class CacheLog:
+    """The last changes of one cache, numbered from 1. Pure.
+
+    Attributes:
+        last: sequence of the last change.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.last = 0
+        self._cache = cache
+        self._kept: deque[Batch] = deque()
+        self._kept_blocks = 0
+
+    def collect(self) -> None:
+        """Records what has changed since the last call."""
+        changes = self._cache.take_changes()
+        if changes is None:  # unknown changes are a gap
+            self._cache.follow()
+            self._kept.clear()
+            self._kept_blocks = 0
+            self.last += 1
+            return
+        items = iter(changes.items())
+        while part := list(islice(items, _BATCH_BLOCKS)):
+            self.last += 1
+            stored = [key for _, key in part if key is not None]
+            removed = [number_of(digest) for digest, key in part if key is None]
+            self._kept.append(Batch(self.last, stored, removed))
+            self._kept_blocks += len(part)
+        while self._kept_blocks > _KEPT_BLOCKS:
+            self._kept_blocks -= self._kept.popleft().size
+
+    def after(self, sequence: int) -> list[Batch] | None:
+        """All batches after this one; None: some of them are not kept."""
+        missing = self.last - sequence
+        if not 0 <= missing <= len(self._kept):
+            return None
+        return list(islice(self._kept, len(self._kept) - missing, None))
+
+    def cached_keys(self) -> list[BlockKey]:
+        """All blocks that the cache has after the last change; right after `collect`."""
+        return self._cache.cached_keys()
+
+
+class CacheEvents:
+    """Serves WatchCache, on the event loop of the engine.
+
+    Args:
+        incarnation: the node's; sequences of another one mean nothing here.
+    """
+
+    def __init__(self, cache: PrefixCache, *, incarnation: int) -> None:
+        self._log = CacheLog(cache)
+        self._incarnation = incarnation
+        self._closed = False
+
+    def renew(self, incarnation: int) -> None:
+        """The node is another incarnation from now on. Streams end within an interval; their watchers begin again."""
+        self._incarnation = incarnation
+
+    def close(self) -> None:
+        """Ends every stream, within an interval."""
+        self._closed = True
+
+    async def watch(self, request: pb.WatchCacheRequest) -> AsyncIterator[pb.WatchCacheResponse]:
+        """The changes after `request.after_sequence`, or a snapshot and the changes after it, until `close`."""
+        log, incarnation = self._log, self._incarnation
+        position = request.after_sequence if request.incarnation == incarnation else -1
+        while not self._closed and incarnation == self._incarnation:
+            log.collect()
+            batches = log.after(position)
+            if batches is None:
+                position = log.last
+                for part, keys in self._snapshot(position, log.cached_keys()):
+                    yield self._with_keys(part, keys, with_tokens=request.with_tokens)
+                continue
+            for batch in batches:
+                changed = pb.WatchCacheResponse(
+                    sequence=batch.sequence, incarnation=self._incarnation, removed=batch.removed
+                )
+                yield self._with_keys(changed, batch.stored, with_tokens=request.with_tokens)
+                position = batch.sequence
+            await asyncio.sleep(_INTERVAL_S)
+
+    def _snapshot(
+        self, sequence: int, keys: Sequence[BlockKey]
+    ) -> Iterator[tuple[pb.WatchCacheResponse, Sequence[BlockKey]]]:
+        for start in range(0, max(1, len(keys)), _BATCH_BLOCKS):
+            stop = start + _BATCH_BLOCKS
+            message = pb.WatchCacheResponse(
+                sequence=sequence, incarnation=self._incarnation, snapshot=start == 0, more=stop < len(keys)
+            )
+            yield message, keys[start:stop]
+
+    def _with_keys(
+        self, message: pb.WatchCacheResponse, keys: Sequence[BlockKey], *, with_tokens: bool
+    ) -> pb.WatchCacheResponse:
+        message.stored.extend([number_of(key.digest) for key in keys])
+        if with_tokens:
+            message.parents.extend([number_of(key.parent) for key in keys])
+            message.tokens = b"".join([key.tokens for key in keys])
+        return message

@@ -1,0 +1,52 @@
+"""What a node counts: engine steps and leases as they end; everything else is read at the scrape. Pure."""
+
+from baton.engine.events import StepEvents
+from baton.metrics.declared import Role
+from baton.metrics.tally import Layout, Tally
+from kvtransfer.leases import LeaseTotals
+
+
+class NodeMeter:
+    """The counters of one node. Cheap enough for every step: a token costs nothing of its own.
+
+    Attributes:
+        layout, tally: of its metrics.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.layout = Layout(role)
+        self.tally = tally = Tally(self.layout)
+        self._steps = {
+            kind: tally.histogram("baton_engine_step_time_seconds", kind) for kind in ("prefill", "decode", "mixed")
+        }
+        self._queue = tally.histogram("baton_engine_queue_time_seconds")
+        self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
+        self._generated = tally.counter("baton_generation_tokens_total")
+        self._failed = tally.counters("baton_engine_requests_failed_total")
+        self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is Role.DECODE else None
+
+    def step(self, events: StepEvents) -> None:
+        """A step has ended, or reports its layers, which are counted when it ends."""
+        if events.seconds:
+            self._steps[_kind(events)].observe(events.seconds)
+        if events.tokens:
+            self._generated.add(len(events.tokens))
+        for chunk in events.chunks:
+            self._prompt_tokens.add(chunk.token_stop - chunk.token_start)
+        for started in events.started:
+            self._queue.observe(started.queue_s)
+        for failed in events.failed:
+            self._failed[failed.error.reason].add()
+
+    def lease_closed(self, totals: LeaseTotals) -> None:
+        """A lease has ended."""
+        if self._leases is not None and totals.segments:
+            self._leases.observe(totals.seconds)
+
+
+def _kind(events: StepEvents) -> str:
+    """What the step computed; the rows of decodes come first."""
+    if not events.chunks:
+        return "decode"
+    prompts = {chunk.request_id for chunk in events.chunks}
+    return "mixed" if any(token.request_id not in prompts for token in events.tokens) else "prefill"

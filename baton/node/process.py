@@ -1,0 +1,287 @@
+"""The life of a node process: build, serve, become ready, drain on SIGTERM, end.
+
+What the process serves follows its role (`baton.node.role`), which may change (`baton.node.role_switch`).
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from baton.core.exits import ending_soon_if_it_fails, exit_at_once
+from baton.core.file_limit import raise_file_limit
+from baton.core.logs import set_up_logging, show_name
+from baton.core.ready_file import check_ready_file, write_ready_file
+from baton.core.supervisor import Supervisor
+from baton.engine.build import Built
+from baton.engine.expert_plan import plan_experts
+from baton.metrics.port import MetricsPort
+from baton.models.families.reader import read_config
+from baton.models.layers.parallel import SINGLE
+from baton.models.loading.local_config import local_config
+from baton.node.adapters import Adapters
+from baton.node.assembly import STUCK_AFTER_S, Node, load
+from baton.node.early_end import end_at_once, ending_at_signals
+from baton.node.fault import Fault
+from baton.node.ranks.group import RankGroup, start_ranks
+from baton.node.ranks.host import run_host
+from baton.node.ranks.hosts import Hosts
+from baton.node.ranks.join import as_rank, join
+from baton.node.role import Role, RoleKind
+from baton.node.role_services import DECODE, PREFILL
+from baton.node.role_switch import RoleSwitch
+from baton.node.service import SERVICE_NAME, NodeParts, NodeService
+from baton.node.starting import Starting
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.rpc.secure_server import protect_node
+from baton.rpc.server import (
+    Address,
+    GrpcServer,
+    check_advertised,
+    listens_everywhere,
+    stop_on_signals,
+)
+from baton.rpc.sockets import bind
+from baton.security import roles as certified
+from baton.security.peers import PeerTls
+from baton.settings.config import NodeSettings
+from baton.settings.model_source import find_model
+
+log = logging.getLogger("baton")
+
+_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
+# What is closed after serving may wait for a rank that is stopped.
+_CLOSE_S = 30.0
+# Time to fail all requests after a rank has ended.
+_FAIL_REQUESTS_S = 1.0
+
+
+def run_node(
+    program: str,
+    settings: NodeSettings,
+    supervisor: Supervisor,
+    role: common_pb2.Role.ValueType,
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+) -> None:
+    """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others. Never returns.
+
+    Exit code 2: a setting cannot work; 1: another fault; else 0."""
+    set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
+    # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    fault = Fault("", 0)
+    try:
+        _run_process(program, settings, supervisor, role, kinds)
+    except BaseException as error:  # noqa: BLE001  nothing is left to do but to log it
+        fault = Fault.of(error)
+    fault.log(program, supervisor)
+    exit_at_once(fault.exit_code)
+
+
+def _run_process(
+    program: str,
+    settings: NodeSettings,
+    supervisor: Supervisor,
+    role: common_pb2.Role.ValueType,
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+) -> None:
+    raise_file_limit()
+    check_ready_file(settings.ready_file)
+    Address.parse(settings.listen, field="listen")
+    check_advertised(settings.advertise)
+    hosts = Hosts.of(settings)
+    with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
+        # Bound first, so that a port that is taken is an error before the model is loaded.
+        server = runner.run(_bind(settings, role))
+        metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
+        starting = Starting(settings, role, server, supervisor)
+        if hosts.rank == 0:
+            loading.enter_context(starting.serving(runner))
+        supervisor.report("looking for the model", address=server.address)
+        directory = find_model(settings.model, weights=settings.load_format != "dummy")
+        settings = settings.model_copy(update={"model": directory})
+        if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
+            config = read_config(directory)
+            local_config(config, plan_experts(as_rank(0, settings), config, settings))
+        if hosts.count > 1:
+            tls = PeerTls.read(settings, _CERTIFIED[role])
+            if hosts.rank > 0:
+                services = (SERVICE_NAME, PREFILL, DECODE)
+                exit_at_once(runner.run(run_host(settings, directory, hosts, tls, server, services, supervisor)))
+        with start_ranks(settings, program, _CERTIFIED[role]) as group:
+            with ending_at_signals():
+                parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
+                built = load(settings, parallel, supervisor=supervisor)
+            group.loaded()
+            loading.close()  # from here on the loop runs on this thread
+            runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
+
+
+async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:
+    protection = protect_node(settings, _CERTIFIED[role], Address.parse(settings.listen, field="listen"))
+    return GrpcServer(
+        settings.listen,
+        advertise=settings.advertise,
+        keepalive_s=settings.keepalive_s,
+        protection=protection,
+        health_listen=settings.health_listen,
+    )
+
+
+async def _run(
+    settings: NodeSettings,
+    built: Built,
+    group: RankGroup,
+    server: GrpcServer,
+    metrics: socket.socket | None,
+    supervisor: Supervisor,
+    role: common_pb2.Role.ValueType,
+    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+    starting: Starting,
+) -> None:
+    # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
+    async with server:
+        node = Node(settings, built, role=role, address=server.address, group=group)
+        show_name(node.name)
+        stop = asyncio.Event()
+        switch = RoleSwitch(
+            node,
+            kinds[role].make(node, settings),
+            kinds,
+            services=starting.roles,
+            stop=stop,
+            on_failure=group.fail,
+            on_switched=lambda: show_name(node.name),
+        )
+        supervisor.report("starting engine")
+        async with node:
+            # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
+            gc.collect()
+            gc.freeze()
+            serving = asyncio.create_task(
+                serve(settings, node, server, metrics, switch, stop, supervisor, starting.service), name="serve"
+            )
+            with group.ending_at_errors():
+                failure = await _first_of(serving, group, node)
+                if failure is not None:
+                    await _fail_requests(switch.role, server)
+                    group.abandon(failure)
+            closing = threading.Timer(_CLOSE_S, exit_at_once, [1])
+            closing.daemon = True
+            closing.start()
+
+
+async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:
+    """Waits; returns why the ranks or the KV transfer cannot go on, or None when serving ended first."""
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[str] = loop.create_future()
+
+    def fail(reason: str) -> None:
+        if not failed.done():
+            failed.set_result(reason)
+
+    def on_failure(reason: str) -> None:
+        loop.call_soon_threadsafe(fail, reason)
+
+    group.on_failure(on_failure)
+    node.transfer.on_failed(lambda error: fail(error.message))
+    waits: list[asyncio.Future[Any]] = [serving, failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        return failed.result()
+    await serving
+    return None
+
+
+async def _fail_requests(role: Role, server: GrpcServer) -> None:
+    """Fails all requests, so that gateways continue them elsewhere. Does not wait for the ranks."""
+    role.stop_admission()
+    await server.set_ready(ready=False)
+    # Not cancelled at the timeout, and its errors do not matter: the process ends right after.
+    await asyncio.wait([asyncio.create_task(role.close())], timeout=_FAIL_REQUESTS_S)
+    await server.grpc.stop(grace=_FAIL_REQUESTS_S)
+
+
+async def serve(
+    settings: NodeSettings,
+    node: Node,
+    server: GrpcServer,
+    metrics: socket.socket | None,
+    switch: RoleSwitch,
+    stop: asyncio.Event,
+    supervisor: Supervisor,
+    service: NodeService,
+) -> None:
+    """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns.
+
+    Args:
+        stop: set by all three.
+    """
+    stop_on_signals(stop)
+    grace_s = settings.drain_grace_s
+
+    def drain(asked_s: float | None) -> None:
+        nonlocal grace_s
+        grace_s = settings.drain_grace_s if asked_s is None else asked_s
+        stop.set()
+
+    built = node.built
+    adapters = Adapters(settings, node.engine, built.runner.adapters, model_name=built.identity.name)
+    await adapters.start()
+    parts = NodeParts(
+        status=switch.status,
+        drain=drain,
+        switch=switch.switch,
+        cache=switch.cache,
+        load_adapter=adapters.load,
+        unload_adapter=adapters.unload,
+        expert_load=node.experts.message,
+    )
+    async with MetricsPort(metrics, switch.metrics_page) as port:
+        service.serve(parts)
+        await server.set_ready(ready=True)
+        if not settings.advertise and listens_everywhere(settings.listen):
+            log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
+        write_ready_file(settings.ready_file, address=server.address, metrics=port.url)
+        log.info("ready on %s: %s", server.address, node.summary)
+        if port.url is not None:
+            log.info("metrics on %s", port.url)
+        supervisor.report("ready", address=server.address, metrics=port.url)
+        watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
+        watch_adapters = asyncio.create_task(adapters.watch(), name="watch-adapters")
+        watch_experts = asyncio.create_task(node.experts.watch(), name="watch-experts")
+        try:
+            await stop.wait()
+            watch.cancel()
+            await switch.settle()
+            log.info("draining, for at most %.0f s", grace_s)
+            switch.role.stop_admission()
+            await server.set_ready(ready=False)
+            await until(lambda: not switch.role.busy, timeout_s=grace_s)
+        finally:
+            watch_adapters.cancel()
+            watch_experts.cancel()
+            await switch.role.close()
+            service.close()
+    log.info("drained")
+
+
+async def _watch_transfer(node: Node, server: GrpcServer) -> None:
+    """Health reflects progress: a node whose transfer thread is stuck is not ready, and logs where it is stuck."""
+    ready = True
+    while True:
+        await asyncio.sleep(STUCK_AFTER_S / 4)
+        stack = node.transfer.stuck(after_s=STUCK_AFTER_S)
+        if stack and ready:
+            log.error("the KV transfer makes no progress:", extra={"lines": stack})
+        if ready != (not stack):
+            ready = not stack
+            await server.set_ready(ready=ready)

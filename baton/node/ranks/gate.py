@@ -1,0 +1,140 @@
+"""The process at which the ranks of other hosts reach rank 0.
+
+It is a process of its own, so that neither steps nor calls wait for rank 0's Python. Rank 0 starts it through
+`baton.node.ranks.child`, with the number of an inherited socket, over which it gets its `GateSetup` and reports
+`Joined`, `Lost` and `Failed`.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from baton import __version__
+from baton.core.errors import BatonError, ConfigError, PeerRefused
+from baton.core.exits import exit_at_once
+from baton.core.logs import set_up_logging
+from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
+from baton.node.ranks.hosts import Hosts
+from baton.node.ranks.messages import Failed, GateSetup, Joined, Lost
+from baton.rpc.server import Address
+from baton.security.peers import PeerTls
+
+log = logging.getLogger("baton")
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def main(arguments: Sequence[str]) -> None:
+    control = Connection(int(arguments[0]))
+    try:
+        setup: GateSetup = control.recv()
+    except (EOFError, OSError):  # rank 0 is gone
+        exit_at_once(1)
+    settings = setup.settings
+    set_up_logging(settings.log_level, role=setup.program, name=settings.name or "", form=settings.log_format)
+    try:
+        asyncio.run(Gate(setup, control).serve())
+    except ConfigError as error:
+        control.send(Failed(error))
+    exit_at_once(0)
+
+
+class Gate:
+    """Args:
+    control: to rank 0.
+    """
+
+    def __init__(self, setup: GateSetup, control: Connection) -> None:
+        self._settings = setup.settings
+        self._hosts = Hosts.of(setup.settings)
+        self._tls = PeerTls.read(setup.settings, setup.role)
+        self._ends = {place: socket.socket(fileno=number) for place, number in setup.ends.items()}
+        self._control = control
+        self._hosts_of: dict[int, str] = {}
+        self._carried: set[asyncio.Task[None]] = set()
+        self._complete = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Returns once every rank had joined and every connection has ended.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        leader = self._hosts.leader
+        assert leader is not None
+        try:
+            server = await asyncio.start_server(
+                self._admit, leader.host.strip("[]") if _is_address(leader) else None, leader.port,
+                ssl=self._tls.server, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=SHUTDOWN_S,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(
+                f"cannot wait for the other hosts at {leader.host}:{leader.port}: {error.strerror or error}",
+                field="leader_address", value=f"{leader.host}:{leader.port}",
+                cure="the port may be in use, or the address may be another host's",
+            ) from None  # fmt: skip
+        try:
+            await self._complete.wait()
+        finally:
+            server.close()
+            for end in self._ends.values():
+                end.close()
+        while self._carried:
+            await asyncio.wait(self._carried)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        remote = Stream(reader, writer)
+        try:
+            greeting = await self._check(remote)
+        except BatonError as error:
+            log.warning("refused a host at %s: %s", remote.host, error)
+            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+            await remote.close()
+            return
+        notice_loss(remote, within_s=self._settings.keepalive_s)
+        writer.write(b"{}\n")
+        place = (greeting.rank, greeting.channel)
+        local = await Stream.over(self._ends.pop(place))
+        task = asyncio.create_task(self._carry(place, local, remote), name=f"carry-{place}")
+        self._carried.add(task)
+        task.add_done_callback(self._carried.discard)
+        if not any(rank == greeting.rank for rank, _ in self._ends):
+            self._hosts_of[greeting.rank] = remote.host
+            self._control.send(Joined(greeting.rank, remote.host))
+        if not self._ends:
+            self._complete.set()
+
+    async def _check(self, remote: Stream) -> Greeting:
+        """Raises PeerRefused. Nothing of a peer is read before its certificate."""
+        if not self._tls.admits(remote.writer.get_extra_info("peercert")):
+            raise PeerRefused(f"its certificate is not one of a {self._tls.role}", cure="use the node's role")
+        greeting = await Greeting.read(remote.reader)
+        ours = Greeting(
+            __version__, greeting.rank, greeting.channel, self._settings.tensor_parallel_size, self._hosts.count
+        )
+        if greeting != ours:
+            raise PeerRefused(f"host 0 has {ours}, this host {greeting}", cure="start all hosts with equal settings")
+        if (greeting.rank, greeting.channel) not in self._ends:
+            raise PeerRefused(
+                f"rank {greeting.rank} is connected already, or not of another host",
+                field="host_rank",
+                cure="give each host its own --host-rank; restart host 0 with its node's other hosts",
+            )
+        return greeting
+
+    async def _carry(self, place: tuple[int, str], local: Stream, remote: Stream) -> None:
+        rank, channel = place
+        host = remote.host
+        why = await carry(local, remote)
+        # A rank that ends in order closes its calls first, and its steps with rank 0.
+        if why and (channel == "steps" or not self._complete.is_set()):
+            self._control.send(Lost(rank, host, why))
+
+
+def _is_address(leader: Address) -> bool:
+    """Whether host 0 listens there only. A name may be of an address that host 0 does not have itself."""
+    host = leader.host.strip("[]")
+    return host not in _EVERYWHERE and (":" in host or host.replace(".", "").isdigit())

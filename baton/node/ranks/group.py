@@ -1,0 +1,344 @@
+"""The ranks above 0 of a node: processes that are started with the node, watched by it, and ended with it.
+
+A rank that ends by itself takes the node with it, because its part of the model is gone. Those of other hosts are
+started there (`baton.node.ranks.host`) and reach this process through its gate (`baton.node.ranks.gate`). A fault ends
+the node without its main thread, which may wait for a rank: children are killed, the reason is logged, the process
+exits.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+from baton.core.errors import ConfigError, Draining
+from baton.core.exits import END_S, exit_at_once, exit_within
+from baton.node.fault import Fault
+from baton.node.ranks.child import child_command
+from baton.node.ranks.host import how_ended, worker_command
+from baton.node.ranks.hosts import JOIN_S, Hosts
+from baton.node.ranks.join import serve_store
+from baton.node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Lost, Meeting, Setup, Up
+from baton.node.ranks.stopped import StoppedFor
+from baton.security.roles import Role
+from baton.settings.config import NodeSettings
+from baton.settings.environment import child_environment
+
+log = logging.getLogger("baton")
+
+_END_TIMEOUT_S = 5.0
+# A rank's connections break up to this long before the parent sees that its process has ended.
+_EXPLAINED_S = 1.0
+# Killed processes are waited for, so that their memory is free when this one ends; one in a driver's call may stay.
+_REAP_S = 1.0
+# Requests get this long to fail once the node cannot go on: `baton.node.process` takes up to 2 s for it.
+_FAIL_S = 3.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank above 0.
+
+    Attributes:
+        popen: None: it runs on another host.
+        calls, steps: this process's ends of the two connections to it. `steps` also carries `Setup`, and back `Up` and
+            a `Fault`.
+        answers: to the `Setup`; None: the rank has ended.
+        heard: set once everything that the rank has sent is taken, and it has ended.
+    """
+
+    rank: int
+    popen: subprocess.Popen[bytes] | None
+    calls: socket.socket
+    steps: Connection
+    answers: "SimpleQueue[Up | None]" = field(default_factory=SimpleQueue)
+    heard: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def place(self) -> str:
+        return f"rank {self.rank} of another host" if self.popen is None else f"rank {self.rank} (pid {self.popen.pid})"
+
+    def listen(self, on_fault: Callable[[Fault], None]) -> None:
+        """On a thread of its own: takes what the rank sends until it is gone."""
+        with suppress(EOFError, OSError):
+            while True:
+                message: Up | Fault = self.steps.recv()
+                if isinstance(message, Up):
+                    self.answers.put(message)
+                else:
+                    # The ranks of one host have one model and one set of settings.
+                    ours = message.setting is not None and self.popen is not None
+                    on_fault(message if ours else message.within(self.place))
+        self.answers.put(None)
+        self.heard.set()
+
+    def close(self) -> None:
+        """Lets the rank end. Whoever listens to it does so until then."""
+        with socket.socket(fileno=os.dup(self.steps.fileno())) as steps, suppress(OSError):
+            steps.shutdown(socket.SHUT_WR)
+        self.calls.close()
+
+
+class RankGroup:
+    """The workers of this process. Made by `start_ranks`."""
+
+    def __init__(self, settings: NodeSettings, program: str, role: Role) -> None:
+        self.size = settings.tensor_parallel_size
+        self.workers: tuple[Worker, ...] = ()
+        self._settings, self._program, self._role = settings, program, role
+        self._hosts = Hosts.of(settings)
+        self._lock, self._ended = threading.Lock(), threading.Lock()
+        self._failed = threading.Event()
+        self._fault: Fault | None = None
+        self._on_failure: Callable[[str], None] | None = None
+        self._ending = self._loaded = False
+        self._gate: subprocess.Popen[bytes] | None = None
+        # A file without a name in any folder: nothing is left of it, however the processes end.
+        self._store_descriptor = os.memfd_create("baton-ranks")
+        self._meeting = Meeting(Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}"))
+
+    def start(self) -> None:
+        """Starts the ranks of this host, and the gate for those of others."""
+        for rank in self._hosts.local[1:]:
+            worker = self._start(rank, self._settings)
+            self.workers = (*self.workers, worker)
+            self._in_thread(f"rank-{rank}", self._watch, worker)
+        if self._hosts.leader is not None:
+            self._store, self._meeting = serve_store(self._hosts.leader.host.strip("[]"))
+            self.workers = (*self.workers, *self._open_gate())
+        for worker in self.workers:
+            self._in_thread(f"from-rank-{worker.rank}", worker.listen, self._fail)
+            with suppress(OSError):  # it has ended, as `_watch` sees
+                worker.steps.send(Setup(self._settings, self._program, worker.rank, self._meeting))
+        if self._hosts.local[1:]:
+            self._in_thread("stopped-ranks", self._watch_stopped)
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Sets who gets the first failure, on any thread; from now on it no longer ends the process at once."""
+        with self._lock:
+            self._on_failure = callback
+            fault = self._fault
+        if fault is not None:
+            callback(fault.line)
+
+    def fail(self, reason: str) -> None:
+        """Ends the node, which cannot go on, for this reason. Only the first call counts; any thread may call it."""
+        self._fail(Fault(reason))
+
+    def fail_unless_explained(self, reason: str) -> None:
+        """As `fail`, unless a rank's end is noticed shortly after: then that is the reason."""
+        if not self._failed.wait(_EXPLAINED_S):
+            self.fail(reason)
+
+    def abandon(self, reason: str) -> NoReturn:
+        """Ends this process and all ranks at once, for the first reason if there is one: threads may wait for a GPU
+        forever."""
+        self._abandon(self._fault or Fault(reason))
+
+    def end_with(self, error: BaseException) -> NoReturn:
+        """As `abandon`, with an error as the reason."""
+        fault = Fault.of(error)
+        # Connections, torch and calls raise such errors when a rank is gone.
+        if self.size > 1 and fault.lines and isinstance(error, EOFError | OSError | RuntimeError | Draining):
+            self._failed.wait(_EXPLAINED_S)
+        self._abandon(self._fault or fault)
+
+    @contextmanager
+    def ending_at_errors(self) -> Iterator[None]:
+        """An error of the block ends the node before anything around the block is closed, which may wait for ranks."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.end_with(error)
+
+    def meeting_place(self) -> Meeting:
+        """Where the ranks find each other. Returns when all of them are about to: unlike torch's own wait, this one
+        ends with a signal.
+
+        Raises:
+            EOFError: a rank has ended.
+            ConfigError: one does not come.
+        """
+        wait_for_ranks(self.workers, within_s=JOIN_S)
+        return self._meeting
+
+    def loaded(self) -> None:
+        """All ranks have found each other and loaded their parts of the model."""
+        self._loaded = True
+
+    def end(self) -> None:
+        """Lets the workers end; kills those that do not, and those that still load."""
+        self._end_once()
+        for worker in self.workers:
+            worker.close()
+        self._reap(_END_TIMEOUT_S if self._loaded else 0.0)
+        self._kill()
+        self._reap(_REAP_S)
+        os.close(self._store_descriptor)
+
+    # ---- faults
+
+    def _fail(self, fault: Fault) -> None:
+        with self._lock:
+            if self._ending or self._fault is not None:
+                return
+            self._fault = fault
+            self._failed.set()
+            callback = self._on_failure
+        if callback is None:
+            self._abandon(fault)
+        timer = threading.Timer(_FAIL_S, self._give_up)
+        timer.daemon = True
+        timer.start()
+        callback(fault.line)
+
+    def _give_up(self) -> None:
+        """The event loop, which was to end the node, is stuck."""
+        assert self._fault is not None
+        if not self._ending:
+            self._abandon(self._fault)
+
+    def _abandon(self, fault: Fault) -> NoReturn:
+        self._end_once()
+        exit_within(_REAP_S + END_S)
+        self._kill()  # first, so that no rank reports what the end of another one breaks
+        fault.log(self._program)
+        self._reap(_REAP_S)
+        exit_at_once(fault.exit_code)
+
+    def _end_once(self) -> None:
+        """Returns to the thread that ends the group; all others wait for the end of the process."""
+        self._ending = True
+        if not self._ended.acquire(blocking=False):
+            threading.Event().wait()
+
+    # ---- processes
+
+    def _start(self, rank: int, settings: NodeSettings) -> Worker:
+        (calls, their_calls), (our_steps, their_steps) = socket.socketpair(), socket.socketpair()
+        with their_calls, their_steps:
+            descriptors = their_calls.fileno(), their_steps.fileno()
+            popen = _spawn(worker_command(*descriptors, model=settings.model), descriptors)
+        return Worker(rank, popen, calls, Connection(our_steps.detach()))
+
+    def _open_gate(self) -> list[Worker]:
+        """The ranks of other hosts, which may not have come yet."""
+        pairs = {(rank, name): socket.socketpair() for rank in self._hosts.remote for name in CHANNELS}
+        control, their_control = socket.socketpair()
+        theirs = {place: end.fileno() for place, (_, end) in pairs.items()}
+        descriptors = (their_control.fileno(), *theirs.values())
+        self._gate = _spawn(child_command("baton.node.ranks.gate", their_control.fileno()), descriptors)
+        for end in (their_control, *(end for _, end in pairs.values())):
+            end.close()
+        reports = Connection(control.detach())
+        self._in_thread("gate", self._watch_gate, reports)
+        with suppress(OSError):  # it has ended, as `_watch_gate` sees
+            reports.send(GateSetup(self._settings, self._program, self._role, theirs))
+        where = self._settings.leader_address
+        log.info("waiting for the ranks of %d other host(s) at %s", self._hosts.count - 1, where)
+        return [
+            Worker(rank, None, pairs[rank, "calls"][0], Connection(pairs[rank, "steps"][0].detach()))
+            for rank in self._hosts.remote
+        ]
+
+    def _in_thread(self, name: str, work: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+    def _watch(self, worker: Worker) -> None:
+        assert worker.popen is not None
+        code = worker.popen.wait()
+        worker.heard.wait(_EXPLAINED_S)  # a fault that it sent is the reason
+        self.fail(f"{worker.place} {how_ended(code)}: this node ends")
+
+    def _watch_stopped(self) -> None:
+        """Before they serve, ranks wait for each other, so one that is stopped stops all, for ever."""
+        popens = {worker.popen.pid: worker for worker in self.workers if worker.popen is not None}
+        stopped = StoppedFor(popens)
+        while self._on_failure is None and not self._ending:
+            if (pid := stopped.first()) is not None:
+                self.fail(f"{popens[pid].place} is stopped by a signal (SIGSTOP) before it serves: this node ends")
+            time.sleep(stopped.INTERVAL_S)
+
+    def _watch_gate(self, reports: Connection) -> None:
+        while True:
+            try:
+                report: GateReport = reports.recv()
+            except (EOFError, OSError):
+                self.fail("the process that carries the ranks of other hosts has ended: this node ends")
+                return
+            match report:
+                case Joined(rank, host):
+                    log.info("rank %d joined from %s", rank, host)
+                case Lost(rank, host, why):
+                    self._of(rank).heard.wait(_EXPLAINED_S)
+                    self.fail(f"rank {rank} on host {host} is gone ({why}): this node ends")
+                case Failed(error):
+                    self._fail(Fault.of(error))
+
+    def _of(self, rank: int) -> Worker:
+        return next(worker for worker in self.workers if worker.rank == rank)
+
+    def _children(self) -> list[subprocess.Popen[bytes]]:
+        popens = [worker.popen for worker in self.workers] + [self._gate]
+        return [popen for popen in popens if popen is not None]
+
+    def _kill(self) -> None:
+        for child in self._children():
+            child.kill()
+
+    def _reap(self, within_s: float) -> None:
+        """Waits for the end of the children."""
+        deadline_s = time.monotonic() + within_s
+        for child in self._children():
+            try:
+                child.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.debug("process %d of this node does not end", child.pid)
+
+
+def wait_for_ranks(workers: Iterable[Worker], *, within_s: float) -> None:
+    """Returns when every rank has answered its `Setup`.
+
+    Raises:
+        EOFError: a rank has ended.
+        ConfigError: one does not come in time.
+    """
+    deadline_s = time.monotonic() + within_s
+    for worker in workers:
+        try:
+            answer = worker.answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except Empty:
+            raise ConfigError(
+                f"{worker.place} has not come within {within_s:g} s",
+                field="num_hosts",
+                cure="start all hosts of the node; see their logs",
+            ) from None
+        if answer is None:
+            raise EOFError(f"{worker.place} has ended")
+
+
+def _spawn(command: list[str], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, env=child_environment())
+
+
+@contextmanager
+def start_ranks(settings: NodeSettings, program: str, role: Role) -> Iterator[RankGroup]:
+    """Starts the ranks above 0 as child processes; a node of one rank has none. They load their parts of the model
+    while the caller loads its own. They end with this context, and with this process, however it ends; those of other
+    hosts too, which come by themselves. An error of the context ends this process."""
+    group = RankGroup(settings, program, role)
+    try:
+        group.start()
+        yield group
+    except BaseException as error:  # noqa: BLE001
+        group.end_with(error)
+    group.end()

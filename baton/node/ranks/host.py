@@ -1,0 +1,242 @@
+"""The life of a host above 0: its ranks join host 0, compute, and end with it. It serves no requests, only its health.
+
+Its ranks are child processes with plain sockets; this process carries their bytes to host 0 and back.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+import time
+from pathlib import Path
+
+from baton import __version__
+from baton.core.errors import BatonError, ConfigError, PeerRefused
+from baton.core.ready_file import write_ready_file
+from baton.core.supervisor import Supervisor
+from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line
+from baton.node.ranks.child import child_command
+from baton.node.ranks.hosts import JOIN_S, Hosts
+from baton.node.ranks.messages import CHANNELS
+from baton.node.ranks.stopped import StoppedFor
+from baton.rpc.server import GrpcServer
+from baton.security.peers import PeerTls
+from baton.settings.config import NodeSettings
+from baton.settings.environment import child_environment
+
+log = logging.getLogger("baton")
+
+_RETRY_S = 0.5
+_LOG_EVERY_S = 30.0
+# After host 0 or a rank is gone, ranks end by themselves within that time, unless they load or wait for a GPU.
+_END_S = 3.0
+# Killed ranks are waited for; one in a driver's call may stay.
+_REAP_S = 1.0
+
+
+async def run_host(
+    settings: NodeSettings,
+    model: Path,
+    hosts: Hosts,
+    tls: PeerTls,
+    server: GrpcServer,
+    services: tuple[str, ...],
+    supervisor: Supervisor,
+) -> int:
+    """Runs this host's ranks until they have ended.
+
+    Args:
+        model: directory of the model on this host.
+        server: for health; ready once the ranks have joined.
+
+    Returns:
+        The exit code: 0 if host 0 ended in order.
+
+    Raises:
+        ConfigError: host 0 refuses this host, or does not answer.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with server:
+        await server.start(services)
+        supervisor.report("joining", address=server.address)
+        joining = asyncio.create_task(_join(settings, hosts, tls), name="join")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            return 0
+        ranks = await joining
+        assert hosts.leader is not None
+        log.info(
+            "ranks %d to %d joined host 0 at %s:%d",
+            hosts.local[0], hosts.local[-1], hosts.leader.host, hosts.leader.port,
+        )  # fmt: skip
+        await server.set_ready(ready=True)
+        write_ready_file(settings.ready_file, address=server.address)
+        supervisor.report("ready", address=server.address)
+        return await _follow(settings, model, ranks, stopping)
+
+
+async def _join(settings: NodeSettings, hosts: Hosts, tls: PeerTls) -> dict[int, dict[str, Stream]]:
+    """The connections of each local rank, by channel."""
+    leader = hosts.leader
+    assert leader is not None
+    where = f"{leader.host}:{leader.port}"
+    deadline, next_log_s = time.monotonic() + JOIN_S, time.monotonic()
+    joined: dict[int, dict[str, Stream]] = {rank: {} for rank in hosts.local}
+    for rank in hosts.local:
+        for channel in CHANNELS:
+            greeting = Greeting(__version__, rank, channel, settings.tensor_parallel_size, hosts.count)
+            while channel not in joined[rank]:
+                try:
+                    joined[rank][channel] = await _dial(leader.host.strip("[]"), leader.port, greeting, tls, settings)
+                except ssl.SSLCertVerificationError as error:
+                    message = f"host 0 at {where} has no certificate of a {tls.role}: {error.verify_message}"
+                    raise ConfigError(message, field="leader_address", value=where) from None
+                except OSError as error:
+                    now_s = time.monotonic()
+                    if now_s > deadline:
+                        message = f"host 0 does not answer at {where}: {why_silent(error)}"
+                        raise ConfigError(message, field="leader_address", value=where, cure="start it") from None
+                    if now_s >= next_log_s:
+                        next_log_s = now_s + _LOG_EVERY_S
+                        log.info("waiting for host 0 at %s: %s", where, why_silent(error))
+                    await asyncio.sleep(_RETRY_S)
+    return joined
+
+
+def why_silent(error: OSError) -> str:
+    """A timeout has no text of its own."""
+    return str(error) or "it accepts connections and says nothing"
+
+
+async def _dial(host: str, port: int, greeting: Greeting, tls: PeerTls, settings: NodeSettings) -> Stream:
+    """Raises:
+    OSError: nobody answers.
+    ConfigError: host 0 refuses.
+    """
+    async with asyncio.timeout(HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=tls.client, server_hostname=tls.name, ssl_shutdown_timeout=SHUTDOWN_S
+        )
+    stream = Stream(reader, writer)
+    try:
+        if not tls.admits(writer.get_extra_info("peercert")):
+            raise PeerRefused(f"its certificate is not one of a {tls.role}")
+        writer.write(greeting.to_line())
+        answer = await read_line(reader)
+        if "error" in answer:
+            raise PeerRefused(str(answer["error"]))
+    except BatonError as error:
+        await stream.close()
+        message = f"this host cannot join host 0 at {host}:{port}: {error.message}"
+        raise ConfigError(message, field="host_rank", value=settings.host_rank, cure=error.cure) from None
+    notice_loss(stream, within_s=settings.keepalive_s)
+    return stream
+
+
+async def _follow(
+    settings: NodeSettings, model: Path, ranks: dict[int, dict[str, Stream]], stopping: "asyncio.Task[bool]"
+) -> int:
+    carried: list[asyncio.Task[str]] = []
+    loaded = asyncio.Event()  # a rank's first answer to a call comes once it has loaded its part of the model
+    workers: dict[int, asyncio.subprocess.Process] = {}
+    for rank, streams in ranks.items():
+        ends = []
+        for channel in CHANNELS:
+            ours, theirs = socket.socketpair()
+            ends.append(theirs)
+            heard = loaded if channel == "calls" else None
+            carrying = carry(await Stream.over(ours), streams[channel], heard=heard)
+            carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
+        descriptors = [end.fileno() for end in ends]
+        workers[rank] = await asyncio.create_subprocess_exec(
+            *worker_command(*descriptors, model=model),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=child_environment(),
+        )
+        for end in ends:
+            end.close()
+    waits = {asyncio.create_task(worker.wait(), name=f"wait-{rank}"): rank for rank, worker in workers.items()}
+    stopped = asyncio.create_task(_stopped_while_loading(workers, loaded), name="stopped-ranks")
+    try:
+        await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done() and not any(task.done() for task in (*waits, *carried)):
+            # All hosts of a node are told to end together; host 0 drains first.
+            log.info("asked to end: waiting for host 0 to drain")
+            await asyncio.wait(
+                [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        if stopped.done():
+            log.error("%s: this host's ranks end, and with them the node", stopped.result())
+            return 1
+        return await explain_end(waits, carried)
+    finally:
+        stopped.cancel()
+        for worker in workers.values():
+            if worker.returncode is None:
+                worker.kill()
+        await asyncio.wait(waits, timeout=_REAP_S)
+        for task in carried:
+            task.cancel()
+
+
+async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]", loaded: asyncio.Event) -> str:
+    """Returns when a rank is stopped while all wait for each other; never once they have loaded."""
+    ranks = {worker.pid: rank for rank, worker in workers.items()}
+    stopped = StoppedFor(ranks)
+    while True:
+        if not loaded.is_set() and (pid := stopped.first()) is not None:
+            return f"rank {ranks[pid]} (pid {pid}) is stopped by a signal (SIGSTOP) before it serves"
+        await asyncio.sleep(stopped.INTERVAL_S)
+
+
+async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
+    """Waits a moment for all ranks to end, after the first of them or a connection has; returns the exit code."""
+    # What has ended first explains the rest.
+    lost = next((task.result() for task in carried if task.done() and task.result()), "")
+    if not lost and (failed := await _first_failed(waits)) is not None:
+        log.error(
+            "rank %d %s: this host's ranks end, and with them the node", waits[failed], how_ended(failed.result())
+        )
+        return 1
+    if lost:
+        await asyncio.wait(waits, timeout=_END_S)
+    if all(task.done() and task.result() == 0 for task in waits):
+        log.info("host 0 has ended, and this host's ranks with it")
+        return 0
+    log.error("host 0 is gone (%s): this host's ranks end", lost or "no answer")
+    return 1
+
+
+async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[int] | None":
+    """Waits a moment, because a rank's connections break before its end is known."""
+    waiting, deadline_s = set(waits), time.monotonic() + _END_S
+    while waiting:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if failed := next((task for task in done if task.result() != 0), None):
+            return failed
+        if not done:
+            break
+    return None
+
+
+def how_ended(code: int) -> str:
+    """What became of a process with this exit code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def worker_command(calls: int, steps: int, *, model: Path) -> list[str]:
+    """Starts a rank above 0 as a child of this process.
+
+    Args:
+        calls, steps: numbers of the inherited sockets.
+        model: directory of the model on this host.
+    """
+    return child_command("baton.node.ranks.worker", calls, steps, model)

@@ -1,0 +1,234 @@
+"""The messages between the processes of one node, apart from engine steps: plain records, one for each verb."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from baton.core.errors import BatonError, ConfigError
+from baton.security.roles import Role
+from baton.settings.config import NodeSettings
+from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.link import LinkSpeed
+from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.segments import Segment
+
+T = TypeVar("T")
+
+CHANNELS = ("calls", "steps")  # of each rank above 0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks find each other.
+
+    Attributes:
+        file: that all ranks see and that no other group has used; None: they meet at a store of rank 0's.
+        host, port: of that store.
+    """
+
+    file: Path | None
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a rank above 0.
+
+    Attributes:
+        settings: rank 0's, which all ranks go by.
+        program: the node's, for log lines.
+    """
+
+    settings: NodeSettings
+    program: str
+    rank: int
+    meeting: Meeting
+
+
+@dataclass(frozen=True)
+class Up:
+    """The answer to a `Setup`: the rank is about to meet the others. A `baton.node.fault.Fault` may follow, if it
+    ends."""
+
+
+# ---- between rank 0 and its gate
+
+
+@dataclass(frozen=True)
+class GateSetup:
+    """The first message to the gate.
+
+    Attributes:
+        ends: numbers of the inherited sockets, by rank and channel.
+    """
+
+    settings: NodeSettings
+    program: str
+    role: Role
+    ends: dict[tuple[int, str], int]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank is connected."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was connected is gone."""
+
+    rank: int
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The gate cannot be opened."""
+
+    error: ConfigError
+
+
+GateReport = Joined | Lost | Failed
+
+
+# ---- verbs
+
+
+class Verb(Generic[T]):
+    """A verb of `kvtransfer.rank_transfer.RankTransfer`, answered with a T. Fields are the verb's arguments."""
+
+
+@dataclass(frozen=True)
+class Listen(Verb[bytes]):
+    peer: int
+
+
+@dataclass(frozen=True)
+class Connect(Verb[None]):
+    peer: int
+    address: bytes
+    message_bytes: int | None
+    group: int | None
+    conversion: KVConversion | None
+    incarnation: int
+    sealed: bool
+
+
+@dataclass(frozen=True)
+class Disconnect(Verb[tuple[int, ...]]):
+    peer: int
+
+
+@dataclass(frozen=True)
+class SendWarmUp(Verb[WarmUp]):
+    peer: int
+    sender_number: int
+
+
+@dataclass(frozen=True)
+class AwaitWarmUp(Verb[LinkMeasure]):
+    peer: int
+    messages: int
+    bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class UseLink(Verb[None]):
+    peer: int
+    link: LinkSpeed
+
+
+@dataclass(frozen=True)
+class Send(Verb[tuple[Segment, ...]]):
+    job: SendJob
+
+
+@dataclass(frozen=True)
+class Quiet(Verb[None]):
+    peer: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class OpenLease(Verb[None]):
+    lease: LeaseGrant
+
+
+@dataclass(frozen=True)
+class CloseLease(Verb[LeaseTotals]):
+    number: int
+
+
+@dataclass(frozen=True)
+class Reopen(Verb[None]):
+    incarnation: int
+    receive_bytes_per_s: float | None
+
+
+# ---- from rank 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Open the KV transfer. The answer has the same number."""
+
+    number: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Perform a verb. The answer has the same number."""
+
+    number: int
+    verb: Verb[Any]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The caller of that number no longer waits."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the KV transfer, and end."""
+
+
+# ---- to rank 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a call, or of `Start`."""
+
+    number: int
+    result: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Sent once a second: the rank's counters and, if its transfer thread is stuck, the thread's stack."""
+
+    counters: TransferCounters
+    stuck: str
+
+
+@dataclass(frozen=True)
+class LinkFailed:
+    """The link to a peer has broken."""
+
+    peer: int
+    error: BatonError
+
+
+Report = Answer | LeaseTotals | SegmentRefused | LinkFailed | Heartbeat

@@ -1,0 +1,217 @@
+"""The KV transfer of another rank, for the node's own process: sends calls, receives answers and lease events."""
+
+import asyncio
+import itertools
+import socket
+import time
+from typing import Any, TypeVar
+
+from baton.core.errors import Draining
+from baton.node.ranks.channel import Channel
+from baton.node.ranks.messages import (
+    Answer,
+    AwaitWarmUp,
+    Call,
+    Cancel,
+    Close,
+    CloseLease,
+    Connect,
+    Disconnect,
+    Heartbeat,
+    LinkFailed,
+    Listen,
+    OpenLease,
+    Quiet,
+    Reopen,
+    Report,
+    Send,
+    SendWarmUp,
+    Start,
+    UseLink,
+    Verb,
+)
+from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.link import LinkSpeed
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
+from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.segments import Segment
+
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class RemoteTransfer(RankTransfer):
+    """The verbs of `RankTransfer`, performed by another process.
+
+    Calls to a rank that is gone raise `Draining`, except closing a lease, quiet and disconnect: these succeed, because
+    such a rank no longer reads or writes anything.
+
+    Args:
+        calls: the socket to that rank, which this object closes.
+        incarnation: of the node.
+    """
+
+    def __init__(
+        self, rank: int, calls: socket.socket, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+    ) -> None:
+        self._rank = rank
+        self._calls = calls
+        self._incarnation = incarnation
+        self._on_filled = on_filled
+        self._on_refused = on_refused
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._on_link_failed: OnLinkFailed | None = None
+        self._channel: Channel | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._gone = False
+        self._heartbeat = Heartbeat(TransferCounters({}, {}), "")
+        self._heartbeat_s = time.monotonic()
+
+    def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:  # noqa: ARG002
+        """A rank that cannot go on ends its process, which `RankGroup` notices."""
+        self._on_link_failed = on_link_failed
+
+    async def start(self) -> None:
+        """Returns when the rank has loaded its part of the model and its transfer is open."""
+        self._channel = await Channel.over(self._calls)
+        self._reader = asyncio.create_task(self._read(self._channel), name=f"rank-{self._rank}")
+        number, future = self._expect()
+        self._channel.send(Start(number, self._incarnation))
+        await future
+        self._heartbeat_s = time.monotonic()
+
+    async def close(self) -> None:
+        """Asks the rank to end. Returns when it has ended, or after a timeout."""
+        if self._channel is None or self._reader is None:
+            return
+        self._channel.send(Close())
+        await asyncio.wait([self._reader], timeout=_CLOSE_TIMEOUT_S)
+        self._reader.cancel()
+        await self._channel.close()
+
+    async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
+        await self._ask(Reopen(incarnation, receive_bytes_per_s))
+
+    async def listen(self, peer: int) -> bytes:
+        return await self._ask(Listen(peer))
+
+    async def connect(
+        self,
+        peer: int,
+        address: bytes,
+        *,
+        message_bytes: int | None = None,
+        group: int | None = None,
+        conversion: KVConversion | None = None,
+        incarnation: int = 0,
+        sealed: bool = False,
+    ) -> None:
+        await self._ask(Connect(peer, address, message_bytes, group, conversion, incarnation, sealed))
+
+    async def disconnect(self, peer: int) -> tuple[int, ...]:
+        return await self._ask_unless_gone(Disconnect(peer), ())
+
+    async def warm_up(self, peer: int, sender_number: int) -> WarmUp:
+        return await self._ask(SendWarmUp(peer, sender_number))
+
+    async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure:
+        return await self._ask(AwaitWarmUp(peer, messages, bytes, timeout_s))
+
+    async def use_link(self, peer: int, link: LinkSpeed) -> None:
+        await self._ask(UseLink(peer, link))
+
+    async def send(self, job: SendJob) -> tuple[Segment, ...]:
+        return await self._ask(Send(job))
+
+    async def quiet(self, peer: int, lease: int) -> None:
+        await self._ask_unless_gone(Quiet(peer, lease), None)
+
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
+        return asyncio.shield(self._post(OpenLease(lease))[1])
+
+    async def close_lease(self, number: int) -> LeaseTotals:
+        return await self._ask_unless_gone(CloseLease(number), LeaseTotals(number, 0, 0, 0.0))
+
+    def counters(self) -> TransferCounters:
+        """At most a second old."""
+        return self._heartbeat.counters
+
+    def stuck(self, *, after_s: float) -> str:
+        if self._gone:
+            return f"rank {self._rank} is gone"
+        silent_s = time.monotonic() - self._heartbeat_s
+        if silent_s > after_s:
+            return f"rank {self._rank} has sent nothing for {silent_s:.0f} s"
+        return f"rank {self._rank}: {self._heartbeat.stuck}" if self._heartbeat.stuck else ""
+
+    # ---- calls
+
+    async def _ask(self, verb: Verb[T]) -> T:
+        number, future = self._post(verb)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._send(Cancel(number))
+            raise
+
+    async def _ask_unless_gone(self, verb: Verb[T], otherwise: T) -> T:
+        try:
+            return await self._ask(verb)
+        except Draining:
+            return otherwise
+
+    def _post(self, verb: Verb[T]) -> "tuple[int, asyncio.Future[T]]":
+        number, future = self._expect()
+        if self._gone:
+            future.set_exception(self._is_gone())
+        else:
+            self._send(Call(number, verb))
+        return number, future
+
+    def _expect(self) -> tuple[int, asyncio.Future[Any]]:
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        return number, future
+
+    def _send(self, message: Call | Cancel) -> None:
+        assert self._channel is not None, "start comes first"
+        self._channel.send(message)
+
+    def _is_gone(self) -> Draining:
+        return Draining(f"rank {self._rank} is gone, so the node ends", cure="send the request to another node")
+
+    # ---- reports
+
+    async def _read(self, channel: Channel) -> None:
+        try:
+            while True:
+                self._take(await channel.receive())
+        except EOFError:
+            self._gone = True
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(self._is_gone())
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Answer(number=number, result=result, error=error):
+                future = self._waiting.get(number)
+                if future is None or future.done():
+                    return  # it was cancelled
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+            case LeaseTotals():
+                self._on_filled(report)
+            case SegmentRefused():
+                self._on_refused(report)
+            case LinkFailed(peer=peer, error=error):
+                if self._on_link_failed is not None:
+                    self._on_link_failed(peer, error)
+            case Heartbeat():
+                self._heartbeat, self._heartbeat_s = report, time.monotonic()

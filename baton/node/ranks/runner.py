@@ -1,0 +1,84 @@
+"""The runner of a node of several ranks: every step goes to all of them, and rank 0's results count."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from baton.core.types import PromptLogprob
+from baton.engine.batch import Batch, RowResult
+from baton.engine.device.launched_step import LaunchedStep
+from baton.engine.device.layer_marks import OnMark
+from baton.engine.device.runner import ModelRunner
+from baton.engine.request import ModelFacts
+from baton.models.adapters.adapter import Adapter
+from baton.models.layers.expert_counts import FetchedCounts
+from baton.node.ranks.steps import StepWriter
+
+
+class RankedRunner:
+    """Has the part of `ModelRunner`'s interface that an engine uses.
+
+    Args:
+        runner: of rank 0.
+        steps: to the other ranks.
+        on_failure: called on any thread when a step failed here. The other ranks may be in the middle of it, so no
+            further step can be computed; the caller of `launch` or `wait` then waits for the end of the process.
+    """
+
+    def __init__(self, runner: ModelRunner, steps: StepWriter, *, on_failure: Callable[[str], None]) -> None:
+        self._runner = runner
+        self._steps = steps
+        self._on_failure = on_failure
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._runner.facts
+
+    def prepare(self) -> None:
+        self._steps.prepare()
+        self._runner.prepare()
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        try:
+            self._steps.load_adapter(slot, adapter)
+            self._runner.load_adapter(slot, adapter)
+        except Exception as error:  # noqa: BLE001  the ranks may have different adapters now
+            self._fail(error)
+
+    def fetch_expert_counts(self) -> FetchedCounts | None:
+        """Rank 0's: every rank counts the tokens of all."""
+        return self._runner.fetch_expert_counts()
+
+    def launch(self, batch: Batch, on_mark: OnMark) -> "RankedStep":
+        try:
+            self._steps.launch(batch)
+            return RankedStep(self._runner.launch(batch, on_mark), self._fail)
+        except Exception as error:  # noqa: BLE001  after any error, the ranks are not in step any more
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._on_failure(f"an engine step failed: {type(error).__name__}: {error}")
+        threading.Event().wait()
+        raise AssertionError("the event is never set")
+
+
+class RankedStep:
+    """A step that was launched on all ranks."""
+
+    def __init__(self, step: LaunchedStep, fail: Callable[[Exception], NoReturn]) -> None:
+        self._step = step
+        self._fail = fail
+
+    def wait(self) -> list[RowResult]:
+        try:
+            return self._step.wait()
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(error)
+
+    @property
+    def seconds(self) -> float:
+        return self._step.seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        return self._step.scores

@@ -1,0 +1,49 @@
+"""What a role adds to a node: its services, its part of the status, and how it drains."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.node.assembly import Node
+from baton.protos.v1 import node_pb2
+from baton.settings.config import NodeSettings
+
+
+class Role(Protocol):
+    """One role of one node, from its start to `close`."""
+
+    @property
+    def servicers(self) -> Mapping[str, object]:
+        """The role's services by name."""
+
+    def fill_status(self, status: node_pb2.NodeStatus) -> None:
+        """Adds peers, leases and refusals to a status."""
+
+    def knows(self, request_id: str) -> bool:
+        """Whether this request of the engine is one of the role's."""
+
+    def leases(self) -> Mapping[str, int]:
+        """How many leases there are by state; empty: the role gives none."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are still running."""
+
+    def stop_admission(self) -> None:
+        """Refuses new requests with `Draining` from now on."""
+
+    async def close(self) -> None:
+        """Ends what still runs, with a typed error for each; returns when nothing is held."""
+
+
+@dataclass(frozen=True)
+class RoleKind:
+    """A role that a node can have.
+
+    Args:
+        settings: their class.
+        make: makes it on a node from settings of that class. Its drivers call `Node.listen`.
+    """
+
+    settings: type[NodeSettings]
+    make: Callable[[Node, Any], Role]

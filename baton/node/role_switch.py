@@ -1,0 +1,246 @@
+"""The role of a node process now, and its change to another one while the process runs.
+
+The engine with its weights, cache and graphs stays. The role's part, which is everything that other processes know of
+it, ends after a drain, and is made anew under a new incarnation: so no lease, pair, ticket or cached knowledge of the
+old role is valid in the new one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from baton.core.errors import BatonError, ConfigError, Draining, InternalError, InvalidRequest, Overloaded
+from baton.metrics.declared import SwitchOutcome
+from baton.node.assembly import Node
+from baton.node.cache_events import CacheEvents
+from baton.node.metrics import NodeMetrics
+from baton.node.role import Role, RoleKind
+from baton.node.role_services import RoleServices
+from baton.node.waiting import until
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_pb2 as pb
+from baton.rpc.convert import role_name
+from baton.rpc.secure_server import check_certificate
+from baton.security import roles as certified
+from baton.settings.config import NodeSettings
+from baton.settings.reader import in_role
+
+log = logging.getLogger("baton")
+
+GRACE_S = 2.0
+_GRACE_S_MAX = 1e9
+# For streams and links to end after the role has; they need milliseconds.
+_END_S = 10.0
+_PROGRESS_EVERY_S = 0.1
+
+_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
+_DRAINING, _CHANGING, _DONE = pb.SWITCH_PHASE_DRAINING, pb.SWITCH_PHASE_CHANGING, pb.SWITCH_PHASE_DONE
+
+
+class RoleSwitch:
+    """Everything of a node that follows its role. Used on the event loop.
+
+    Args:
+        kinds: the roles that the node can have.
+        services: of the node's server.
+        stop: set when the process is to end: then no switch begins, and one that drains is given up.
+        on_failure: called with the reason when a switch has failed halfway, so that the process must end.
+
+    Attributes:
+        role: its role now; while it changes, the old one.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        role: Role,
+        kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+        *,
+        services: RoleServices,
+        stop: asyncio.Event,
+        on_failure: Callable[[str], None],
+        on_switched: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.role = role
+        self.services = services
+        self.cache = CacheEvents(node.engine.prefix_cache, incarnation=node.incarnation)
+        self._node = node
+        self._kinds = kinds
+        self._stop = stop
+        self._on_failure = on_failure
+        self._on_switched = on_switched
+        self._clock = clock
+        self._changed_s = clock()
+        self._began_s = 0.0
+        self._phase: pb.SwitchPhase.ValueType = pb.SWITCH_PHASE_UNSPECIFIED
+        self._next: common_pb2.Role.ValueType | None = None
+        self._switching: asyncio.Task[None] | None = None
+        self._settings: dict[common_pb2.Role.ValueType, NodeSettings] = {node.role: node.settings}
+        self._outcomes = dict.fromkeys(SwitchOutcome, 0)
+        self._serve()
+
+    def status(self) -> pb.NodeStatus:
+        message = self._node.status(draining=self._stop.is_set() or self._next is not None)
+        self.role.fill_status(message)
+        if self._next is not None:
+            message.next_role = self._next
+        return message
+
+    async def metrics_page(self, names: frozenset[str] = frozenset()) -> bytes:
+        return await self._metrics.page(names)
+
+    async def settle(self) -> None:
+        """Returns when no switch is under way; after `stop`, soon."""
+        if self._switching is not None:
+            await asyncio.wait([self._switching])
+
+    async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[pb.SwitchRoleResponse]:
+        """Begins a switch, or follows the one to the same role that is under way; yields how far it is until it is
+        done. It goes on when the caller leaves.
+
+        Raises:
+            InvalidRequest: there is no such role, or this node's settings or certificate do not allow it.
+            Overloaded: it is switching to another role, or has its role for too short a time.
+            Draining: the process is ending.
+        """
+        try:
+            switching = self._begin(request)
+        except BatonError as error:
+            self._outcomes[SwitchOutcome.REFUSED] += 1
+            log.warning("the switch to role %s is refused: %s", role_name(request.role), error)
+            raise
+        if switching is None:
+            yield pb.SwitchRoleResponse(phase=_DONE, info=self._node.info)
+            return
+        began_s = self._began_s
+        while not switching.done():
+            left = self._node.engine.load()
+            yield pb.SwitchRoleResponse(
+                phase=self._phase,
+                requests_left=left.requests_running + left.requests_waiting,
+                elapsed_s=self._clock() - began_s,
+            )
+            await asyncio.wait([switching], timeout=_PROGRESS_EVERY_S)
+        switching.result()  # or its error
+        yield pb.SwitchRoleResponse(phase=_DONE, elapsed_s=self._changed_s - began_s, info=self._node.info)
+
+    # ---- whether it may
+
+    def _begin(self, request: pb.SwitchRoleRequest) -> "asyncio.Task[None] | None":
+        """The switch, begun now or under way; None: the node has the role."""
+        grace_s = self._check(request)
+        wanted = request.role
+        if self._next is None:
+            if wanted == self._node.role:
+                return None
+            self._refuse_early(request.dwell_s)
+            settings = self._settings_for(wanted)
+            self._began_s, self._phase, self._next = self._clock(), _DRAINING, wanted
+            self._switching = asyncio.create_task(self._run(wanted, settings, grace_s), name="switch-role")
+            # It has logged its error; that every caller has left must not log another one.
+            self._switching.add_done_callback(lambda task: task.exception())
+        elif wanted != self._next:
+            raise Overloaded(
+                f"{self._node.name} is switching to role {role_name(self._next)}", field="role",
+                value=role_name(wanted), cure="wait until it has", retry_after_s=GRACE_S,
+            )  # fmt: skip
+        return self._switching
+
+    def _check(self, request: pb.SwitchRoleRequest) -> float:
+        """Returns the grace."""
+        if request.role not in self._kinds:
+            raise InvalidRequest(
+                f"a node cannot have role {role_name(request.role)}", field="role", value=role_name(request.role),
+                allowed=tuple(role_name(role) for role in self._kinds),
+            )  # fmt: skip
+        grace_s = request.grace_s if request.HasField("grace_s") else GRACE_S
+        for field, value in (("grace_s", grace_s), ("dwell_s", request.dwell_s)):
+            if not 0 <= value <= _GRACE_S_MAX:
+                allowed = (f"seconds from 0 to {_GRACE_S_MAX:.0f}",)
+                raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
+        if self._stop.is_set():
+            raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
+        return grace_s
+
+    def _refuse_early(self, dwell_s: float) -> None:
+        age_s = self._clock() - self._changed_s
+        if age_s < dwell_s:
+            raise Overloaded(
+                f"{self._node.name} has its role for {age_s:.0f} s", field="dwell_s", value=dwell_s,
+                retry_after_s=dwell_s - age_s,
+            )  # fmt: skip
+
+    def _settings_for(self, role: common_pb2.Role.ValueType) -> NodeSettings:
+        """Raises:
+        InvalidRequest: the settings or the certificate do not allow the role.
+        """
+        node = self._node
+        try:
+            check_certificate(node.settings, _CERTIFIED[role])
+        except ConfigError as error:
+            raise InvalidRequest(
+                f"{node.name} cannot take role {role_name(role)}: {error.message}", field="role", value=role_name(role),
+                cure="start the node with a certificate of role node, which is for both",
+            ) from None  # fmt: skip
+        try:
+            settings = self._settings.setdefault(role, in_role(node.settings, self._kinds[role].settings))
+            node.check(settings)
+        except ConfigError as error:
+            message = f"{node.name} cannot take role {role_name(role)}: {error.message}"
+            raise InvalidRequest(message, field="role", value=role_name(role), cure=error.cure) from None
+        return settings
+
+    # ---- the switch
+
+    async def _run(self, role: common_pb2.Role.ValueType, settings: NodeSettings, grace_s: float) -> None:
+        try:
+            await self._drain(role, grace_s)
+            await self._change(role, settings)
+        except Draining:
+            self._outcomes[SwitchOutcome.GIVEN_UP] += 1
+            log.info("the switch to role %s is given up: the process ends", role_name(role))
+            raise
+        except Exception as error:
+            log.exception("the switch to role %s failed", role_name(role))
+            self._on_failure(f"the switch to role {role_name(role)} failed: {error}")
+            if isinstance(error, BatonError):
+                raise
+            raise InternalError(f"the switch failed: {type(error).__name__}", cure="see the node's log") from error
+        finally:
+            self._next = None
+
+    async def _drain(self, role: common_pb2.Role.ValueType, grace_s: float) -> None:
+        """Raises:
+        Draining: the process is to end, so the role does not change any more.
+        """
+        log.info("switching to role %s, after at most %.3g s", role_name(role), grace_s)
+        self.role.stop_admission()
+        await until(lambda: not self.role.busy or self._stop.is_set(), timeout_s=grace_s)
+        if self._stop.is_set():
+            raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
+
+    async def _change(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
+        node, transfer = self._node, self._node.transfer
+        self._phase = _CHANGING
+        self.services.refuse()  # first: a call that came while the role is closed would leave something open
+        await self.role.close()
+        await self.services.end()
+        if not await until(lambda: not transfer.linked, timeout_s=_END_S):
+            raise InternalError("links of the old role did not end", cure="see the node's log")
+        await node.become(role, settings)
+        self.role = self._kinds[role].make(node, settings)
+        self.cache.renew(node.incarnation)
+        self._serve()
+        self._changed_s = self._clock()
+        self._outcomes[SwitchOutcome.DONE] += 1
+        self._on_switched()
+        log.info("a %s node now, after %.2f s: %s", role_name(role), self._changed_s - self._began_s, node.summary)
+
+    def _serve(self) -> None:
+        node, role = self._node, self.role
+        self._metrics = NodeMetrics(
+            node, status=self.status, leases=role.leases, knows=role.knows, switches=self._outcomes
+        )
+        self.services.serve(node.name, role.servicers)

@@ -1,0 +1,145 @@
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts. Messages come
+ready-made. It begins before the node can serve, so that others see how far its start is."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.core.errors import Draining
+from baton.core.types import AdapterRef
+from baton.node.cache_events import CacheEvents
+from baton.protos.v1 import node_pb2 as pb
+from baton.protos.v1 import node_pb2_grpc
+from baton.rpc.convert import adapter_to_proto, describe_loading
+
+SERVICE_NAME = "baton.v1.Node"
+
+_INTERVAL_S_MIN = 0.02
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """What the service needs of a node that serves.
+
+    Args:
+        status: returns the node's current status.
+        drain: begins a drain and returns at once; None means the configured grace.
+        switch: changes the node's role; yields how far it is.
+        cache: what the node's prefix cache has.
+        load_adapter: loads an adapter of this name from a directory.
+        unload_adapter: unloads the adapter of this name.
+        expert_load: reads the tokens of each expert.
+    """
+
+    status: Callable[[], pb.NodeStatus]
+    drain: Callable[[float | None], None]
+    switch: Callable[[pb.SwitchRoleRequest], AsyncIterator[pb.SwitchRoleResponse]]
+    cache: CacheEvents
+    load_adapter: Callable[[str, Path], Awaitable[AdapterRef]]
+    unload_adapter: Callable[[str], None]
+    expert_load: Callable[[], Awaitable[pb.GetExpertLoadResponse]]
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """The Node service of one node: of one that loads, until `serve`.
+
+    Args:
+        loading: returns the status of the node while it loads.
+    """
+
+    def __init__(self, loading: Callable[[], pb.NodeStatus]) -> None:
+        self._loading = loading
+        self._parts: NodeParts | None = None
+        self._closed = asyncio.Event()
+
+    def serve(self, parts: NodeParts) -> None:
+        """The node serves from now on."""
+        self._parts = parts
+
+    def close(self) -> None:
+        """Ends every stream."""
+        if self._parts is not None:
+            self._parts.cache.close()
+        self._closed.set()
+
+    @property
+    def _served(self) -> NodeParts:
+        """Raises:
+        Draining: the node does not serve yet.
+        """
+        if self._parts is None:
+            status = self._loading()
+            raise Draining(f"{status.info.name} is {describe_loading(status.loading)}", cure="try again when it serves")
+        return self._parts
+
+    def _status(self) -> pb.NodeStatus:
+        return self._loading() if self._parts is None else self._parts.status()
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.NodeStatus]
+    ) -> pb.NodeStatus:
+        return self._status()
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, pb.NodeStatus]
+    ) -> AsyncIterator[pb.NodeStatus]:
+        interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
+        last = None
+        while not self._closed.is_set():
+            # NOTE: a gateway of an older release would take a node that loads for one that serves another model.
+            if self._parts is not None or request.while_loading:
+                status = self._status()
+                if status != last:
+                    yield status
+                    last = status
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), interval_s)
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
+    ) -> pb.DrainResponse:
+        self._served.drain(request.grace_s if request.HasField("grace_s") else None)
+        return pb.DrainResponse()
+
+    async def SwitchRole(
+        self,
+        request: pb.SwitchRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchRoleRequest, pb.SwitchRoleResponse],
+    ) -> AsyncIterator[pb.SwitchRoleResponse]:
+        async for progress in self._served.switch(request):
+            yield progress
+
+    async def LoadAdapter(
+        self,
+        request: pb.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[pb.LoadAdapterRequest, pb.LoadAdapterResponse],
+    ) -> pb.LoadAdapterResponse:
+        loaded = await self._served.load_adapter(request.name, Path(request.path))
+        return pb.LoadAdapterResponse(adapter=adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self,
+        request: pb.UnloadAdapterRequest,
+        context: grpc.aio.ServicerContext[pb.UnloadAdapterRequest, pb.UnloadAdapterResponse],
+    ) -> pb.UnloadAdapterResponse:
+        self._served.unload_adapter(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def GetExpertLoad(
+        self,
+        request: pb.GetExpertLoadRequest,
+        context: grpc.aio.ServicerContext[pb.GetExpertLoadRequest, pb.GetExpertLoadResponse],
+    ) -> pb.GetExpertLoadResponse:
+        return await self._served.expert_load()
+
+    async def WatchCache(
+        self,
+        request: pb.WatchCacheRequest,
+        context: grpc.aio.ServicerContext[pb.WatchCacheRequest, pb.WatchCacheResponse],
+    ) -> AsyncIterator[pb.WatchCacheResponse]:
+        async for batch in self._served.cache.watch(request):
+            yield batch

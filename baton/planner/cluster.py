@@ -1,0 +1,306 @@
+"""A cluster in virtual time: the gateway's real choice, nodes of both roles, and the links between them. Pure.
+
+Equal arguments give equal results. Transports, faults and gateways' own time are not simulated: `hop_s` stands for what
+a request costs outside of its nodes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import Any
+
+from baton.core.types import LocalPolicy, Slo
+from baton.gateway.fleet.placement import Placement, Way, place
+from baton.gateway.fleet.prediction import prompt_s
+from baton.gateway.fleet.router import NodeView, Wanted
+from baton.load.goals import Goal
+from baton.load.workload import Planned
+from baton.planner.job import Job
+from baton.planner.known import Known
+from baton.planner.node import Node, NodeSpec
+
+Choose = Callable[[Sequence[NodeView], Sequence[NodeView], Wanted], Placement | None]
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Args:
+    policy: as the gateway's `--local-policy`.
+    also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
+    local_tokens: a decode node prefills prompts itself of which its cache lacks at most so many tokens.
+    link_bytes_per_s, link_latency_s: of each prefill node's sends.
+    hand_over_s: from the last byte on the link to the request's admission.
+    hop_s: from the client to the first node, and back with the first token, together.
+    report_s: how old a node's report may be when the gateway chooses.
+    events_s: until the gateway has a change of a prefix cache.
+    """
+
+    prefills: int
+    decodes: int
+    prefill: NodeSpec
+    decode: NodeSpec
+    policy: LocalPolicy = LocalPolicy.ELASTIC
+    also_decodes: bool = True
+    local_tokens: int = 0
+    link_bytes_per_s: float = 100e9
+    link_latency_s: float = 1e-3
+    hand_over_s: float = 1e-3
+    hop_s: float = 2e-3
+    report_s: float = 0.1
+    events_s: float = 0.05
+
+
+@dataclass
+class Outcome:
+    """What a run gave. `jobs` in the order of arrival."""
+
+    goal: Goal
+    jobs: list[Job]
+    seconds: float
+    prefill_busy: float  # mean share of the time in which prefill nodes computed
+    decode_busy: float
+
+    @property
+    def counted(self) -> list[Job]:
+        return [job for job in self.jobs if job.counted]
+
+    def share(self, goal: Goal | None = None) -> float:
+        """The part of the counted requests that met the goal, or another one."""
+        counted, goal = self.counted, goal or self.goal
+        return sum(job.meets(goal) for job in counted) / len(counted)
+
+    def ttft_s(self, share: float) -> float:
+        return _quantile([job.ttft_s for job in self.counted], share)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        return sum(job.ttft_s for job in self.counted) / len(self.counted)
+
+    @property
+    def mean_tpot_s(self) -> float:
+        return sum(job.tpot_s for job in self.counted) / len(self.counted)
+
+    def tpot_s(self, share: float) -> float:
+        return _quantile([job.tpot_s for job in self.counted], share)
+
+    def hit_share(self, jobs: Iterable[Job] | None = None) -> float:
+        """The part of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
+        chosen = [job for job in (self.jobs if jobs is None else jobs) if job.prefix_ids]
+        # A prompt's last token is computed in any case, also where all of its pieces are cached.
+        hits = sum(-(-job.cached // job.prefix_tokens) for job in chosen)
+        return hits / max(1, sum(len(job.prefix_ids) for job in chosen))
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        goal: its bounds are the requests' SLO.
+        choose: in place of the gateway's own choice, for comparisons.
+        until_failed: stop once so many requests have missed the goal that its share cannot be reached.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        goal: Goal,
+        planned: Sequence[Planned],
+        *,
+        choose: Choose = place,
+        until_failed: bool = False,
+    ) -> None:
+        slo = Slo(goal.ttft_s, goal.gap_s if goal.tpot_s is None else goal.tpot_s)
+        prefix_tokens = max((request.prefix_tokens for request in planned), default=0)
+        self._spec = spec
+        self._goal = goal
+        self._slo = slo
+        self._choose = choose
+        decodes = [Node(number, spec.decode, slo, prefix_tokens) for number in range(spec.decodes)]
+        numbers = range(spec.decodes, spec.decodes + spec.prefills)
+        prefills = [Node(number, spec.prefill, slo, prefix_tokens) for number in numbers]
+        self.nodes = [*decodes, *prefills]
+        self._decodes, self._prefills = decodes, prefills
+        self._known = Known(
+            decodes, prefills, also_decodes=spec.also_decodes, link_bytes_per_s=spec.link_bytes_per_s,
+            report_s=spec.report_s, events_s=spec.events_s,
+        )  # fmt: skip
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self.jobs = [self._job(request) for request in planned]
+        counted = sum(job.counted for job in self.jobs)
+        self._may_miss = (1 - goal.share) * counted if until_failed else inf
+        self._missed = 0
+        self.ways: Counter[tuple[Way, bool]] = Counter()  # and whether on a prefill node alone
+
+    def run(self) -> Outcome:
+        """Until all requests are complete, or too many have missed the goal."""
+        arrivals = iter(self.jobs)
+        job = next(arrivals, None)
+        events = self._events
+        now_s, busy = 0.0, [0.0, 0.0]
+        while (events or job is not None) and self._missed <= self._may_miss:
+            arrives_s = inf if job is None else job.arrived_s + self._spec.hop_s
+            if job is not None and (not events or arrives_s <= events[0][0]):
+                now_s = arrives_s
+                self._arrive(job, now_s)
+                job = next(arrivals, None)
+                if job is None:  # utilization is of the time in which requests come
+                    busy = [self._busy(each, now_s) for each in (self._prefills, self._decodes)]
+                continue
+            now_s, _, action, arguments = heappop(events)
+            action(now_s, *arguments)
+        if job is not None:
+            busy = [self._busy(each, now_s) for each in (self._prefills, self._decodes)]
+        return Outcome(self._goal, self.jobs, now_s, *busy)
+
+    # ----
+
+    def _job(self, request: Planned) -> Job:
+        prompt = request.prompt_tokens
+        due_s = inf if self._slo.ttft_s is None else request.at_s + self._slo.ttft_s
+        # The last id may stand for less than a whole piece.
+        ids = request.prefix_ids[: prompt // request.prefix_tokens] if request.prefix_tokens else ()
+        return Job(
+            request.at_s, prompt, max(1, request.output_tokens), ids, request.prefix_tokens, request.counted, due_s
+        )
+
+    def _at(self, when_s: float, action: Callable[..., None], *arguments: object) -> None:
+        self._order += 1
+        heappush(self._events, (when_s, self._order, action, arguments))
+
+    def _arrive(self, job: Job, now_s: float) -> None:
+        spec = self._spec
+        decodes, prefills = self._known.views(job, now_s)
+        chosen = self._choose(decodes, prefills, Wanted(job.prompt, spec.policy, slo=self._slo))
+        assert chosen is not None, "all simulated nodes take requests"
+        job.way, job.decode = chosen.way, chosen.decode.incarnation
+        self.ways[chosen.way, chosen.decode.also_prefills] += 1
+        decode = self.nodes[job.decode]
+        missing = job.prompt - chosen.decode.cached_tokens
+        if chosen.way is Way.REMOTE and missing <= spec.local_tokens:
+            job.way = Way.LOCAL
+        job.stop = chosen.split_tokens if job.way is Way.SPLIT else job.prompt
+        local_s = 0.0
+        if job.way is not Way.REMOTE:
+            start = job.stop if job.way is Way.SPLIT else chosen.decode.cached_tokens
+            local_s = prompt_s(chosen.decode, start, job.prompt)
+        self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
+        decode.requests += 1
+        if job.way is not Way.LOCAL:
+            assert chosen.prefill is not None
+            job.prefill = chosen.prefill.incarnation
+            start = min(chosen.prefill.cached_tokens, job.stop - 1)
+            computing_s = prompt_s(chosen.prefill, start, job.stop)
+            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, now_s=now_s)
+            self.nodes[job.prefill].requests += 1
+        if decode.blocked or decode.kv_used + job.prompt + job.output > decode.spec.kv_tokens:
+            decode.blocked.append(job)
+            self._unblock(decode, now_s)
+        else:
+            self._admit(decode, job, now_s)
+
+    def _unblock(self, decode: Node, now_s: float) -> None:
+        while decode.blocked:
+            job = decode.blocked[0]
+            # A request that is larger than the cache runs alone.
+            if decode.kv_used and decode.kv_used + job.prompt + job.output > decode.spec.kv_tokens:
+                return
+            self._admit(decode, decode.blocked.popleft(), now_s)
+
+    def _admit(self, decode: Node, job: Job, now_s: float) -> None:
+        """Its blocks on the decode node are reserved."""
+        decode.kv_used += job.prompt + job.output
+        job.sent = min(decode.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt)
+        self._enqueue(now_s, decode if job.way is Way.LOCAL else self.nodes[job.prefill], job)
+
+    def _enqueue(self, now_s: float, node: Node, job: Job) -> None:
+        node.enqueue(job, now_s)
+        self._go(node, node.arrival(now_s))
+
+    def _go(self, node: Node, end_s: float | None) -> None:
+        if end_s is not None:
+            self._at(end_s, self._end, node, node.version)
+
+    def _end(self, now_s: float, node: Node, version: int) -> None:
+        if version != node.version:
+            return
+        ended, slices = node.end(now_s)
+        for job in ended:
+            self._complete(node, job, now_s)
+        for job, _ in slices:
+            if node.number != job.decode:
+                self._send(node, job, now_s)
+            if job.at >= job.stop:
+                self._computed(node, job, now_s)
+        # A request that was waiting for room may have started a step already.
+        self._go(node, node.arrival(now_s))
+
+    def _send(self, node: Node, job: Job, now_s: float) -> None:
+        """A chunk's KV goes over the link while the next chunk computes; the last chunk's is followed by a recurrent
+        state, and by the hand-over."""
+        tokens = max(0, job.at - job.sent)
+        job.sent += tokens
+        num_bytes = tokens * node.spec.kv_bytes_per_token + (node.spec.state_bytes if job.at >= job.stop else 0)
+        node.link_free_s = max(node.link_free_s, now_s) + num_bytes / self._spec.link_bytes_per_s
+
+    def _computed(self, node: Node, job: Job, now_s: float) -> None:
+        """All of a prompt, or its part, is computed on this node."""
+        spec, decode = self._spec, self.nodes[job.decode]
+        self._store(node, job, now_s)
+        whole = job.stop == job.prompt
+        if whole:
+            job.first_s = now_s
+            self._missed += job.counted and now_s > job.due_s
+        if node is decode:
+            self._received(now_s, job)
+            return
+        node.requests -= 1
+        arrives_s = node.link_free_s + spec.link_latency_s + spec.hand_over_s
+        if whole:
+            self._at(arrives_s, self._received, job)
+        else:
+            job.stop = job.prompt
+            self._at(arrives_s, self._enqueue, decode, job)
+
+    def _received(self, now_s: float, job: Job) -> None:
+        """The KV of the whole prompt is on the decode node."""
+        decode = self.nodes[job.decode]
+        if job.way is not Way.LOCAL:
+            self._store(decode, job, now_s)
+        if job.output == 1:
+            job.last_s = job.first_s
+            self._complete(decode, job, now_s)
+            return
+        decode.ready.append(job)
+        if job.way is Way.REMOTE:  # else its node is between two steps
+            self._go(decode, decode.arrival(now_s))
+
+    def _store(self, node: Node, job: Job, now_s: float) -> None:
+        """The prompt is in the node's prefix cache."""
+        if job.prefix_ids:
+            self._known.cache_changed(node.number, node.cache.use(job.prefix_ids), now_s)
+
+    def _complete(self, decode: Node, job: Job, now_s: float) -> None:
+        # A late first token is counted already.
+        self._missed += job.counted and job.first_s <= job.due_s and not job.meets(self._goal)
+        decode.requests -= 1
+        decode.kv_used -= job.prompt + job.output
+        self._unblock(decode, now_s)
+
+    @staticmethod
+    def _busy(nodes: Sequence[Node], now_s: float) -> float:
+        return sum(node.busy_until(now_s) for node in nodes) / (now_s * len(nodes)) if nodes else 0.0
+
+
+def simulate(
+    spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place, until_failed: bool = False
+) -> Outcome:
+    """Simulates a load; `Simulation` describes the arguments."""
+    return Simulation(spec, goal, planned, choose=choose, until_failed=until_failed).run()
+
+
+def _quantile(values: list[float], share: float) -> float:
+    values = sorted(values)
+    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -1,0 +1,82 @@
+"""One simulated request: what it asks for, where it is, and when its tokens came. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+from baton.gateway.fleet.placement import Way
+from baton.load.goals import Goal
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Attributes:
+    arrived_s: when its client sent it.
+    due_s: when its first token is due; the order of prompts on a node.
+    at, stop: the next prompt token to compute, and the first one not to compute, on the node where it is now.
+    first_s, second_s, last_s: when tokens came; infinite: not yet.
+    prefill, decode: numbers of its nodes; -1: none.
+    runs: of the decode node, numbers of steps and the mean time of one; its own are from `first_run` to `last_run`.
+    sent: prompt tokens whose KV has been sent.
+    cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
+    """
+
+    arrived_s: float
+    prompt: int
+    output: int
+    prefix_ids: tuple[int, ...] = ()
+    prefix_tokens: int = 0
+    counted: bool = True
+    due_s: float = inf
+    queued_s: float = 0.0
+    at: int = 0
+    stop: int = 0
+    started: bool = False
+    way: Way = Way.REMOTE
+    prefill: int = -1
+    decode: int = -1
+    first_s: float = inf
+    second_s: float = inf
+    last_s: float = inf
+    runs: Sequence[tuple[int, float]] = ()
+    first_run: int = 0
+    last_run: int = 0
+    cached: int = 0
+    sent: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time per token after the first."""
+        return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
+
+    def gap_quantile_s(self, share: float) -> float:
+        """A quantile of its own gaps between tokens."""
+        if self.output < 2:
+            return 0.0
+        if self.last_s == inf:
+            return inf
+        gaps = [(self.second_s - self.first_s, 1)]
+        left = self.output - 2
+        # The step that made the second token is in its first run, and is not a gap of its own.
+        for number, (count, step_s) in enumerate(self.runs[self.first_run : self.last_run + 1]):
+            gaps.append((step_s, min(left, count - (number == 0))))
+            left -= gaps[-1][1]
+        gaps.sort()
+        wanted, seen = ceil(share * (self.output - 1)), 0
+        for gap_s, count in gaps:
+            seen += count
+            if seen >= wanted:
+                return gap_s
+        return gaps[-1][0]
+
+    def meets(self, goal: Goal) -> bool:
+        return (
+            (goal.ttft_s is None or self.ttft_s <= goal.ttft_s)
+            and (goal.tpot_s is None or self.tpot_s <= goal.tpot_s)
+            and (goal.e2e_s is None or self.last_s - self.arrived_s <= goal.e2e_s)
+            and (goal.gap_s is None or self.gap_quantile_s(0.99) <= goal.gap_s)
+        )

@@ -1,0 +1,135 @@
+"""What the simulated gateway knows: nodes' last reports, what was sent since, and the blocks in their prefix caches,
+all a little late. Pure.
+
+It keeps the books as `baton.gateway.fleet.fleet` does, with the same `Backlog` and `PrefixIndex`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+
+from baton.core.block_keys import BlockNumbers
+from baton.gateway.fleet.backlog import Backlog
+from baton.gateway.fleet.prefix_index import PrefixIndex
+from baton.gateway.fleet.router import NodeView
+from baton.planner.job import Job
+from baton.planner.node import Node
+from baton.planner.prefix_cache import Changes
+
+
+@dataclass(eq=False)
+class _Known:
+    """One node."""
+
+    node: Node
+    peers: frozenset[int]
+    speeds: dict[int, float]
+    view: NodeView | None = None
+    at_s: float = -inf
+    requests_since: int = 0
+    tokens_since: int = 0
+    turn: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
+
+    def view_at(self, now_s: float, report_s: float) -> NodeView:
+        if self.view is None or now_s - self.at_s > report_s:
+            self.view, self.at_s = self.node.report(now_s, self.peers, self.speeds), now_s
+            self.requests_since = self.tokens_since = 0
+            self.backlog.reported(self.view.backlog_s, now_s)
+        return _changed(
+            self.view,
+            requests_since=self.requests_since,
+            tokens_since=self.tokens_since,
+            room_tokens=self.view.room_tokens - self.tokens_since,
+            turn=self.turn,
+            queue_s=self.backlog.at(now_s),
+        )
+
+
+class Known:
+    """All nodes.
+
+    Args:
+        also_decodes: prefill nodes serve requests alone.
+        link_bytes_per_s: that pairs are known to reach.
+        report_s: how old a report may be.
+        events_s: until a change of a prefix cache is known.
+    """
+
+    def __init__(
+        self,
+        decodes: Sequence[Node],
+        prefills: Sequence[Node],
+        *,
+        also_decodes: bool,
+        link_bytes_per_s: float,
+        report_s: float,
+        events_s: float,
+    ) -> None:
+        decode_numbers = frozenset(node.number for node in decodes)
+        prefill_numbers = frozenset(node.number for node in prefills)
+        speeds = dict.fromkeys(decode_numbers, link_bytes_per_s)
+        self._decodes = [_Known(node, prefill_numbers, {}) for node in decodes]
+        self._prefills = [_Known(node, decode_numbers, speeds) for node in prefills]
+        self._by_number = {known.node.number: known for known in (*self._decodes, *self._prefills)}
+        self._names = [str(number) for number in self._by_number]
+        self._also_decodes = also_decodes
+        self._report_s, self._events_s = report_s, events_s
+        self._index = PrefixIndex()
+        self._turns = count(1)
+        self._changes: deque[tuple[float, str, Changes]] = deque()  # not known yet
+
+    def views(self, job: Job, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
+        """The nodes that can decode and those that can prefill, for one request."""
+        cached = self._cached(job, now_s)
+        prefills = [self._view(known, cached, now_s) for known in self._prefills]
+        decodes = [self._view(known, cached, now_s) for known in self._decodes]
+        if self._also_decodes:
+            decodes += [_changed(view, also_prefills=True) for view in prefills]
+        return decodes, prefills
+
+    def sent(self, number: int, *, tokens: int, computing_s: float, now_s: float) -> None:
+        """A request was sent to the node, which computes tokens of its prompt for so long."""
+        known = self._by_number[number]
+        known.requests_since += 1
+        known.tokens_since += tokens
+        known.turn = next(self._turns)
+        if computing_s:
+            known.backlog.add(computing_s, now_s)
+
+    def cache_changed(self, number: int, changes: Changes, now_s: float) -> None:
+        self._changes.append((now_s + self._events_s, str(number), changes))
+
+    def _view(self, known: _Known, cached: dict[str, int], now_s: float) -> NodeView:
+        view = known.view_at(now_s, self._report_s)
+        if cached and view.address in cached:
+            view.__dict__["cached_tokens"] = cached[view.address]
+        return view
+
+    def _cached(self, job: Job, now_s: float) -> dict[str, int]:
+        """Tokens of the request's prompt, by name of the node."""
+        if not job.prefix_ids:
+            return {}
+        while self._changes and self._changes[0][0] <= now_s:
+            _, name, changes = self._changes.popleft()
+            self._index.store(name, changes.stored)
+            self._index.remove(name, changes.removed)
+        found = self._index.cached_blocks(_Numbers(job.prefix_ids), self._names)
+        return {name: min(blocks * job.prefix_tokens, job.prompt - 1) for name, blocks in found.items()}
+
+
+class _Numbers(BlockNumbers):
+    """A load names its blocks by number itself."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(range(len(numbers)), identity="", cache_salt="", block_size=1)
+        self._numbers = list(numbers)
+
+
+def _changed(view: NodeView, **changes: object) -> NodeView:
+    """`dataclasses.replace` without its checks: one is made for each node and request."""
+    copy = object.__new__(NodeView)
+    copy.__dict__.update(view.__dict__, **changes)
+    return copy

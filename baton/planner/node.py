@@ -1,0 +1,333 @@
+"""One simulated node of either role: a queue of prompts, decoding rows, and steps that take what `StepCosts` predicts.
+
+Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
+`first_s + n * rise_s`, because every row reads one key more. Pure.
+"""
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.core.types import Slo
+from baton.gateway.fleet.router import NodeView
+from baton.planner.job import Job
+from baton.planner.prefix_cache import PrefixCache
+
+# As the engine's scheduler bounds the time of steps with prompts next to streams.
+_TPOT_SHARE = 0.9
+_MOST_DECODES, _STEADY_S, _DOUBLING_S = 3.0, 0.025, 0.5
+_LEAST_SLICE, _SKIPS_MAX = 128, 3
+_PATIENCE_S = 10.0
+_INTERPOLATIONS = 4
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """How a node computes.
+
+    Args:
+        kv_tokens: of its cache.
+        prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long:
+        the time of a host that launches eagerly.
+        bounded: steps with prompts next to streams are cut to the streams' TPOT; False: they take the whole budget.
+        reports_factor: wrong costs: what nodes report, relative to what their steps cost.
+        steps_ahead: steps that are launched already when a request arrives, besides the one that runs.
+    """
+
+    costs: StepCosts
+    step_tokens: int = 4096
+    seats: int = 512
+    kv_tokens: int = 800_000
+    prompt_floor_s: float = 0.0
+    mixed_floor_s: float = 0.0
+    bounded: bool = True
+    steps_ahead: int = 0
+    reports_factor: float = 1.0
+    kv_bytes_per_token: int = 131072
+    state_bytes: int = 0
+    block_size: int = 16
+
+    def seconds(self, work: StepWork) -> float:
+        seconds = self.costs.seconds(work)
+        if not work.prompt_tokens:
+            return seconds
+        return max(seconds, self.mixed_floor_s if work.decode_rows else self.prompt_floor_s)
+
+    @cached_property
+    def view_costs(self) -> StepCosts:
+        """What the node reports: a model that was fitted to its steps includes their floor."""
+        if not self.prompt_floor_s and self.reports_factor == 1.0:
+            return self.costs
+        costs, factor = self.costs, self.reports_factor
+        points = tuple((tokens, factor * max(seconds, self.prompt_floor_s)) for tokens, seconds in costs.points)
+        return StepCosts(points, factor * costs.key_s, factor * costs.pair_s, factor * costs.decode_row_s)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps that run: `count` alike, or one with prompts."""
+
+    started_s: float
+    count: int
+    first_s: float
+    rise_s: float
+    slices: list[tuple[Job, int]]
+
+    def seconds(self, count: int) -> float:
+        return count * self.first_s + self.rise_s * count * (count - 1) / 2
+
+    def ended_by(self, now_s: float) -> int:
+        """How many of its steps have ended."""
+        passed_s = max(0.0, now_s - self.started_s)
+        if self.rise_s * self.count < 1e-3 * self.first_s:
+            number = int(passed_s / (self.first_s + self.rise_s * (self.count - 1) / 2))
+        else:
+            half = self.first_s / self.rise_s - 0.5
+            number = int(math.sqrt(half * half + 2 * passed_s / self.rise_s) - half)
+        while self.seconds(number) > passed_s:
+            number -= 1
+        while self.seconds(number + 1) <= passed_s:
+            number += 1
+        return min(self.count, number)
+
+
+class Node:
+    """Attributes:
+    queue: requests whose prompts are computed here, in the order of their places.
+    ready: requests whose KV is here, and that wait for a seat.
+    blocked: requests that wait for room in the cache.
+    runs: steps so far, as numbers of steps and the mean time of one.
+    version: of the present run; an event of an older one is void.
+    busy_s: time of all steps that ended.
+    """
+
+    def __init__(self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int) -> None:
+        self.number = number
+        self.spec = spec
+        self.queue: list[tuple[float, int, Job]] = []
+        self.ready: deque[Job] = deque()
+        self.blocked: deque[Job] = deque()
+        self.runs: list[tuple[int, float]] = []
+        self.version = 0
+        self.busy_s = 0.0
+        self.kv_used = 0
+        self.link_free_s = 0.0
+        self.cache = PrefixCache(spec.kv_tokens // max(1, prefix_tokens))
+        self.backlog_s = 0.0  # predicted time of the prompts in its queue
+        self.requests = 0
+        self._tpot_s = slo.tpot_s
+        self._rows = 0
+        self._keys = 0
+        self._steps = 0
+        self._ending: list[tuple[int, int, Job]] = []
+        self._run: _Run | None = None
+        self._order = 0
+        self._skips = 0
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def keys_at(self, now_s: float) -> int:
+        """The keys that the next token of all rows reads."""
+        run = self._run
+        return self._keys + (self._rows * run.ended_by(now_s) if run is not None and not run.slices else 0)
+
+    def busy_until(self, now_s: float) -> float:
+        """The time of its steps so far."""
+        return self.busy_s + (0.0 if self._run is None else now_s - self._run.started_s)
+
+    def prompt_s(self, job: Job) -> float:
+        return self.spec.costs.prompt_s(job.at, job.stop, step_tokens=self.spec.step_tokens)
+
+    def enqueue(self, job: Job, now_s: float) -> None:
+        """A prompt, or a part of it, is to be computed here."""
+        job.queued_s, job.started = now_s, False
+        self._order += 1
+        self.backlog_s += self.prompt_s(job)
+        insort(self.queue, (min(job.due_s, now_s + _PATIENCE_S), self._order, job))
+
+    def arrival(self, now_s: float) -> float | None:
+        """Something arrived: when the present run ends now, if that changes, or when a first one does."""
+        run = self._run
+        if run is None:
+            return self.begin(now_s)
+        if run.slices:
+            return None
+        count = min(run.count, run.ended_by(now_s) + 1 + self.spec.steps_ahead)
+        if count == run.count:
+            return None
+        run.count = count
+        self.version += 1
+        return run.started_s + run.seconds(count)
+
+    def begin(self, now_s: float) -> float | None:
+        """Starts the next steps; the time when they end. None: there is nothing to do."""
+        assert self._run is None
+        joined = []
+        while self.ready and self._rows < self.spec.seats:
+            joined.append(self.ready.popleft())
+            self._join(joined[-1])
+        work = StepWork(self._rows, self._keys)
+        slices = self._slices(work, now_s) if self.queue else []
+        if slices:
+            for job, tokens in slices:
+                pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
+                work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
+            self._run = _Run(now_s, 1, self.spec.seconds(work), 0.0, slices)
+        elif self._rows:
+            # While prompts wait for a step with room for a slice, each step is decided anew.
+            count = 1 if self.queue else self._ending[0][0] - self._steps
+            self._run = _Run(now_s, count, self.spec.seconds(work), self.spec.costs.key_s * self._rows, [])
+        else:
+            return None
+        for job in joined:
+            job.second_s = now_s + self._run.first_s
+        self.version += 1
+        return now_s + self._run.seconds(self._run.count)
+
+    def end(self, now_s: float) -> tuple[list[Job], list[tuple[Job, int]]]:
+        """The run ends: the requests that are complete, and the prompt tokens that were computed."""
+        run = self._run
+        assert run is not None
+        self._run = None
+        seconds = run.seconds(run.count)
+        self.busy_s += seconds
+        self.runs.append((run.count, seconds / run.count))
+        self._steps += run.count
+        self._keys += run.count * self._rows
+        ended = []
+        while self._ending and self._ending[0][0] == self._steps:
+            _, _, job = heappop(self._ending)
+            job.last_s, job.last_run = now_s, len(self.runs) - 1
+            self._rows -= 1
+            self._keys -= job.prompt + job.output
+            ended.append(job)
+        for job, tokens in run.slices:
+            before_s = self.prompt_s(job)
+            job.at += tokens
+            self.backlog_s += (self.prompt_s(job) if job.at < job.stop else 0.0) - before_s
+        if run.slices and any(job.at >= job.stop for job, _ in run.slices):
+            self.queue = [entry for entry in self.queue if entry[2].at < entry[2].stop]
+        if not self.queue:
+            self.backlog_s = 0.0
+        return ended, run.slices
+
+    def report(self, now_s: float, peers: frozenset[int], speeds: Mapping[int, float]) -> NodeView:
+        """The node's state, as it would report it."""
+        spec = self.spec
+        return NodeView(
+            str(self.number),
+            self.number,
+            "",
+            open=True,
+            max_context_tokens=1 << 30,
+            block_size=spec.block_size,
+            room_tokens=max(0, spec.kv_tokens - self.kv_used),
+            requests=self.requests,
+            tokens_waiting=sum(job.stop - job.at for _, _, job in self.queue),
+            ready_peers=peers,
+            costs=spec.view_costs,
+            backlog_s=spec.reports_factor * self.backlog_s,
+            decode_rows=self._rows,
+            context_tokens=self.keys_at(now_s),
+            max_batch_requests=spec.seats,
+            max_batch_tokens=spec.step_tokens,
+            kv_bytes_per_token=spec.kv_bytes_per_token,
+            state_bytes=spec.state_bytes,
+            peer_bytes_per_s=speeds,
+        )
+
+    # ----
+
+    def _join(self, job: Job) -> None:
+        self._rows += 1
+        self._keys += job.prompt + 1
+        self._order += 1
+        job.runs, job.first_run = self.runs, len(self.runs)
+        heappush(self._ending, (self._steps + job.output - 1, self._order, job))
+
+    def _slices(self, work: StepWork, now_s: float) -> list[tuple[Job, int]]:
+        """The prompt tokens of the next step, by request."""
+        self._put_late_ones_last(now_s)
+        budget = self.spec.step_tokens - self._rows
+        bound_s = self._bound_s(work, now_s)
+        slices: list[tuple[Job, int]] = []
+        for _, _, job in self.queue:
+            if not job.started:
+                self._start(job)
+            tokens = min(budget, job.stop - job.at)
+            if tokens > 0 and bound_s is not None:
+                fitting = self._fitting(work, job, tokens, bound_s)
+                if fitting < min(tokens, _LEAST_SLICE):
+                    forced = not slices and self._skips >= _SKIPS_MAX
+                    fitting = min(tokens, _LEAST_SLICE) if forced else 0
+                tokens = fitting
+            if tokens <= 0:
+                break
+            slices.append((job, tokens))
+            budget -= tokens
+            pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
+            work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
+        self._skips = 0 if slices else self._skips + 1
+        return slices
+
+    def _start(self, job: Job) -> None:
+        """The prompt is computed from here on: what the cache has of it is skipped."""
+        job.started = True
+        cached = min(self.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1)
+        if job.at == 0:
+            job.cached = cached
+        if cached > job.at:
+            before_s = self.prompt_s(job)
+            job.at = min(cached, job.stop - 1)
+            self.backlog_s += self.prompt_s(job) - before_s
+
+    def _put_late_ones_last(self, now_s: float) -> None:
+        """Prompts that cannot be in time go after those that can, for a bounded time."""
+        while self.queue:
+            place, order, job = self.queue[0]
+            patient = job.queued_s + _PATIENCE_S
+            if place >= patient or now_s + self.prompt_s(job) <= place:
+                return
+            del self.queue[0]
+            insort(self.queue, (patient, order, job))
+
+    def _bound_s(self, work: StepWork, now_s: float) -> float | None:
+        """The longest that the next step may take; None: there is no bound."""
+        if not work.decode_rows or not self.spec.bounded:
+            return None
+        if self._tpot_s is not None:
+            return _TPOT_SHARE * self._tpot_s
+        steady_s = max(_MOST_DECODES * self.spec.seconds(work), _STEADY_S)
+        return steady_s * (1 + (now_s - self.queue[0][2].queued_s) / _DOUBLING_S)
+
+    def _fitting(self, work: StepWork, job: Job, most: int, bound_s: float) -> int:
+        """The most tokens of the prompt with which the step is within the bound, to within a few tokens below."""
+
+        def seconds(tokens: int) -> float:
+            pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
+            return self.spec.seconds(StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs))
+
+        low, low_s, high, high_s = 0, seconds(0), most, seconds(most)
+        if high_s <= bound_s:
+            return most
+        if low_s > bound_s:
+            return 0
+        # Times are nearly linear in tokens, so a few interpolations do.
+        for _ in range(_INTERPOLATIONS):
+            if high - low <= 1:
+                break
+            tokens = low + int((high - low) * (bound_s - low_s) / max(1e-12, high_s - low_s))
+            tokens = min(high - 1, max(low + 1, tokens))
+            its_s = seconds(tokens)
+            if its_s <= bound_s:
+                low, low_s = tokens, its_s
+            else:
+                high, high_s = tokens, its_s
+        return low

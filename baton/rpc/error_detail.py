@@ -1,0 +1,49 @@
+"""Baton's errors as messages and back, for streams that continue after one request fails. Needs no grpc."""
+
+from baton.core import errors
+from baton.protos.v1 import common_pb2 as pb
+
+_ERRORS: dict[str, type[errors.BatonError]] = {
+    "INVALID_REQUEST": errors.InvalidRequest,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
+    "UNKNOWN_MODEL": errors.UnknownModel,
+    "OVERLOADED": errors.Overloaded,
+    "NO_NODE": errors.NoNode,
+    "DRAINING": errors.Draining,
+    "DEADLINE": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+    "PEER_REFUSED": errors.PeerRefused,
+    "UNKNOWN_LEASE": errors.UnknownLease,
+    "DATA_LOSS": errors.DataLoss,
+    "INTERNAL": errors.InternalError,
+}
+
+
+def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
+    """The error as a message, for streams that continue after one request fails."""
+    detail = pb.ErrorDetail(
+        reason=pb.ErrorReason.Value(f"ERROR_REASON_{error.reason}"),
+        message=error.message,
+        field=error.field,
+        value=error.value,
+        allowed=error.allowed,
+        cure=error.cure,
+    )
+    if error.retry_after_s is not None:
+        detail.retry_after_s = error.retry_after_s
+    return detail
+
+
+def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
+    """Inverse of `to_detail`."""
+    value = pb.ErrorReason.DESCRIPTOR.values_by_number.get(detail.reason)  # a newer peer knows further ones
+    reason = "" if value is None else value.name.removeprefix("ERROR_REASON_")
+    return _ERRORS.get(reason, errors.InternalError)(
+        detail.message,
+        field=detail.field,
+        value=detail.value,
+        allowed=tuple(detail.allowed),
+        cure=detail.cure,
+        retry_after_s=detail.retry_after_s if detail.HasField("retry_after_s") else None,
+    )

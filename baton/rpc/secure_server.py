@@ -1,0 +1,71 @@
+"""What each kind of server is protected by, from its process's settings."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from baton.core.errors import ConfigError
+from baton.rpc.guard import CertificateGuard, DoorGuard, Guard, OpenGuard
+from baton.security.door import Door
+from baton.security.exposure import Address, check_exposed
+from baton.security.pem import Files, Pems, read_pems
+from baton.security.roles import Role
+from baton.security.tls import InternalTls, TlsSettings, client_server_credentials
+from baton.security.watched import Watched
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Of one server: its credentials, None without TLS, and who knows its callers."""
+
+    credentials: grpc.ServerCredentials | None
+    guard: Guard
+
+
+def check_certificate(settings: TlsSettings, role: Role) -> None:
+    """Whether a process with these files may have the role.
+
+    Raises:
+        ConfigError: its certificate does not allow it.
+    """
+    InternalTls.read(settings, role)
+
+
+class NodeSettings(TlsSettings, Protocol):
+    """Settings of a node's server."""
+
+    @property
+    def insecure(self) -> bool: ...
+
+
+def protect_node(settings: NodeSettings, role: Role, where: Address) -> Protection:
+    """Of a node's server, which other processes of the cluster call.
+
+    Raises:
+        ConfigError: the files of the settings cannot be used, or other machines would reach a server without TLS.
+    """
+    tls = InternalTls.read(settings, role)
+    check_exposed(where, field="listen", tls=tls is not None, tls_field="tls_cert", insecure=settings.insecure)
+    return Protection(None, OpenGuard()) if tls is None else Protection(tls.server(), CertificateGuard())
+
+
+def protect_door(pems: Watched[Pems] | None, door: Door) -> Protection:
+    """Of a gateway's server, which clients call."""
+    return Protection(None if pems is None else client_server_credentials(pems), DoorGuard(door))
+
+
+def watch_client_pems(files: Files) -> Watched[Pems] | None:
+    """What a gateway shows its clients; None: the settings name no files.
+
+    Raises:
+        ConfigError: they name one of two, or files that do not fit.
+    """
+    if not files.paths:
+        return None
+    if len(files.paths) < 2:
+        raise ConfigError(
+            "only one of BATON_CLIENT_TLS_CERT and BATON_CLIENT_TLS_KEY is set", field=files.cert_field,
+            cure="set both, or none",
+        )  # fmt: skip
+    return Watched(files.paths, lambda: read_pems(files))

@@ -1,0 +1,264 @@
+"""The settings of gateways and of their endpoint picker, with their defaults, bounds and meanings.
+`baton.settings.config` has the tree of all settings.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from baton.core.limits import (
+    COUNT_MAX,
+    DURATION_S_MIN,
+    KEEPALIVE_S_MIN,
+    PERIOD_S_MAX,
+    PERIOD_S_MIN,
+    SECONDS_MAX,
+    SIZE_MIB_MIN,
+    TOKENS_MAX,
+)
+from baton.core.types import LocalPolicy, Slo
+from baton.settings.config import CommonSettings, ProcessSettings, check_printable
+
+GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
+_HTTP_BODY_MIB_MAX = 4096
+
+
+class GatewaySettings(CommonSettings):
+    """Role gateway."""
+
+    prefill: str = Field(
+        "",
+        description="prefill nodes, comma-separated: host:port, where names are resolved again every resolve_s; "
+        "file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of Kubernetes",
+    )
+    decode: str = Field("", description="decode nodes, in the same form")
+    local_policy: LocalPolicy = Field(
+        LocalPolicy.ELASTIC,
+        description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except for "
+        "short prompts, and those that no prefill node can take; local: on decode nodes; elastic: as prefer, but where "
+        "the request's ttft_ms and tpot_ms are met at least cost: on a prefill node, a decode node, or in two parts",
+    )
+    model_name: str | None = Field(
+        None, description="name of the model for clients; default: the model directory's name"
+    )
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=TOKENS_MAX,
+        description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
+        "original context must be given to every node and gateway",
+    )
+    http_listen: str = Field(
+        "127.0.0.1:0",
+        description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
+    )
+    client_tls_cert: Path | None = Field(
+        None, description="PEM file with the certificate that clients see, on both ports"
+    )
+    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
+    api_keys: Path | None = Field(
+        None, description="TOML file with the hashes, rights and limits of API keys; default: clients need no key"
+    )
+    jwt_keys: Path | None = Field(
+        None,
+        description="file that checks clients' tokens (JWT): a key set (JWKS), a PEM public key, or a secret, one word "
+        "of at least 32 letters and digits",
+    )
+    jwt_audience: str | None = Field(None, description="audience that tokens must be for; default: any")
+    jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")
+    kv_events: bool = Field(
+        False,
+        description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
+    )
+    http_body_mib: float = Field(
+        32.0,
+        ge=SIZE_MIB_MIN,
+        le=_HTTP_BODY_MIB_MAX,
+        description="largest body of an HTTP request, and largest gRPC message",
+    )
+    failover_wait_s: float = Field(
+        30.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="how long a request waits for a decode node: one that has begun when its own was lost, a new one "
+        "while nodes load",
+    )
+    chat_template: Path | None = Field(
+        None, description="file with a jinja chat template to use in place of the checkpoint's"
+    )
+    user_special_tokens: Literal["allow", "text"] = Field(
+        "allow",
+        description="special tokens, such as that which ends a text, in clients' texts; allow: they are tokens, as in "
+        "other servers; text: they are encoded as ordinary text, and only the chat template writes special tokens",
+    )
+    resolve_s: float = Field(
+        5.0,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="interval at which names of nodes are resolved and their files read again",
+    )
+    link_retry_s: float = Field(
+        60.0,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="interval at which a pair that was refused for its slow link is measured again",
+    )
+    balance_roles: bool = Field(
+        False,
+        description="let nodes switch between prefill and decode: when one role has needed nodes for balance_hold_s "
+        "while the other had one to spare; never the last node of a role",
+    )
+    balance_backlog_s: float = Field(
+        2.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when "
+        "its nodes use more than 80 % of their blocks or seats",
+    )
+    balance_hold_s: float = Field(30.0, ge=0, le=SECONDS_MAX, description="see balance_roles")
+    balance_cool_down_s: float = Field(
+        120.0,
+        ge=0,
+        le=SECONDS_MAX,
+        description="after a node has changed its role, or nodes came or went, balance_roles moves none for so long",
+    )
+    request_timeout_s: float = Field(
+        600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of a request whose client gives none"
+    )
+    queue_s: float = Field(
+        10.0,
+        ge=0,
+        le=SECONDS_MAX,
+        description="how long a request may wait for its turn at the gateway, and for room on a decode node",
+    )
+    ttft_ms: float | None = Field(
+        None,
+        ge=DURATION_S_MIN,
+        le=1e3 * SECONDS_MAX,
+        description="expected time to the first token of requests that state none; default: no bound",
+    )
+    tpot_ms: float | None = Field(
+        None,
+        ge=DURATION_S_MIN,
+        le=1e3 * SECONDS_MAX,
+        description="expected mean time per further token of requests that state none; default: no bound",
+    )
+    refuse_late: bool = Field(
+        False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
+    )
+    trace_sample: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the requests whose trace is exported, of those whose client has not decided by its "
+        "traceparent",
+    )
+    trace_slow_s: float | None = Field(
+        None,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
+        "or was tried again; default: no bound",
+    )
+    access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
+    workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
+    prefill_stall_s: float = Field(
+        10.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a prefill that reports no progress for that long is started again",
+    )
+    decode_stall_s: float = Field(
+        30.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a decode node that sends nothing for that long counts as lost",
+    )
+    keepalive_s: float = Field(
+        GATEWAY_KEEPALIVE_S,
+        ge=KEEPALIVE_S_MIN,
+        le=3600,
+        description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
+        "Python is busy answers",
+    )
+    max_attempts: int = Field(
+        3,
+        ge=1,
+        le=COUNT_MAX,
+        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: "
+        "most nodes that may fail or end with a request; broken links do not count",
+    )
+    max_concurrent_requests: int = Field(
+        1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
+    )
+
+    @field_validator("model_name")
+    @classmethod
+    def _is_model_name(cls, name: str | None) -> str | None:
+        return check_printable(name)
+
+    @property
+    def slo(self) -> Slo:
+        """Of requests that state none."""
+        return Slo(*(None if limit is None else limit / 1e3 for limit in (self.ttft_ms, self.tpot_ms)))
+
+
+class PickerSettings(ProcessSettings):
+    """Endpoint picker."""
+
+    pool: str = Field(
+        "",
+        description="HTTP addresses of the gateways, comma-separated: host:port, where names are resolved again every "
+        "resolve_s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
+        "Kubernetes",
+    )
+    resolve_s: float = Field(
+        5.0,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="interval at which names of gateways are resolved and files read again",
+    )
+    pool_metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
+        "port, which works without TLS and keys only",
+    )
+    poll_s: float = Field(
+        0.25,
+        ge=PERIOD_S_MIN,
+        le=PERIOD_S_MAX,
+        description="pause between two looks at one gateway's load and readiness",
+    )
+    stale_s: float = Field(
+        3.0,
+        ge=DURATION_S_MIN,
+        le=SECONDS_MAX,
+        description="a gateway that has not answered for that long gets no requests",
+    )
+    fallbacks: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="further gateways that each answer names for retries; 0 for a proxy that takes one address only",
+    )
+    sheddable: str = Field(
+        "",
+        description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 where "
+        "requests wait on every gateway",
+    )
+    shed_waiting: int = Field(
+        8,
+        ge=1,
+        le=COUNT_MAX,
+        description="requests that wait on each gateway, from which on sheddable ones are refused",
+    )
+    client_tls_cert: Path | None = Field(None, description="PEM file with the certificate that the proxy sees")
+    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")

@@ -1,0 +1,141 @@
+"""Finds the model that `--model` names: a directory, or a repository of the Hugging Face hub, which is downloaded.
+
+huggingface_hub does the download: its bar, its cache, and its variables HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
+"""
+
+import logging
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from baton.core.errors import ConfigError
+from baton.core.log_lines import escaped
+
+log = logging.getLogger("baton")
+
+_HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w./-]*))?", re.ASCII)
+_PART_OF_HUB_NAME = re.compile(r"[\w-][\w.-]*(@[\w-][\w./-]*)?", re.ASCII)
+_CHECKPOINT = "give the original checkpoint, by directory or name on the hub: config.json, safetensors, tokenizer.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
+# Weights in subfolders, and those named "consolidated", are the same weights in other formats.
+_UNUSED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
+_WEIGHTS = ["*.safetensors"]
+
+
+def find_model(model: Path, *, weights: bool = True) -> Path:
+    """The directory of the model. Downloads what is missing if `model` is no directory but a name such as
+    `Qwen/Qwen3-0.6B`, with a revision after an @ or without.
+
+    Args:
+        weights: whether the weights are needed; if not, only configuration, tokenizer and chat template are downloaded.
+
+    Raises:
+        ConfigError: there is no such directory, repository or revision, it may not be read, it cannot be reached, or it
+            has no checkpoint in Hugging Face format.
+    """
+    if os.path.isdir(model):
+        found = model
+    elif named := _HUB_NAME.fullmatch(str(model)):
+        found = _download(named["repository"], named["revision"], weights=weights)
+    else:
+        raise _no_model(model)
+    try:
+        os.stat(found / "config.json")
+    except FileNotFoundError:
+        raise _refuse(str(model), f"has no config.json{_of_gguf(found, str(model))}", _CHECKPOINT) from None
+    except OSError:
+        pass  # whoever reads it says why
+    return found
+
+
+def model_name(directory: Path) -> str:
+    """The model's name: the directory's, or owner/name for a directory of the hub's cache."""
+    directory = directory.resolve()
+    if directory.parent.name == "snapshots" and (cached := _CACHED.fullmatch(directory.parent.parent.name)):
+        return f"{cached['owner']}/{cached['name']}"
+    return escaped(directory.name)
+
+
+def hub_commit(directory: Path) -> str:
+    """The commit of a directory of the hub's cache; empty for any other."""
+    directory = directory.resolve()
+    return directory.name if directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name) else ""
+
+
+def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
+    # Takes a second to import, and most models are directories.
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    name = f"{repository}@{revision}" if revision else repository
+    log.info("looking for %s on the hub and in its cache", name)
+    since = time.monotonic()
+    try:
+        directory = Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[*_SMALL_FILES, *(_WEIGHTS if weights else ())],
+                ignore_patterns=_UNUSED,
+            )
+        )
+    except errors.GatedRepoError:
+        raise _refuse(
+            name, "may only be read by accounts that its owner admits", "ask for access, and set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise _refuse(name, "has no such revision", "name a branch, a tag or a commit after the @") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        cure = "check the name, or set HF_TOKEN if the repository is private"
+        raise _refuse(name, "is neither a directory nor a repository of the hub", cure) from None
+    except errors.LocalEntryNotFoundError as error:
+        # Its cause says whether the hub could not be reached or must not be asked.
+        why = (
+            "HF_HUB_OFFLINE is set" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else _first_line(error)
+        )
+        cure = "give a directory, or make the hub reachable (HF_ENDPOINT, HF_HUB_OFFLINE)"
+        raise _refuse(
+            name, f"is no directory, is not in the hub's cache, and cannot be downloaded: {why}", cure
+        ) from None
+    except (errors.HfHubHTTPError, errors.FileMetadataError, OSError) as error:
+        raise _refuse(
+            name, f"could not be downloaded: {_first_line(error)}", "try again; what is complete is kept"
+        ) from None
+    log.info("%s is in %s after %.1f s", name, directory, time.monotonic() - since)
+    return directory
+
+
+def _of_gguf(directory: Path, name: str) -> str:
+    try:
+        listed = os.listdir(directory)
+    except OSError:
+        listed = []
+    gguf = name.lower().endswith("-gguf") or any(each.endswith(".gguf") for each in listed)
+    return ", but GGUF files, which Baton does not read" if gguf else ""
+
+
+def _no_model(model: Path) -> ConfigError:
+    """Why the path, which is no directory, names no model."""
+    if model.suffix == ".gguf":
+        return _refuse(str(model), "is a GGUF file, which Baton does not read", _CHECKPOINT)
+    if os.path.lexists(model):
+        return _refuse(str(model), "is no directory", "give the directory that has the model's config.json")
+    if _PART_OF_HUB_NAME.fullmatch(str(model)):
+        cure = "give a directory, or the whole name of a repository of the hub, owner/name, such as Qwen/Qwen3-0.6B"
+        return _refuse(str(model), "is no directory, and no name of the hub without its owner", cure)
+    return _refuse(str(model), "does not exist", "give a directory, or a name of the hub such as Qwen/Qwen3-0.6B")
+
+
+def _refuse(name: str, why: str, cure: str) -> ConfigError:
+    return ConfigError(f"BATON_MODEL (--model) is {name!r}, which {why}", field="model", value=name, cure=cure)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,0 +1,193 @@
+"""Reads the settings of one process from its flags and the environment, and says in one line what is wrong."""
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from annotated_types import Ge, Le
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from baton.core.errors import ConfigError, shortened
+from baton.core.log_lines import escaped
+from baton.core.logs import write_in_background, write_line
+from baton.core.supervisor import Supervisor
+from baton.settings.config import (
+    CLIENT_VARIABLES,
+    LEADER_PORT,
+    DecodeSettings,
+    NodeSettings,
+    PrefillSettings,
+    ProcessSettings,
+    flag,
+    variable,
+)
+from baton.settings.gateway_config import GatewaySettings, PickerSettings
+
+_PREFIX = "BATON_"
+_ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
+_SETTINGS = frozenset(name for cls in _ROLES for name in cls.model_fields)
+_REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
+_SHOWN_MAX = 200  # characters of a wrong value
+# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
+_ALIKE = 0.87
+_OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
+_UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
+
+Settings = TypeVar("Settings", bound=ProcessSettings)
+NodeRole = TypeVar("NodeRole", bound=NodeSettings)
+
+
+def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
+    """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
+    write_in_background("stderr")
+    flags = _parser(cls, program).parse_args(argv)
+    given: dict[str, Any] = {
+        name: ",".join(value) if name in _REPEATABLE else value
+        for name, value in vars(flags).items()
+        if value is not None
+    }
+    if misspelled := misspelled_variables(os.environ):
+        for name, nearest in misspelled.items():
+            write_line(f"{program}: {name} is no setting; did you mean {nearest}?")
+        raise SystemExit(2)
+    if issubclass(cls, NodeSettings):
+        given = hosts_of(os.environ) | given
+    try:
+        return cls(**given)
+    except ValidationError as error:
+        for line in describe_validation_error(cls, error):
+            write_line(f"{program}: {line}")
+        raise SystemExit(2) from None
+
+
+def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
+    """The settings of the same node in another role: those of both roles are kept, and those that only the other one
+    has come from their variables.
+
+    Raises:
+        ConfigError: a variable has a wrong value.
+    """
+    try:
+        return cls(**{name: getattr(settings, name) for name in NodeSettings.model_fields})
+    except ValidationError as error:
+        lines = describe_validation_error(cls, error)
+        raise ConfigError("; ".join(lines), cure="correct the node's variables, and restart it") from None
+
+
+def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment that nearly have the name of a setting of some process, with that name.
+
+    Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
+    """
+    known = {variable(name) for name in _SETTINGS} | {*CLIENT_VARIABLES}
+    ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
+    ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
+    names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
+    found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
+    return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
+
+
+def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a node on several hosts as LeaderWorkerSet or torchrun's variables give them, without those that
+    have variables of our own. Empty on one host."""
+    size, rank = environ.get("LWS_GROUP_SIZE", ""), environ.get("LWS_WORKER_INDEX", "")
+    leader, port = environ.get("LWS_LEADER_ADDRESS", ""), str(LEADER_PORT)
+    if not size:
+        size, rank = environ.get("NNODES", ""), environ.get("NODE_RANK", "")
+        leader, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", port)
+    if variable("num_hosts") in environ or size in ("", "1"):
+        return {}
+    address = f"{leader}:{port}" if leader else ""
+    found = {"num_hosts": size, "host_rank": rank, "leader_address": address}
+    return {name: value for name, value in found.items() if value and variable(name) not in environ}
+
+
+def fail(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> NoReturn:
+    """Ends the process because a setting proved wrong after start: one line, exit code 2."""
+    write_error(program, error, supervisor)
+    raise SystemExit(2)
+
+
+def write_error(program: str, error: ConfigError, supervisor: Supervisor | None = None) -> None:
+    """Writes the line about a setting that proved wrong after start.
+
+    Args:
+        supervisor: shows the line in place of this process, once for all processes that have the same fault.
+    """
+    text = str(error)
+    if error.field in _SETTINGS and text.startswith(f"{error.field} "):
+        text = f"{_where(error.field)}{text.removeprefix(error.field)}"
+    if supervisor is None or not supervisor.failed(text):
+        write_line(f"{program}: {text}")
+
+
+def describe_validation_error(cls: type[ProcessSettings], error: ValidationError) -> list[str]:
+    """One line per wrong value: variable and flag, the value, what is allowed."""
+    lines = []
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else "?"
+        where = _where(name) if name in cls.model_fields else variable(name)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in _OUT_OF_RANGE and (bounds := bounds_of(cls.model_fields[name])):
+            message += f"; allowed: {bounds[0]:.12g} to {bounds[1]:.12g}"
+        allowed = shortened(escaped(message[:1].lower() + message[1:]), _SHOWN_MAX)
+        lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
+    return lines
+
+
+def bounds_of(info: FieldInfo) -> tuple[float, float] | None:
+    """The least and the greatest value of a setting that is a number."""
+    least = next((each.ge for each in info.metadata if isinstance(each, Ge)), None)
+    greatest = next((each.le for each in info.metadata if isinstance(each, Le)), None)
+    if not isinstance(least, int | float) or not isinstance(greatest, int | float):
+        return None
+    return least, greatest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a flag in one line, where argparse prints the names of all flags first."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given, unknown = super().parse_known_args(args, namespace)
+        for text in unknown:
+            name = text.partition("=")[0]
+            nearest = get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
+            self.error(f"{name} is no flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        return given, unknown
+
+    def error(self, message: str) -> NoReturn:
+        write_line(f"{self.prog}: {shortened(escaped(message), _SHOWN_MAX)}; --help shows all flags")
+        raise SystemExit(2)
+
+
+def _where(name: str) -> str:
+    """A setting as its user knows it."""
+    return f"{variable(name)} ({flag(name)})"
+
+
+def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
+    )
+    for name, info in cls.model_fields.items():
+        default = "" if info.default is None else f" (default: {info.default})"
+        help_text = f"{info.description}{default}".replace("%", "%%")
+        # A switch may stand alone: --insecure is --insecure true.
+        how: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+        how |= {"action": "append"} if name in _REPEATABLE else {}
+        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **how)
+    return parser
+
+
+def settings_table(cls: type[ProcessSettings]) -> list[tuple[str, str, str, str]]:
+    """Rows of flag, variable, default and meaning, for docs/configuration.md."""
+    rows = []
+    for name, info in cls.model_fields.items():
+        default = info.default
+        shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
+        rows.append((flag(name), variable(name), shown, info.description or ""))
+    return rows

@@ -1,0 +1,31 @@
+"""What `baton.tritonlib.launch` has for Triton's kernels, for those in Gluon. With another Triton the import may fail:
+import it only where kernels for Hopper run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def start_dependents(OVERLAP: gl.constexpr):
+    """As in `baton.tritonlib.launch`."""
+    if OVERLAP:
+        _do("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+def await_predecessors(OVERLAP: gl.constexpr):
+    """As in `baton.tritonlib.launch`."""
+    if OVERLAP:
+        _do("griddepcontrol.wait; // $0")
+
+
+@gluon.jit
+def await_threads():
+    """Waits for all of the program's threads, whose writes are visible afterwards."""
+    _do("bar.sync 0; // $0")
+
+
+@gluon.jit
+def _do(INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,5 +1,0 @@
-"""The HTTP door: OpenAI's and Anthropic's APIs in front of `gateway.serving`.
-
-Models at the edge check every field; a stream's chunks are written from prebuilt templates. No other package imports
-FastAPI.
-"""

@@ -1,4 +1,0 @@
-"""The gateway's gRPC services in front of `gateway.serving`, one file each: Baton's own, vLLM's engine, Open Inference.
-
-Each translates its messages to `GenerateRequest` and from `GenerateResponse`; none reaches a node.
-"""

@@ -1,1 +1,0 @@
-"""Folder of the proto package `baton`."""

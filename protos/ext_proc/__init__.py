@@ -1,1 +1,0 @@
-"""The wire of the part of Envoy's external processing that the endpoint picker speaks."""

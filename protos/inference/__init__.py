@@ -1,1 +1,0 @@
-"""The wire of the Open Inference Protocol, version 2."""

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*/*.proto protos/*/*/*.proto)
-GENERATED := protos/baton/v1/common_pb2.pyi
+GENERATED := baton/protos/v1/common_pb2.pyi
 # Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
 WIRE := protos/wire.binpb
 # Tests that share no processes: each may run in either of two workers. Of all others a whole file runs in one worker,
@@ -119,4 +119,4 @@ dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the s
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
-	rm -f protos/baton/v1/*_pb2*.py*
+	rm -f baton/protos/*/*_pb2*.py*

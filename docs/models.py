@@ -19,8 +19,8 @@ OUTCOMES = PAGE.parents[1] / "bench" / "results" / "families.json"
 _INTRODUCTION = """# Models
 
 `--model` names a directory in Hugging Face's form: `config.json`, safetensors, tokenizer. The first entry of
-`architectures` decides which file of `baton/models/families/` computes the model. A field of `config.json` that asks for an
-unsupported feature is an error that names the field; nothing is ignored silently.
+`architectures` decides which file of `baton/models/families/` computes the model. A field of `config.json` that asks
+for an unsupported feature is an error that names the field; nothing is ignored silently.
 """
 
 _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serves the language model.

@@ -1,14 +1,18 @@
-"""Generates Python code from the `.proto` files; `make protos` and the package build call it."""
+"""Generates `baton/protos` from the `.proto` files here; `make protos` and the package build call it."""
 
 import re
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parent / "baton" / "protos"
 
 
 def generate(*, with_stubs: bool = True) -> None:
-    """Writes `*_pb2.py` and `*_pb2_grpc.py`, and type stubs, next to the `.proto` files.
+    """Writes `*_pb2.py` and `*_pb2_grpc.py`, and type stubs.
+
+    `protos/baton/v1/common.proto` becomes `baton.protos.v1.common_pb2`; the other folders keep their names.
 
     Raises:
         RuntimeError: protoc refused a file; its own message is on stderr.
@@ -17,30 +21,31 @@ def generate(*, with_stubs: bool = True) -> None:
 
     from grpc_tools import protoc
 
-    sources = sorted(HERE.rglob("*.proto"))
-    stubs = [f"--mypy_out={HERE}", f"--mypy_grpc_out={HERE}"] if with_stubs else []
-    arguments = [
-        "protoc",
-        f"-I{HERE}",
-        f"-I{files('grpc_tools') / '_proto'}",
-        f"--python_out={HERE}",
-        f"--grpc_python_out={HERE}",
-        *stubs,
-        *map(str, sources),
-    ]
-    if protoc.main(arguments) != 0:
-        raise RuntimeError("protoc failed; see its message above")
-    for source in sources:
-        for path in source.parent.glob(f"{source.stem}_pb2*.py*"):
-            _import_from_protos(path)
+    with TemporaryDirectory() as made:
+        stubs = [f"--mypy_out={made}", f"--mypy_grpc_out={made}"] if with_stubs else []
+        arguments = [
+            "protoc",
+            f"-I{HERE}",
+            f"-I{files('grpc_tools') / '_proto'}",
+            f"--python_out={made}",
+            f"--grpc_python_out={made}",
+            *stubs,
+            *map(str, sorted(HERE.rglob("*.proto"))),
+        ]
+        if protoc.main(arguments) != 0:
+            raise RuntimeError("protoc failed; see its message above")
+        for path in Path(made).rglob("*_pb2*.py*"):
+            folder = PACKAGE / str(path.parent.relative_to(made)).removeprefix("baton/")
+            (folder / path.name).write_text(_import_from_package(path.read_text()))
 
 
-def _import_from_protos(path: Path) -> None:
-    """Rewrites imports: protoc names modules after the folders here, such as `baton.v1`, but ours are in `protos`."""
+def _import_from_package(code: str) -> str:
+    """Rewrites imports: protoc names modules after the folders of the `.proto` files."""
     folders = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
     names = "|".join(map(re.escape, folders))
-    text = re.sub(rf"^(from|import) ({names})(?=[. ])", r"\1 protos.\2", path.read_text(), flags=re.MULTILINE)
-    path.write_text(re.sub(rf"(?<![\w./'\"])((?:{names})(?:\.\w+)*\.\w+_pb2)(?!\w)", r"protos.\1", text))
+    code = re.sub(rf"^(from|import) ({names})(?=[. ])", r"\1 baton.protos.\2", code, flags=re.MULTILINE)
+    code = re.sub(rf"(?<![\w./'\"])((?:{names})(?:\.\w+)*\.\w+_pb2)(?!\w)", r"baton.protos.\1", code)
+    return code.replace("baton.protos.baton.", "baton.protos.")
 
 
 if __name__ == "__main__":

@@ -19,32 +19,96 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FILE_LINES_MAX = 700
 
-# What each package may import besides itself.
-MODEL_SIDE = {"models", "attention", "kvcache", "tritonlib", "baton", "protos"}
-NODE_SIDE = {"node", "engine", "kvtransfer", "grammar"} | MODEL_SIDE
+# The rooms, from the bottom to the top, and what each may import besides itself. A module belongs to the room with the
+# longest name that begins its own.
+BASE = {"baton.core", "baton.settings", "baton.protos"}
+KV = {"baton.core", "baton.tritonlib", "baton.kvcache"}
+SERVING = BASE | {"baton.security", "baton.rpc", "baton.metrics", "baton.tracing"}
+MODEL_CONFIG = {"baton.models.config", "baton.models.families", "baton.models.loading"}
+NODE = SERVING | MODEL_CONFIG | {"baton.kvcache", "kvtransfer", "baton.engine"}
 MAY_IMPORT = {
-    "protos": set[str](),
-    "baton": {"protos"},
-    "tritonlib": {"baton"},
-    "kvcache": {"tritonlib", "baton"},
-    "attention": {"kvcache", "tritonlib", "baton"},
-    "models": {"attention", "kvcache", "tritonlib", "baton"},
-    "grammar": {"baton"},
-    "engine": {"grammar"} | MODEL_SIDE,
-    "kvtransfer": {"kvcache", "baton", "protos"},
-    "load": {"baton"},
-    "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
-    "prefill_node": {"decode_node"} | NODE_SIDE,  # it also decodes
-    "decode_node": {"prefill_node"} | NODE_SIDE,  # `__main__` alone: the process may switch to the other role
-    "gateway": {"grammar", "models", "baton", "protos"},
-    "planner": {"gateway", "load", "models", "kvcache", "baton", "protos"},
+    "baton.core": set[str](),
+    "baton.protos": set[str](),
+    "baton.settings": {"baton.core"},
+    "baton.security": {"baton.core", "baton.settings"},
+    "baton.rpc": BASE | {"baton.security"},
+    "baton.client": BASE | {"baton.security", "baton.rpc"},
+    "baton": {"baton.core", "baton.client"},  # the names for users; nothing imports it
+    "baton.metrics": BASE | {"baton.rpc"},
+    "baton.tracing": BASE | {"baton.metrics"},
+    "baton.grammar": {"baton.core", "baton.settings"},
+    # what moves and computes KV
+    "baton.tritonlib": {"baton.core"},
+    "baton.kvcache": {"baton.core", "baton.tritonlib"},
+    "attention": KV,
+    "kvtransfer": {"baton.core", "baton.kvcache", "baton.settings"},
+    # models
+    "baton.models": set[str](),
+    "baton.models.config": {"baton.core", "attention"},
+    "baton.models.formats": {"baton.core", "baton.models.config"},
+    "baton.models.checkpoint": {"baton.core", "baton.models.config"},
+    "baton.models.kernels": KV | {"attention", "baton.models.config", "baton.models.formats"},
+    "baton.models.layers": KV | {"attention", "baton.models.config", "baton.models.formats", "baton.models.kernels"},
+    "baton.models.families": KV
+    | {"attention"}
+    | {f"baton.models.{room}" for room in ("config", "formats", "checkpoint", "kernels", "layers")},
+    "baton.models.quantization": KV
+    | {"attention"}
+    | {f"baton.models.{room}" for room in ("config", "formats", "checkpoint", "kernels", "layers", "families")},
+    "baton.models.loading": KV
+    | {"attention", "baton.settings"}
+    | {
+        f"baton.models.{room}"
+        for room in ("config", "formats", "checkpoint", "kernels", "layers", "families", "quantization")
+    },
+    "baton.models.adapters": KV
+    | {"attention"}
+    | {f"baton.models.{room}" for room in ("config", "checkpoint", "kernels", "layers", "loading")},
+    # nodes
+    "baton.engine": KV
+    | MODEL_CONFIG
+    | {"attention", "baton.settings", "baton.grammar"}
+    | {"baton.models.layers", "baton.models.kernels", "baton.models.adapters"},
+    "baton.node": NODE | {"baton.models.layers", "baton.models.adapters"},
+    "prefill_node": NODE | {"baton.node", "decode_node"},  # it also decodes
+    "decode_node": NODE | {"baton.node", "prefill_node"},  # `__main__` alone: the process may switch to the other role
+    # the gateway
+    "baton.gateway": {"baton.core", "baton.settings", "baton.gateway.process"},
+    "baton.gateway.core": SERVING,
+    "baton.gateway.text": SERVING | MODEL_CONFIG | {"baton.grammar", "baton.gateway.core"},
+    "baton.gateway.fleet": SERVING | {"baton.gateway.core"},
+    "baton.gateway.request": SERVING | {f"baton.gateway.{room}" for room in ("core", "text", "fleet")},
+    "baton.gateway.observe": SERVING | {f"baton.gateway.{room}" for room in ("core", "fleet", "request")},
+    "baton.gateway.serving": SERVING
+    | {f"baton.gateway.{room}" for room in ("core", "text", "fleet", "request", "observe")},
+    "baton.gateway.http": SERVING
+    | {f"baton.gateway.{room}" for room in ("core", "text", "fleet", "observe", "serving")},
+    "baton.gateway.grpc": SERVING
+    | {"baton.models.loading"}
+    | {f"baton.gateway.{room}" for room in ("fleet", "request", "serving", "http")},
+    "baton.gateway.picker": SERVING | {f"baton.gateway.{room}" for room in ("fleet", "http")},
+    "baton.gateway.process": SERVING
+    | {f"baton.gateway.{room}" for room in ("core", "text", "request", "observe", "serving", "http", "grpc")},
+    # tools
+    "baton.cli": BASE | {"baton.security", "baton.rpc", "baton.client"},
+    "baton.__main__": {"baton.core", "baton.cli"},
+    "baton.load": BASE | {"baton.security", "baton.client", "baton.cli"},
+    "baton.planner": BASE
+    | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet"}
+    | {"baton.models.config", "baton.models.families"},
 }
+PACKAGES = {"attention", "baton", "decode_node", "kvtransfer", "prefill_node"}
+TOOLS = {"bench", "deploy", "docs", "tests"}
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
-GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
-GRPC_IN_BATON = ("baton.client.client", "baton.rpc", "baton.security")
+GRPC_IN = {
+    "baton.client", "baton.rpc", "baton.security", "baton.node", "prefill_node", "decode_node", "baton.gateway.request",
+    "baton.gateway.observe", "baton.gateway.grpc", "baton.gateway.picker", "baton.gateway.process",
+}  # fmt: skip
 
-WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
+WITH_TORCH = {"attention", "kvtransfer", "prefill_node", "decode_node"} | {
+    f"baton.{room}" for room in ("tritonlib", "kvcache", "models", "grammar", "engine", "node")
+}
 WITHOUT_TORCH_MODULES = {
     "baton.grammar.checker",
     "baton.grammar.trial",
@@ -79,7 +143,9 @@ PURE_MODULES = {
     "baton.load.search",
     "baton.load.sse",
 }
-PURE_NAMES = re.compile(r"(gateway|prefill_node|decode_node)\.(machine|\w+_machine|\w+_task|events|commands|fleet)")
+PURE_NAMES = re.compile(
+    r"(baton\.gateway\.(core|fleet|request)|prefill_node|decode_node)\.(machine|\w+_task|events|commands|fleet)"
+)
 IMPURE = {
     "asyncio", "concurrent", "datetime", "grpc", "multiprocessing", "queue", "random", "secrets", "signal", "socket",
     "subprocess", "threading", "time", "torch", "triton", "ucxx", "uuid",
@@ -97,8 +163,8 @@ class Module:
     path: Path
 
     @property
-    def package(self) -> str:
-        return self.name.partition(".")[0]
+    def room(self) -> str:
+        return room_of(self.name)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -122,13 +188,19 @@ class Module:
             yield f"{source}.{alias.name}" if is_module or is_package or _is_generated(alias.name) else source
 
 
+def room_of(name: str) -> str:
+    """The room of a module or package of ours."""
+    parts = name.split(".")
+    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in MAY_IMPORT)
+
+
 def _is_generated(name: str) -> bool:
     return name.endswith(("_pb2", "_pb2_grpc"))
 
 
 def _modules() -> tuple[Module, ...]:
     found = []
-    for package in MAY_IMPORT:
+    for package in sorted(PACKAGES):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if not _is_generated(path.stem):
@@ -141,17 +213,23 @@ MODULE_NAMES = {module.name for module in MODULES}
 
 
 def test_every_package_has_its_rules() -> None:
-    on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests"}
-    assert on_disk == set(MAY_IMPORT)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} - TOOLS == PACKAGES
+    rooms = {module.room for module in MODULES}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_rooms_have_an_order() -> None:
+    """No room imports one that imports it, directly or through others, but for the two roles of a node."""
+    assert {room for room in MAY_IMPORT if room in _reached(MAY_IMPORT, room)} == {"prefill_node", "decode_node"}
 
 
 def test_imports_go_one_way() -> None:
-    ours = MAY_IMPORT.keys() | {"bench", "tests"}
     wrong = [
         f"{module.name} imports {name}"
         for module in MODULES
         for name in module.imports()
-        if name.partition(".")[0] in ours - MAY_IMPORT[module.package] - {module.package}
+        if name.partition(".")[0] in PACKAGES | TOOLS
+        and (name.partition(".")[0] in TOOLS or room_of(name) not in MAY_IMPORT[module.room] | {module.room})
     ]
     assert wrong == []
 
@@ -219,6 +297,7 @@ def test_no_module_offers_the_names_of_another() -> None:
     wrong = [
         f"{module.name} offers {name}"
         for module in MODULES
+        if module.name != "baton"
         for name in _offered_names(module.tree) - _defined_names(module.tree)
     ]
     assert wrong == []
@@ -257,7 +336,7 @@ def test_grpc_is_used_only_where_processes_meet() -> None:
     wrong = [
         f"{module.name} imports {name}"
         for module in MODULES
-        if module.package not in GRPC_IN_PACKAGES and not module.name.startswith(GRPC_IN_BATON)
+        if module.room not in GRPC_IN
         for name in module.imports()
         if name.partition(".")[0] in GRPC or name.endswith("_pb2_grpc")
     ]
@@ -415,7 +494,10 @@ def run_python(program: str, *arguments: str) -> str:
 
 def test_the_gateway_and_the_pure_parts_need_no_torch() -> None:
     names = [
-        module.name for module in MODULES if module.package in WITHOUT_TORCH or module.name in WITHOUT_TORCH_MODULES
+        module.name
+        for module in MODULES
+        if not any(module.room == room or module.room.startswith(f"{room}.") for room in WITH_TORCH)
+        or module.name in WITHOUT_TORCH_MODULES
     ]
     assert set(names) >= WITHOUT_TORCH_MODULES
     block = BLOCK.format(names=["torch", "transformers", "safetensors", "ucxx"])
@@ -449,13 +531,13 @@ def test_importing_touches_no_device_no_variable_and_no_thread() -> None:
         # Submodules that third-party modules load on first use.
         | {"google.protobuf.internal.builder", "torch.nn.functional"}
     )
-    roots = [f"{ROOT / package}/" for package in MAY_IMPORT]
+    roots = [f"{ROOT / package}/" for package in PACKAGES]
     assert json.loads(run_python(WATCH, json.dumps(ours), json.dumps(theirs), json.dumps(roots))) == []
 
 
 def _is_third_party(name: str) -> bool:
     top = name.partition(".")[0]
-    return top not in MAY_IMPORT and top not in sys.stdlib_module_names and top not in ("bench", "tests")
+    return top not in PACKAGES and top not in sys.stdlib_module_names and top not in ("bench", "tests")
 
 
 @pytest.mark.slow

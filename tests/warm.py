@@ -17,6 +17,8 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from baton.cli.processes import module_of
+
 PRELOADED = (
     "baton.cli",
     "decode_node.service",
@@ -143,4 +145,4 @@ def _run(
         from baton.cli import main
 
         main()
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    runpy.run_module(module_of(program), run_name="__main__", alter_sys=True)

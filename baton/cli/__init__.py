@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from baton import __version__
 from baton.cli.bench import bench
 from baton.cli.certs import certs, key
 from baton.cli.chat import chat
@@ -19,6 +18,7 @@ from baton.cli.status import status
 from baton.cli.switch_role import role as switch_role
 from baton.cli.top import top
 from baton.cli.up import demo, up
+from baton.core.version import __version__
 
 
 def main() -> None:

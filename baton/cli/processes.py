@@ -38,10 +38,15 @@ class Running(Protocol):
     def kill(self) -> None: ...
 
 
+def module_of(program: str) -> str:
+    """The module that runs a program: `prefill_node` and `decode_node` are modules, `gateway` is `baton.gateway`."""
+    return f"baton.{program}" if program == "gateway" else program
+
+
 def launch(program: str, arguments: Sequence[str]) -> Running:
     """Starts `python -m program` in its own session: Ctrl-C reaches only this process, which drains the others."""
     return subprocess.Popen(
-        [sys.executable, "-m", program, *arguments],
+        [sys.executable, "-m", module_of(program), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         env=child_environment(OMP_NUM_THREADS="1"),  # several processes share few cores

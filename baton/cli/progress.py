@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.processes import Process, Running
+from baton.cli.processes import Process, Running, module_of
 from baton.core.log_lines import escaped
 from baton.settings.environment import child_environment
 
@@ -72,7 +72,7 @@ class ClusterProgress:
         """
         piped = self._console.is_terminal
         popen = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
+            [sys.executable, "-m", module_of(program), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else sys.stderr,
             stderr=subprocess.STDOUT if piped else None,

@@ -26,7 +26,7 @@ def decode_node(flags: Flags = None) -> None:
 
 def gateway(flags: Flags = None) -> None:
     """Run a gateway; --help shows all settings."""
-    become("gateway", flags)
+    become("baton.gateway", flags)
 
 
 def picker(flags: Flags = None) -> None:

@@ -1,1 +1,2 @@
-"""TODO baton/core"""
+"""What every other room may import: errors, plain types, limits, log lines. It imports nothing of ours, and no
+torch."""

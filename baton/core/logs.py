@@ -22,10 +22,7 @@ Format = Literal["text", "json"]
 
 # Levels of third parties' loggers are never below this one.
 _OTHERS = logging.WARNING
-_OURS = (
-    "attention", "baton", "decode_node", "engine", "gateway", "grammar", "kvcache", "kvtransfer", "load", "models",
-    "node", "planner", "prefill_node", "tritonlib",
-)  # fmt: skip
+_OURS = ("attention", "baton", "decode_node", "kvtransfer", "prefill_node")
 
 _REQUEST_ID: ContextVar[str] = ContextVar("baton_request_id", default="")
 

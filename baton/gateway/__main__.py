@@ -1,4 +1,4 @@
-"""`python -m gateway`: one gateway, until SIGTERM."""
+"""`python -m baton.gateway`: one gateway, until SIGTERM."""
 
 from baton.core.interrupts import plain_interrupts
 

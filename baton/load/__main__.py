@@ -1,4 +1,4 @@
-"""`python -m load` is `baton bench`."""
+"""`python -m baton.load` is `baton bench`."""
 
 import sys
 

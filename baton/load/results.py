@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton import __version__
 from baton.cli.output import write_output
 from baton.core.errors import InvalidRequest
+from baton.core.version import __version__
 from baton.load.goals import Goal
 from baton.load.metrics import SPREADS, Spread, Summary, summarize
 from baton.load.records import Outcome, Record

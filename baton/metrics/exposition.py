@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from baton import __version__
 from baton.core.errors import shortened
+from baton.core.version import __version__
 from baton.metrics import declared
 from baton.metrics.declared import BASE_LABELS, Kind, Role, metrics_of
 from baton.metrics.tally import Layout, Series, scale

@@ -12,8 +12,8 @@ from typing import Self
 
 import torch
 
-from baton import __version__
 from baton.core.supervisor import Supervisor
+from baton.core.version import __version__
 from baton.engine.build import Built, build_runner, measured, step_limits
 from baton.engine.context_room import shortage
 from baton.engine.device.device_thread import StepRunner

@@ -1,4 +1,4 @@
-"""`python -m planner` is `baton plan`."""
+"""`python -m baton.planner` is `baton plan`."""
 
 import sys
 

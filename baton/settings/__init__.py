@@ -1,1 +1,1 @@
-"""TODO baton/settings"""
+"""Settings of all processes, and the only readers of the environment."""

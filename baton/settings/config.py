@@ -30,8 +30,8 @@ from baton.core.limits import (
     TOKENS_MAX,
 )
 
-SOURCE_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
-DEMO_MODELS = SOURCE_ROOT / "models" / "demo"
+SOURCE_ROOT = Path(__file__).resolve().parents[2]  # a source tree or site-packages
+DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
 # Defaults that depend on the device, or that code without settings also needs.

@@ -49,7 +49,7 @@ def _blocks(text: str) -> list[Block]:
 
 def command(runs_with: str, code: str, folder: Path) -> list[str]:
     """The command that runs a block in `folder`, which gets what the page expects in the current directory."""
-    for name in ("models", "protos", "tests"):
+    for name in ("protos", "tests"):
         (folder / name).symlink_to(ROOT / name)
     if runs_with == "python":
         return [str(CLIENTS / "python" / "bin" / "python"), "-W", "error::DeprecationWarning:__main__", "-c", code]

@@ -166,8 +166,9 @@ def test_baton_bench_measures_the_same_load_next_to_aiperf(
     """Another run of the same load. Only whole answers are required: two runs on a shared machine differ."""
     load = ["--api", "chat", "--rate", "8", "--requests", str(REQUESTS), "--warmup", "0", "--input", "64"]
     goal = ["--output", str(OUTPUT_TOKENS), "--slo", f"ttft={FIRST_TOKEN_MS}ms,tpot={TOKEN_MS}ms"]
+    command = [sys.executable, "-m", "baton.load", str(cluster.line["http"])]
     done = subprocess.run(
-        [sys.executable, "-m", "load", str(cluster.line["http"]), *load, *goal, "--json", str(tmp_path / "run.json")],
+        [*command, *load, *goal, "--json", str(tmp_path / "run.json")],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

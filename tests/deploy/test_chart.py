@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton import __version__
+from baton.core.version import __version__
 from deploy.monitoring import prometheus_rule
 from tests.deploy.chart import CHART, Helm, Refused, Release, Values, merged, running_helm, values_of
 from tests.deploy.manifests import (

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from baton import __version__
+from baton.core.version import __version__
 from tests.deploy.images import Stage, instructions, read_stages
 from tests.deploy.manifests import ROLES, ROOT, Rendered
 
 PROGRAMS = {
-    "gateway": "gateway",
+    "gateway": "baton.gateway",
     "prefill": "prefill_node",
     "decode": "decode_node",
     "prefill-cuda": "prefill_node",
@@ -27,8 +27,8 @@ COMPILERS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|cmake|make)\b")
 IMPORT_GATEWAY = """
 import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
-import gateway
-for module in pkgutil.walk_packages(gateway.__path__, "gateway."):
+import baton.gateway as gateway
+for module in pkgutil.walk_packages(gateway.__path__, "baton.gateway."):
     importlib.import_module(module.name)
 """
 
@@ -49,7 +49,7 @@ def test_a_target_starts_its_process_as_a_numbered_user(stages: dict[str, Stage]
     found = dict(instructions(stages, target))
     assert found["ENTRYPOINT"] == f'["python", "-m", "{PROGRAMS[target]}"]'
     assert found["USER"] == "65532:65532"
-    assert (ROOT / PROGRAMS[target] / "__main__.py").is_file()
+    assert (ROOT / PROGRAMS[target].replace(".", "/") / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("target", ["gateway", "prefill", "decode"])
@@ -121,6 +121,6 @@ def test_every_package_reaches_the_build(dockerfile: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {pattern.removesuffix("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     files = {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
-    assert let_in == packages | files
+    assert let_in == packages | files | {"protos"}
     on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "bench"}
     assert packages == on_disk

@@ -125,7 +125,7 @@ def test_a_trace_is_replayed_with_its_prefixes(gateway: Process, tmp_path: Path)
 
 
 def test_ctrl_c_ends_the_clients_too(gateway: Process) -> None:
-    command = [sys.executable, "-m", "load", gateway.address, "--rate", "10", *SHAPE]
+    command = [sys.executable, "-m", "baton.load", gateway.address, "--rate", "10", *SHAPE]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stderr is not None
         assert "requests" in running.stderr.readline()  # the first run has been planned

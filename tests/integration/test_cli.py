@@ -388,7 +388,7 @@ def test_up_names_a_wrong_setting_in_one_line() -> None:
 @pytest.mark.slow
 def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Path) -> None:
     foreign = "raise SystemExit('imported from the working directory')"
-    for name in ("models.py", "engine.py", "baton/gateway/__init__.py", "prefill_node/__init__.py"):
+    for name in ("attention.py", "baton/__init__.py", "prefill_node/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(foreign)
     finished = baton("demo", "--max-tokens", "4", folder=tmp_path)

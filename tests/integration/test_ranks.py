@@ -199,7 +199,7 @@ async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewher
 def test_ranks_start_where_the_users_files_are_named_like_our_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str
 ) -> None:
-    for name in ("models.py", "node.py", "psutil.py", "baton/gateway/__init__.py"):
+    for name in ("attention.py", "psutil.py", "baton/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"raise RuntimeError('this is the user's {name}')")
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.processes import module_of
 from baton.client.client import Client
 from baton.core.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
@@ -24,7 +25,7 @@ def error_line(finished: subprocess.CompletedProcess[str], program: str) -> str:
 
 @pytest.mark.parametrize("program", ["prefill_node", "decode_node", "gateway"])
 def test_help_lists_flags_and_their_variables(program: str) -> None:
-    command = [sys.executable, "-m", program, "--help"]
+    command = [sys.executable, "-m", module_of(program), "--help"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert finished.returncode == 0
     assert "--drain-grace-s" in finished.stdout

@@ -1,1 +1,1 @@
-"""TODO baton/gateway/fleet"""
+"""The gateway's knowledge of its nodes: discovery, load, prefix caches, and the choice among them."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from baton import __version__
+from baton.core.version import __version__
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.protos.v1 import common_pb2, generation_pb2
 from baton.rpc.revisions import revision_of

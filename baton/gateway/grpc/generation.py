@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import grpc
 
-from baton import __version__
 from baton.core.types import AdapterRef, GrammarKind
+from baton.core.version import __version__
 from baton.gateway.fleet.revisions import serving_revisions
 from baton.gateway.grpc.call import answering, check_count, check_ids
 from baton.gateway.grpc.tokenizer_archive import TokenizerArchive

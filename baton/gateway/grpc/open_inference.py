@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-import baton
 from baton.core.errors import BatonError, InternalError, InvalidRequest
+from baton.core.version import __version__
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.grpc.call import Call, answering, check_ids
 from baton.gateway.grpc.open_inference_messages import (
@@ -52,7 +52,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
             return oip.ModelReadyResponse(ready=self._fleet.serves())
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
-        return oip.ServerMetadataResponse(name="baton", version=baton.__version__)
+        return oip.ServerMetadataResponse(name="baton", version=__version__)
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
         async with answering(context):

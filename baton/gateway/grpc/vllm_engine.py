@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as smg
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-import baton
+from baton.core.version import __version__
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.grpc.call import Call, answering, check_count, check_ids
 from baton.gateway.grpc.kv_events import KvEvents
@@ -170,7 +170,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         now = datetime.now(UTC).isoformat()
-        return vllm.GetLoadsResponse(timestamp=now, version=baton.__version__, dp_rank_count=1, loads=[self._load()])
+        return vllm.GetLoadsResponse(timestamp=now, version=__version__, dp_rank_count=1, loads=[self._load()])
 
     def _load(self) -> vllm.SchedulerLoad:
         """The decode nodes together: their blocks are what a request needs until its end."""

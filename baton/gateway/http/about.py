@@ -5,9 +5,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from baton import __version__
 from baton.core.errors import Draining
 from baton.core.types import AdapterRef
+from baton.core.version import __version__
 from baton.gateway.fleet.revisions import serving_revisions
 from baton.gateway.http.bodies import DetokenizeBody, TokenizeBody
 from baton.gateway.http.call import Call

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from baton import __version__
 from baton.core.errors import BatonError, InternalError, InvalidRequest
+from baton.core.version import __version__
 from baton.gateway.http.browsers import check_not_a_page
 from baton.gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
 from baton.gateway.http.errors import Refused, error_response

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import orjson
 
-from baton import __version__
 from baton.core.costs import StepWork
 from baton.core.log_lines import printable
+from baton.core.version import __version__
 from baton.gateway.core.shared_counters import REFUSALS, Count
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode

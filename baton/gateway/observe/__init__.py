@@ -1,1 +1,1 @@
-"""TODO baton/gateway/observe"""
+"""What the gateway records of requests: metrics, latencies, timelines, traces."""

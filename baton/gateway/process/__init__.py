@@ -1,1 +1,1 @@
-"""TODO baton/gateway/process"""
+"""The gateway as processes: start, workers, and the channel between them."""

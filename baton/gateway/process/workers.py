@@ -149,7 +149,8 @@ class _Workers:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "baton.gateway.process.worker", str(theirs.fileno()), str(self._board_fd), str(row),
+                *(sys.executable, "-m", "baton.gateway.process.worker"),
+                *map(str, (theirs.fileno(), self._board_fd, row)),
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._board_fd), env=child_environment(),
                 start_new_session=True,  # Ctrl-C reaches the parent, which lets the workers drain
             )  # fmt: skip

@@ -1,1 +1,1 @@
-"""TODO baton/gateway/serving"""
+"""From a checked message to a finished answer: validation, admission, fan-out."""

@@ -1,1 +1,1 @@
-"""TODO baton/gateway/text"""
+"""Between text and tokens: tokenizer, detokenizer, stop strings, chat formats."""

@@ -1,1 +1,1 @@
-"""TODO baton/models/formats"""
+"""Quantized numbers in plain torch: packing, unpacking, and the products that kernels are compared with."""

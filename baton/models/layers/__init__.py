@@ -1,1 +1,1 @@
-"""TODO baton/models/layers"""
+"""The layers from which families are built."""

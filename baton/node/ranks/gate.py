@@ -12,10 +12,10 @@ import socket
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from baton import __version__
 from baton.core.errors import BatonError, ConfigError, PeerRefused
 from baton.core.exits import exit_at_once
 from baton.core.logs import set_up_logging
+from baton.core.version import __version__
 from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.messages import Failed, GateSetup, Joined, Lost

@@ -11,10 +11,10 @@ import ssl
 import time
 from pathlib import Path
 
-from baton import __version__
 from baton.core.errors import BatonError, ConfigError, PeerRefused
 from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
+from baton.core.version import __version__
 from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss, read_line
 from baton.node.ranks.child import child_command
 from baton.node.ranks.hosts import JOIN_S, Hosts

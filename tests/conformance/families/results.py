@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from baton import __version__
+from baton.core.version import __version__
 from tests.conformance.families.models import Case
 from tests.conformance.families.run import Outcome
 

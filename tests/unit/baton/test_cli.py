@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton import __version__
 from baton.cli import main
 from baton.cli.generate import summary, to_json
 from baton.cli.status import render
@@ -19,6 +18,7 @@ from baton.cli.up import _devices
 from baton.client.outputs import Completion
 from baton.core.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.core.types import Path as Way
+from baton.core.version import __version__
 from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
 from baton.settings.environment import ranks_of_each_node, visible_gpus
 from bench.__main__ import main as bench

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.processes import module_of
 from baton.core.interrupts import INTERRUPTED, plain_interrupts
 
 # Stands for a package that is being imported, and that takes an interrupt for an error of its own.
@@ -30,7 +31,7 @@ def test_an_interrupt_during_imports_is_one_line(program: str, package: str, tmp
     (tmp_path / f"{package}.py").write_text(INTERRUPTED_IMPORT)
     flags = [] if program == "baton" else ["--decode=127.0.0.1:1"] if program == "gateway" else []
     done = subprocess.run(
-        [sys.executable, "-m", program, *flags],
+        [sys.executable, "-m", module_of(program), *flags],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         check=False,
         capture_output=True,

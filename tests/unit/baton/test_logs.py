@@ -47,9 +47,7 @@ def root() -> Iterator[logging.Logger]:
     handlers, level, ours = logger.handlers[:], logger.level, logging.getLogger("baton").level
     yield logger
     logger.handlers[:], logger.level = handlers, level
-    for name in ("attention", "baton", "decode_node", "engine", "gateway", "grammar", "kvcache", "kvtransfer", "load"):
-        logging.getLogger(name).setLevel(ours)
-    for name in ("models", "node", "planner", "prefill_node", "tritonlib"):
+    for name in ("attention", "baton", "decode_node", "kvtransfer", "prefill_node"):
         logging.getLogger(name).setLevel(ours)
 
 

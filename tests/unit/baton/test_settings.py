@@ -62,12 +62,14 @@ def test_a_model_without_a_tokenizer_does_not_get_that_of_the_demo(tmp_path: Pat
 def test_a_child_imports_our_modules_and_not_those_of_its_directory(
     python_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gateway").mkdir()
-    (tmp_path / "gateway" / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
-    (tmp_path / "models.py").write_text("raise SystemExit('imported from the working directory')")
+    (tmp_path / "baton" / "gateway").mkdir(parents=True)
+    (tmp_path / "baton" / "gateway" / "__init__.py").write_text(
+        "raise SystemExit('imported from the working directory')"
+    )
+    (tmp_path / "attention.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.setenv("PYTHONPATH", python_path)
     done = subprocess.run(
-        [sys.executable, "-m", "gateway", "--help"],
+        [sys.executable, "-m", "baton.gateway", "--help"],
         cwd=tmp_path,
         env=child_environment(),
         capture_output=True,

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.unit.engine.owners import Outcome, Scene, compute_alone, compute_as_owner, logprobs_of, tokens_of
 from tests.unit.models.tiny import save_tiny
 
-DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "deepseek"
+DEMO = Path(__file__).resolve().parents[3] / "baton" / "models" / "demo" / "deepseek"
 TINY = ("deepseek-v3", "kimi-k2", "deepseek-v32", "glm-moe-dsa-shared-selection", "glm4-moe-lite")
 RANKS = 2
 

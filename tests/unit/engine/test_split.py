@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.unit.engine.split import Generated, generate, generate_alone
 from tests.unit.models.tiny import save_tiny
 
-DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "baton" / "models" / "demo"
 DEMOS = [DEMO / "llama", DEMO / "deepseek"]
 
 

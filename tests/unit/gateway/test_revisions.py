@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton import __version__
 from baton.core.errors import NoNode
+from baton.core.version import __version__
 from baton.gateway.core.events import FleetChanged, Started, TimePassed
 from baton.gateway.core.shared_counters import Board
 from baton.gateway.fleet.fleet_node import FleetNode

@@ -16,7 +16,7 @@ from baton.models.loading.shares import Shares
 from baton.settings.config import NodeSettings
 from tests.unit.models.tiny import save_tiny
 
-DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "baton" / "models" / "demo"
 OWN = TensorParallel(1, 2, whole_experts=True, own_attention=True)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from baton import __version__
 from baton.core.errors import BatonError, ConfigError
+from baton.core.version import __version__
 from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
 from baton.node.ranks.group import Worker, wait_for_ranks

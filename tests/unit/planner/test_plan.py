@@ -140,7 +140,7 @@ def test_times_have_units() -> None:
 
 
 def test_the_program_plans_from_a_config_alone_and_says_what_is_missing() -> None:
-    command = [sys.executable, "-m", "planner", "--model", str(CONFIGS / "llama-3.1-8b"), "--workload", "long"]
+    command = [sys.executable, "-m", "baton.planner", "--model", str(CONFIGS / "llama-3.1-8b"), "--workload", "long"]
     flags = ["--ttft", "2s", "--tpot", "20ms", "--gpus", "1", "--quick", "--json"]
     done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     found = json.loads(done.stdout)

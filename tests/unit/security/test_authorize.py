@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-import protos
+import baton.protos as protos
 from baton.core.errors import PermissionDenied
 from baton.gateway.http.routes import ROUTES
 from baton.rpc.guard import Authorize, CertificateGuard, DoorGuard, Guard
@@ -39,7 +39,9 @@ LIFETIME = timedelta(days=1)
 def methods() -> dict[str, MethodDescriptor]:
     """All methods of our own services, of the vLLM engine's, and of health and reflection, by their path."""
     names = [
-        module.name for module in pkgutil.walk_packages(protos.__path__, "protos.") if module.name.endswith("_pb2")
+        module.name
+        for module in pkgutil.walk_packages(protos.__path__, "baton.protos.")
+        if module.name.endswith("_pb2")
     ]
     files = [importlib.import_module(name) for name in names] + [vllm_engine_pb2, health_pb2, reflection_pb2]
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]

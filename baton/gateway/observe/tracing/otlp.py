@@ -11,10 +11,10 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-import baton
+from baton.core.version import __version__
 from baton.tracing.span import Attributes, Place, Span, Value
 
-_SCOPE = common_pb2.InstrumentationScope(name="baton", version=baton.__version__)
+_SCOPE = common_pb2.InstrumentationScope(name="baton", version=__version__)
 _KINDS = {True: trace_pb2.Span.SPAN_KIND_SERVER, False: trace_pb2.Span.SPAN_KIND_INTERNAL}
 _ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 _TEXT_MAX = 1024  # characters of one value

@@ -1,1 +1,1 @@
-"""TODO baton/models/config/quantization"""
+"""The publishers' forms of quantized checkpoints, as their config.json describes them. No torch."""

@@ -1,1 +1,1 @@
-"""TODO baton/models/families/dense"""
+"""Decoders whose every token takes the same weights."""

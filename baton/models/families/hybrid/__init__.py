@@ -1,1 +1,1 @@
-"""TODO baton/models/families/hybrid"""
+"""Decoders with recurrent layers next to attention."""

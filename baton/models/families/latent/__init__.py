@@ -1,1 +1,1 @@
-"""TODO baton/models/families/latent"""
+"""Decoders with multi-head latent attention."""

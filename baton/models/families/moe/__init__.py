@@ -1,1 +1,1 @@
-"""TODO baton/models/families/moe"""
+"""Decoders with routed experts whose attention is grouped-query."""

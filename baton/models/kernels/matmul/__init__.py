@@ -1,1 +1,1 @@
-"""TODO baton/models/kernels/matmul"""
+"""Kernels for products of unquantized weights."""

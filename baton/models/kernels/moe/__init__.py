@@ -1,1 +1,1 @@
-"""TODO baton/models/kernels/moe"""
+"""Kernels for routed experts."""

@@ -1,1 +1,1 @@
-"""TODO baton/models/kernels/quantized"""
+"""Kernels for products of quantized weights."""

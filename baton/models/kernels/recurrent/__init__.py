@@ -1,1 +1,1 @@
-"""TODO baton/models/kernels/recurrent"""
+"""Kernels for recurrent layers."""

@@ -1,1 +1,1 @@
-"""TODO baton/models/layers/moe"""
+"""Routers and experts."""

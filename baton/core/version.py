@@ -1,0 +1,3 @@
+"""The release of this source tree."""
+
+__version__ = "0.1.0"

@@ -99,8 +99,8 @@ serialized `Segment` whose fields all have a fixed size:
 then the index of sparse attention, then the state of recurrent layers. A segment lies in one part. Each part has heads
 of its own, which ranks split. The index has the tokens of KV; a state is sent once for each lease, at the last token
 that is in it, so that one of another length is refused. Index and state keep their dtypes. The digest is that of the
-payload, which [digest.py](../baton/kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other fields,
-modulo 2^64. With a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the
+payload, which [digest.py](../baton/kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other
+fields, modulo 2^64. With a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the
 incarnation.
 
 The UCX tag has 64 bits, from the highest:

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "baton": {"baton.core", "baton.client"},  # the names for users; nothing imports it
     "baton.metrics": BASE | {"baton.rpc"},
     "baton.tracing": BASE | {"baton.metrics"},
-    "baton.grammar": {"baton.core", "baton.settings"},
+    "baton.bounded": {"baton.core", "baton.settings"},
+    "baton.grammar": {"baton.core", "baton.settings", "baton.bounded"},
     # what moves and computes KV
     "baton.tritonlib": {"baton.core"},
     "baton.kvcache": {"baton.core", "baton.tritonlib"},
@@ -68,24 +69,24 @@ MAY_IMPORT = {
     "baton.engine": KV
     | MODEL_CONFIG
     | {"attention", "baton.settings", "baton.grammar"}
-    | {"baton.models.layers", "baton.models.kernels", "baton.models.adapters"},
+    | {f"baton.models.{room}" for room in ("checkpoint", "kernels", "layers", "adapters")},
     "baton.node": NODE | {"baton.models.layers", "baton.models.adapters"},
     "prefill_node": NODE | {"baton.node", "decode_node"},  # it also decodes
     "decode_node": NODE | {"baton.node", "prefill_node"},  # `__main__` alone: the process may switch to the other role
     # the gateway
     "baton.gateway": {"baton.core", "baton.settings", "baton.gateway.process"},
     "baton.gateway.core": SERVING,
-    "baton.gateway.text": SERVING | MODEL_CONFIG | {"baton.grammar", "baton.gateway.core"},
+    "baton.gateway.text": SERVING | MODEL_CONFIG | {"baton.bounded", "baton.grammar", "baton.gateway.core"},
     "baton.gateway.fleet": SERVING | {"baton.gateway.core"},
     "baton.gateway.request": SERVING | {f"baton.gateway.{room}" for room in ("core", "text", "fleet")},
     "baton.gateway.observe": SERVING | {f"baton.gateway.{room}" for room in ("core", "fleet", "request")},
     "baton.gateway.serving": SERVING
     | {f"baton.gateway.{room}" for room in ("core", "text", "fleet", "request", "observe")},
     "baton.gateway.http": SERVING
-    | {f"baton.gateway.{room}" for room in ("core", "text", "fleet", "observe", "serving")},
+    | {f"baton.gateway.{room}" for room in ("core", "text", "fleet", "request", "observe", "serving")},
     "baton.gateway.grpc": SERVING
     | {"baton.models.loading"}
-    | {f"baton.gateway.{room}" for room in ("fleet", "request", "serving", "http")},
+    | {f"baton.gateway.{room}" for room in ("core", "fleet", "request", "serving", "http")},
     "baton.gateway.picker": SERVING | {f"baton.gateway.{room}" for room in ("fleet", "http")},
     "baton.gateway.process": SERVING
     | {f"baton.gateway.{room}" for room in ("core", "text", "request", "observe", "serving", "http", "grpc")},
@@ -191,7 +192,9 @@ class Module:
 def room_of(name: str) -> str:
     """The room of a module or package of ours."""
     parts = name.split(".")
-    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in MAY_IMPORT)
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    # The package `baton` itself has names for users, and no modules.
+    return next(room for room in prefixes if room in MAY_IMPORT and (room != "baton" or name == "baton"))
 
 
 def _is_generated(name: str) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 from baton.core.errors import NoNode
 from baton.core.types import TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.observe.meter import RequestMeter
-from baton.metrics.declared import Outcome, Role
+from baton.metrics.declared import Outcome, ProcessRole
 from baton.metrics.exposition import Exposition
 from baton.node.meter import NodeMeter
 
@@ -38,9 +38,9 @@ A message of the gateway is one `observe` of the gap and one counter, in memory 
 
 
 def main() -> None:
-    board = Board.create(4)[0]
+    board = SharedCounters.create(4)[0]
     meter = RequestMeter(board.tally)
-    node = NodeMeter(Role.DECODE)
+    node = NodeMeter(ProcessRole.DECODE)
     tokens = tuple(TokenSampled(str(row), TokenOutput(1, 0), None, "") for row in range(_STEP_ROWS))
     events = StepEvents(1, 0.01, tokens=tokens)
     step_us = _cost_us(lambda: node.step(events))
@@ -72,9 +72,9 @@ def _round_us(call: Callable[[], None]) -> float:
     return (time.thread_time() - began) / _CALLS * 1e6
 
 
-def _scrape_ms(board: Board) -> list[float]:
+def _scrape_ms(board: SharedCounters) -> list[float]:
     """The time of each piece of the gateway's page, of the fastest of some scrapes."""
-    exposition = Exposition(Role.GATEWAY, board.layout, "model")
+    exposition = Exposition(ProcessRole.GATEWAY, board.layout, "model")
     found = []
     for _ in range(20):
         pieces, took = exposition.pages(board.totals(), []), []

@@ -10,8 +10,8 @@ from dataclasses import replace
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
 from baton.load.lengths import Lognormal, Uniform
-from baton.load.workload import Span, Synthetic
-from baton.planner.cluster import ClusterSpec, Outcome, simulate
+from baton.load.workload import LengthSpan, Synthetic
+from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
 from baton.planner.measured import LLAMA_8B_H200
 from baton.planner.node import NodeSpec
 
@@ -36,10 +36,10 @@ _SECONDS = 10.0
 _REQUESTS = 200
 
 
-def outcomes(load: Synthetic, goal: Goal, rate: float, prefills: int, decodes: int) -> Iterator[Outcome]:
+def outcomes(load: Synthetic, goal: Goal, rate: float, prefills: int, decodes: int) -> Iterator[SimulatedOutcome]:
     """Colocated, strict, elastic without prefill nodes that decode, and elastic."""
     requests = max(_REQUESTS, int(_SECONDS * rate))
-    planned = load.plan(rate, Span(requests=requests, warmup_s=max(4.0, 0.1 * requests / rate)), 1)
+    planned = load.plan(rate, LengthSpan(requests=requests, warmup_s=max(4.0, 0.1 * requests / rate)), 1)
     elastic = ClusterSpec(prefills, decodes, NODE, NODE)
     for spec in (
         replace(elastic, prefills=0, decodes=prefills + decodes, policy=LocalPolicy.LOCAL),

@@ -16,8 +16,8 @@ from baton.core.types import LocalPolicy
 from baton.gateway.fleet.placement import place
 from baton.load.goals import Goal
 from baton.load.traces import read_trace
-from baton.load.workload import Planned, Replay, Span
-from baton.planner.cluster import Choose, ClusterSpec, Outcome, simulate
+from baton.load.workload import LengthSpan, PlannedRequest, TraceReplay
+from baton.planner.cluster import Choose, ClusterSpec, SimulatedOutcome, simulate
 from baton.planner.node import NodeSpec
 from baton.planner.rivals import in_turn, shortest_queue
 from bench.curves import Panel, draw_panels
@@ -42,7 +42,7 @@ def run(progress: Callable[[str], None], trace: Path) -> list[Row]:
     Raises:
         FileNotFoundError: there is no trace; it is conversation_trace.jsonl of kvcache-ai/Mooncake's FAST25-release.
     """
-    requests = Replay(read_trace(trace)).plan(1.0, Span(requests=1 << 30), 0)
+    requests = TraceReplay(read_trace(trace)).plan(1.0, LengthSpan(requests=1 << 30), 0)
     rows: list[Row] = []
     for model, (costs, rates, ttft_s) in _RATES.items():
         for rate in rates:
@@ -53,20 +53,20 @@ def run(progress: Callable[[str], None], trace: Path) -> list[Row]:
     return rows
 
 
-def faster(requests: Sequence[Planned], rate: float) -> list[Planned]:
+def faster(requests: Sequence[PlannedRequest], rate: float) -> list[PlannedRequest]:
     """The same requests in less time."""
     return [replace(each, at_s=each.at_s / rate) for each in requests]
 
 
 def prefilled(
-    requests: Sequence[Planned],
+    requests: Sequence[PlannedRequest],
     costs: StepCosts,
     *,
     nodes: int,
     cache_tokens: int,
     ttft_s: float | None = None,
     choose: Choose = place,
-) -> Outcome:
+) -> SimulatedOutcome:
     """What becomes of the requests' prompts on so many prefill nodes; nothing is decoded."""
     prefill = NodeSpec(costs, step_tokens=4096, kv_tokens=cache_tokens)
     decode = replace(prefill, kv_tokens=1 << 50)
@@ -76,13 +76,13 @@ def prefilled(
 
 
 def _compare(
-    model: str, costs: StepCosts, rate: float, millions: int, ttft_s: float, requests: Sequence[Planned]
+    model: str, costs: StepCosts, rate: float, millions: int, ttft_s: float, requests: Sequence[PlannedRequest]
 ) -> list[Row]:
-    def served(choose: Choose = place, slo_s: float | None = None) -> Outcome:
+    def served(choose: Choose = place, slo_s: float | None = None) -> SimulatedOutcome:
         cache_tokens = millions * 1_000_000
         return prefilled(faster(requests, rate), costs, nodes=4, cache_tokens=cache_tokens, ttft_s=slo_s, choose=choose)
 
-    def hits(outcome: Outcome) -> float:
+    def hits(outcome: SimulatedOutcome) -> float:
         return 100 * outcome.hit_share(outcome.jobs[len(outcome.jobs) // 2 :])
 
     work = f"{model} at {rate:g} x the trace's rate, 4 nodes of {millions}M tokens"
@@ -100,7 +100,7 @@ def _compare(
     return rows
 
 
-def _many_nodes(requests: Sequence[Planned]) -> list[Row]:
+def _many_nodes(requests: Sequence[PlannedRequest]) -> list[Row]:
     begin_s = time.perf_counter()
     prefilled(faster(requests, 25.0), LLAMA_8B, nodes=100, cache_tokens=1_000_000)
     seconds = time.perf_counter() - begin_s

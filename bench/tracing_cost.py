@@ -13,7 +13,7 @@ from baton.core.types import LocalPolicy, SamplingParams
 from baton.gateway.core.events import DecodeReplied, Event, PrefillEnded, PrefillReplied, Started, TokensCame
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.observe.tracing.otlp import Encoder
+from baton.gateway.observe.tracing.otlp import SpanEncoder
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.commands import Command
 from baton.gateway.request.journal import Journal
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _tracer(ratio: float, exported: list[bytes]) -> Tracer:
-    return Tracer(Sampling(ratio), Encoder({"service.name": "baton-gateway"}), "llama", exported.append)
+    return Tracer(Sampling(ratio), SpanEncoder({"service.name": "baton-gateway"}), "llama", exported.append)
 
 
 def _trace(tracer: Tracer, steps: list[Step], machine: RequestMachine) -> None:

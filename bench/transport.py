@@ -17,7 +17,7 @@ import torch
 from bench import nixl_rival
 from bench.table import Row
 from kvtransfer.transports.table import open_transport
-from kvtransfer.transports.transport import Request, Transport
+from kvtransfer.transports.transport import TransferRequest, Transport
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_KIB = (64, 256, 1024, 4096, 16384, 65536)
@@ -119,7 +119,7 @@ def _wait_for_port(server: psutil.Process, port: int) -> None:
 
 
 def _receive_all(transport: Transport, slots: list[torch.Tensor], messages: int) -> None:
-    free, receiving, received = list(range(len(slots))), list[tuple[Request, int]](), 0
+    free, receiving, received = list(range(len(slots))), list[tuple[TransferRequest, int]](), 0
     while received < messages:
         moved = transport.progress()
         while free and (arrival := transport.probe()) is not None:
@@ -135,7 +135,7 @@ def _receive_all(transport: Transport, slots: list[torch.Tensor], messages: int)
 
 
 def _send_all(transport: Transport, slots: list[torch.Tensor], messages: int) -> None:
-    sending: list[Request] = []
+    sending: list[TransferRequest] = []
     for number in range(messages):
         sending.append(transport.send(1, number, slots[number % len(slots)]))
         while len(sending) == len(slots) or (number == messages - 1 and sending):

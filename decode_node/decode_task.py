@@ -37,7 +37,7 @@ from decode_node.commands import (
     Send,
     SendLeaseEnded,
 )
-from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal
+from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal
 from decode_node.rules import DecodeRules
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 
@@ -202,7 +202,7 @@ class DecodeTask:
                 self._handed_over, self._handed_over_s = event, now_s
             case Filled():
                 self._filled, self._filled_s = True, now_s
-            case Lost(lease=lease, error=error):
+            case LeaseLost(lease=lease, error=error):
                 return self._report_loss(lease, error)
             case Renewal() | LocalPrefill():
                 return self._decide(event)

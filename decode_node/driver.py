@@ -143,7 +143,7 @@ class DecodeDriver:
     def _on_filled(self, totals: LeaseTotals) -> None:
         self.deliver(LeaseFilled(totals))
 
-    def _on_refused(self, refused: records.SegmentRefused) -> None:
+    def _on_refused(self, refused: records.RefusedSegment) -> None:
         log.warning("segment refused: %s", refused.error)
         if refused.lease is not None:
             self.deliver(SegmentRefused(refused.lease, refused.error))

@@ -33,7 +33,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LeaseLost:
     """KV of the lease was refused, or its sender is gone."""
 
     lease: int
@@ -61,7 +61,7 @@ class LocalPrefill:
     output: tuple[int, ...]
 
 
-LeaseEvent = HandedOver | Filled | Lost | Renewal | LocalPrefill
+LeaseEvent = HandedOver | Filled | LeaseLost | Renewal | LocalPrefill
 
 
 def handed_over(message: pb.HandOver) -> HandedOver:

@@ -43,7 +43,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
-from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
+from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
 from decode_node.rules import DecodeRules
 
 
@@ -122,12 +122,12 @@ class DecodeMachine:
             case QuietReceived(message=quiet, incarnation=incarnation):
                 if not quiet.HasField("error"):
                     return []
-                return self._from_peer(incarnation, Lost(quiet.lease, from_detail(quiet.error)), now_s)
+                return self._from_peer(incarnation, LeaseLost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
-                lost = [Lost(lease, NoNode(f"{name} is gone")) for lease in leases]
+                lost = [LeaseLost(lease, NoNode(f"{name} is gone")) for lease in leases]
                 return [command for each in lost for command in self._lease_event(each, now_s)]
             case SegmentRefused(lease=lease, error=error):
-                return self._lease_event(Lost(lease, error), now_s)
+                return self._lease_event(LeaseLost(lease, error), now_s)
             case LeaseFilled(totals=totals):
                 return self._lease_event(Filled(totals.number), now_s)
             case LeaseOpened(lease=lease):
@@ -304,7 +304,7 @@ class DecodeMachine:
     def _lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
         return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
 
-    def _from_peer(self, incarnation: int, event: HandedOver | Lost, now_s: float) -> list[Command]:
+    def _from_peer(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
         """An event that a prefill node reports: only the one that the lease's ticket is for is believed."""
         task = self._by_lease.get(event.lease)
         if task is not None and task.prefill_incarnation not in (0, incarnation):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, Role
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, ProcessRole
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -48,9 +48,9 @@ scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 _SECTIONS = (
     ("Every process", (*ALL, *PICKER)),
     ("Gateways and nodes", ALL),
-    ("Gateway", (Role.GATEWAY,)),
-    ("Prefill and decode nodes", (Role.PREFILL, Role.DECODE)),
-    ("Decode nodes", (Role.DECODE,)),
+    ("Gateway", (ProcessRole.GATEWAY,)),
+    ("Prefill and decode nodes", (ProcessRole.PREFILL, ProcessRole.DECODE)),
+    ("Decode nodes", (ProcessRole.DECODE,)),
     ("Endpoint picker", PICKER),
 )
 
@@ -66,7 +66,7 @@ def _questions() -> str:
     return "\n".join(["## Questions", "", "| question | expression |", "|---|---|", *rows, ""])
 
 
-def _section(title: str, roles: tuple[Role, ...]) -> str:
+def _section(title: str, roles: tuple[ProcessRole, ...]) -> str:
     rows = [_row(metric) for metric in METRICS if metric.roles == roles]
     head = ["| metric | type | unit | labels | meaning |", "|---|---|---|---|---|"]
     return "\n".join([f"## {title}", "", *head, *rows, ""])

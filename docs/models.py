@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers.models.auto import modeling_auto
 
-from baton.models.families.table import FAMILIES, FEATURES, Features
+from baton.models.families.table import FAMILIES, FEATURES, ModelFeatures
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 
@@ -195,9 +195,9 @@ def _note(why: str) -> str:
     return re.sub(r"([*_|<>`])", r"\\\1", why)
 
 
-def _described(architecture: str) -> tuple[str, Features]:
+def _described(architecture: str) -> tuple[str, ModelFeatures]:
     module = FAMILIES[architecture].model.partition(":")[0]
-    return f"{module.rpartition('.')[2]}.py", FEATURES.get(architecture, Features())
+    return f"{module.rpartition('.')[2]}.py", FEATURES.get(architecture, ModelFeatures())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST
 from kvtransfer.segments import (
     LEASE_BITS,
@@ -147,7 +147,7 @@ def _type(field: object) -> str:
 
 
 def _refusals() -> str:
-    return "".join(f"| `{reason.name.lower()}` | {reason.value} |\n" for reason in Refusal)
+    return "".join(f"| `{reason.name.lower()}` | {reason.value} |\n" for reason in SegmentRefusal)
 
 
 if __name__ == "__main__":

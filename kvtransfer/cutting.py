@@ -8,7 +8,7 @@ from baton.kvcache.spec import KVKind
 from kvtransfer.flows import Flow, common
 from kvtransfer.parts import Part, part_with
 from kvtransfer.records import SendJob
-from kvtransfer.segments import SEGMENTS_MAX, Piece, Segment, cut, payload_bytes
+from kvtransfer.segments import SEGMENTS_MAX, Segment, SegmentPiece, cut, payload_bytes
 
 
 class _Share(NamedTuple):
@@ -77,7 +77,7 @@ def _share_bytes(share: _Share, token_stop: int) -> int:
     return payload_bytes(share.part.spec, layers=len(share.layers), tokens=tokens, heads=len(share.heads))
 
 
-def _pieces(share: _Share, job: SendJob, limit: int) -> Iterator[tuple[range, Piece]]:
+def _pieces(share: _Share, job: SendJob, limit: int) -> Iterator[tuple[range, SegmentPiece]]:
     """The pieces of a share, each with its heads: all of them, unless a state's layer is larger than a segment."""
     spec = share.part.spec
     segment_bytes = max(limit, spec.least_segment_bytes)

@@ -20,7 +20,7 @@ from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag
 _USED_MAX = 1 << 14
 
 
-class Refusal(StrEnum):
+class SegmentRefusal(StrEnum):
     """Why a message was not scattered."""
 
     LATE = "its lease has ended"
@@ -179,7 +179,9 @@ class LeaseTable:
         lease = self._leases[lease_field(grant.number)] = _Lease(grant, coverage, cells)
         return lease.totals() if cells == 0 else None
 
-    def arrival(self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0) -> Refusal | None:
+    def arrival(
+        self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0
+    ) -> SegmentRefusal | None:
         """None if a message with that tag may get memory. Claims nothing, because anybody may have sent the message.
 
         Args:
@@ -189,15 +191,15 @@ class LeaseTable:
         group = tag.sender if group is None else group
         lease = self._leases.get(tag.lease)
         if lease is None:
-            return Refusal.LATE if tag.lease in self._used else Refusal.UNKNOWN_LEASE
+            return SegmentRefusal.LATE if tag.lease in self._used else SegmentRefusal.UNKNOWN_LEASE
         if lease.closing:
-            return Refusal.LATE
+            return SegmentRefusal.LATE
         if lease.grant.prefill_incarnation not in (0, incarnation):
-            return Refusal.FOREIGN_SENDER
+            return SegmentRefusal.FOREIGN_SENDER
         if lease.group not in (None, group):
-            return Refusal.FOREIGN_SENDER
+            return SegmentRefusal.FOREIGN_SENDER
         if (tag.sender, tag.number) in lease.seen:
-            return Refusal.DUPLICATE
+            return SegmentRefusal.DUPLICATE
         if lease.first_s is None:
             lease.first_s = lease.last_s = now_s
         return None
@@ -214,29 +216,29 @@ class LeaseTable:
             return None
         return lease.grant.number if lease.group in (None, tag.sender if group is None else group) else None
 
-    def start_scatter(self, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+    def start_scatter(self, tag: Tag, segment: Segment, *, group: int | None = None) -> SegmentRefusal | None:
         """None if a received segment, whose message `arrival` let in, may be scattered. Its cells are then claimed: the
         caller scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to its
         sender's group."""
         group = tag.sender if group is None else group
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing:
-            return Refusal.LATE
+            return SegmentRefusal.LATE
         if segment.incarnation != self._incarnation:
-            return Refusal.STALE_INCARNATION
+            return SegmentRefusal.STALE_INCARNATION
         if (segment.lease, segment.number) != (lease.grant.number, tag.number):
-            return Refusal.MISLABELLED
+            return SegmentRefusal.MISLABELLED
         if lease.group not in (None, group):
-            return Refusal.FOREIGN_SENDER
+            return SegmentRefusal.FOREIGN_SENDER
         if (tag.sender, tag.number) in lease.seen:
-            return Refusal.DUPLICATE
+            return SegmentRefusal.DUPLICATE
         part = part_with(self._parts, range(segment.layer_start, segment.layer_stop))
         if part is None or not _within(lease.grant, part, segment):
-            return Refusal.OUT_OF_RANGE
+            return SegmentRefusal.OUT_OF_RANGE
         if segment.payload_bytes != _payload_bytes(part, segment):
-            return Refusal.WRONG_SIZE
+            return SegmentRefusal.WRONG_SIZE
         if not lease.coverage.claim(segment.layers, segment.token_start, segment.token_stop, segment.heads):
-            return Refusal.OVERLAP
+            return SegmentRefusal.OVERLAP
         lease.group = group
         lease.seen.add((tag.sender, tag.number))
         lease.scattering += 1

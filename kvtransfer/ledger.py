@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.kvcache.wire.conversion import Converter
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
 from kvtransfer.records import PeerTraffic, TransferCounters
 
@@ -51,7 +51,7 @@ class Ledger:
     """The thread's counters and connected peers. Only the thread writes them; any thread may call `snapshot`."""
 
     peers: dict[int, Peer] = field(default_factory=dict)
-    refusals: Counter[Refusal] = field(default_factory=Counter)
+    refusals: Counter[SegmentRefusal] = field(default_factory=Counter)
     traffic: dict[int, PeerTraffic] = field(default_factory=dict)
     converted: int = 0
     bytes_total: int = 0

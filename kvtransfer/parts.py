@@ -8,7 +8,7 @@ from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.segments import Segment
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where a segment lies: layers and heads by the numbers of its part's cache, tokens by those of its blocks."""
 
     part: int
@@ -34,7 +34,7 @@ class Part:
     layers: range
     heads: range
 
-    def place(self, segment: Segment) -> Place:
+    def place(self, segment: Segment) -> PartPlace:
         """Where one of this part's segments lies. A state's slot holds one cell, whichever token it stands at."""
         layers, heads = segment.layers, segment.heads
         if self.layers.start:
@@ -42,8 +42,8 @@ class Part:
         if self.heads.start:
             heads = range(heads.start - self.heads.start, heads.stop - self.heads.start)
         if self.spec.kind is KVKind.STATE:
-            return Place(self.number, layers, 0, 1, heads)
-        return Place(self.number, layers, segment.token_start, segment.token_stop, heads)
+            return PartPlace(self.number, layers, 0, 1, heads)
+        return PartPlace(self.number, layers, segment.token_start, segment.token_stop, heads)
 
 
 def parts_of(spec: KVCacheSpec, heads: Sequence[range] = ()) -> tuple[Part, ...]:

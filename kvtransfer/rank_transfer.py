@@ -12,13 +12,13 @@ from baton.core.errors import BatonError
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 # A lease has all its tokens. Called once for each lease, unless the lease is closed before.
 OnFilled = Callable[[LeaseTotals], None]
 # A message was not scattered, so its lease cannot be trusted to become complete.
-OnRefused = Callable[[SegmentRefused], None]
+OnRefused = Callable[[RefusedSegment], None]
 # The link to a peer has broken, for this reason: nothing more comes or goes over it. It is still to be disconnected.
 OnLinkFailed = Callable[[int, BatonError], None]
 # The transfer cannot go on, for this reason. Every call fails from now on; the process should end.

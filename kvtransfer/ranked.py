@@ -15,10 +15,10 @@ from typing import Self, TypeVar
 from baton.core.errors import BatonError, DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair, common
-from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.leases import LeaseGrant, LeaseTotals, SegmentRefusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
-from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, PeerTraffic, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             assert self._on_filled is not None
             self._on_filled(_together(lease.filled))
 
-    def _refused(self, refused: SegmentRefused) -> None:
+    def _refused(self, refused: RefusedSegment) -> None:
         assert self._on_refused is not None
         self._on_refused(refused)
 
@@ -290,7 +290,9 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Sums over all ranks, peers by their pairs' numbers. Figures of other processes are up to a second old."""
         counters = [rank.counters() for rank in self._ranks]
         refusals = {
-            refusal: count for refusal in Refusal if (count := sum(each.refusals.get(refusal, 0) for each in counters))
+            refusal: count
+            for refusal in SegmentRefusal
+            if (count := sum(each.refusals.get(refusal, 0) for each in counters))
         }
         by_rank = dict(zip(map(id, self._ranks), counters, strict=True))
         peers: dict[int, PeerTraffic] = {}

@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError, DataLoss, UnknownLease
 from baton.kvcache.cache import PagedKVCache
-from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
 from kvtransfer.ledger import Ledger, Peer
-from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
+from kvtransfer.movers.mover import Blocks, CacheReading, Mover, Pending
 from kvtransfer.parts import part_with
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.rate_limit import RateLimit
-from kvtransfer.records import SegmentRefused
+from kvtransfer.records import RefusedSegment
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_sealed, decode_trailer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
-from kvtransfer.transports.transport import Arrival, Request, Transport
+from kvtransfer.transports.transport import Arrival, TransferRequest, Transport
 from kvtransfer.warm_up import WarmUpReceiver, maps_slot
 
 _WRONG_REFERENCE = frozenset(
     {
-        Refusal.UNKNOWN_LEASE,
-        Refusal.UNKNOWN_SENDER,
-        Refusal.FOREIGN_SENDER,
-        Refusal.SEAL,
-        Refusal.MISLABELLED,
-        Refusal.STALE_INCARNATION,
-        Refusal.OUT_OF_RANGE,
+        SegmentRefusal.UNKNOWN_LEASE,
+        SegmentRefusal.UNKNOWN_SENDER,
+        SegmentRefusal.FOREIGN_SENDER,
+        SegmentRefusal.SEAL,
+        SegmentRefusal.MISLABELLED,
+        SegmentRefusal.STALE_INCARNATION,
+        SegmentRefusal.OUT_OF_RANGE,
     }
 )
 
@@ -51,8 +51,8 @@ class _Reception:
     pool: StagingPool
     slot: Slot
     num_bytes: int
-    request: Request
-    reading: Reading | None = None
+    request: TransferRequest
+    reading: CacheReading | None = None
     segment: Segment | None = None
     scatter: Pending | None = None
 
@@ -182,7 +182,7 @@ class Receiver:
                 self.round_trips.arrived(tag, arrival, self._clock())
                 continue
             refusal = self._look_up(tag, arrival)
-            if refusal in (Refusal.UNKNOWN_LEASE, Refusal.UNKNOWN_SENDER):
+            if refusal in (SegmentRefusal.UNKNOWN_LEASE, SegmentRefusal.UNKNOWN_SENDER):
                 self._catch_up()
                 refusal = self._look_up(tag, arrival)
             if refusal is not None:
@@ -192,15 +192,15 @@ class Receiver:
                 self._parked.append((tag, arrival))
         return accepted
 
-    def _look_up(self, tag: Tag, arrival: Arrival) -> Refusal | None:
+    def _look_up(self, tag: Tag, arrival: Arrival) -> SegmentRefusal | None:
         if tag.sender != arrival.peer or arrival.peer not in self._ledger.peers:
-            return Refusal.UNKNOWN_SENDER
+            return SegmentRefusal.UNKNOWN_SENDER
         if arrival.num_bytes > self._slot_bytes:
-            return Refusal.TOO_LARGE
+            return SegmentRefusal.TOO_LARGE
         if arrival.num_bytes < TRAILER_BYTES:
-            return Refusal.MALFORMED
+            return SegmentRefusal.MALFORMED
         if tag.number == WARM_UP:
-            return None if self.warm_ups.expects(arrival.peer) else Refusal.UNEXPECTED
+            return None if self.warm_ups.expects(arrival.peer) else SegmentRefusal.UNEXPECTED
         peer = self._ledger.peers[arrival.peer]
         return self._leases.arrival(tag, self._clock(), group=peer.group, incarnation=peer.incarnation)
 
@@ -256,7 +256,7 @@ class Receiver:
         self._scattered(item.tag.sender, item.segment)
         return self._end(item)
 
-    def _read(self, item: _Reception) -> Reading:
+    def _read(self, item: _Reception) -> CacheReading:
         """Reads a received message: its trailer and, unless it only measures its link, what the checks need."""
         maps = item.tag.number == WARM_UP and maps_slot(item.tag.lease)
         measures = item.tag.number == WARM_UP and not maps
@@ -273,10 +273,10 @@ class Receiver:
             return True
         # For a peer that is gone, `lost` has reported everything.
         if item.tag.sender in self._ledger.peers:
-            self._refuse(item.tag, Refusal.BROKEN, peer=item.tag.sender)
+            self._refuse(item.tag, SegmentRefusal.BROKEN, peer=item.tag.sender)
         return False
 
-    def _to_scatter(self, item: _Reception, reading: Reading) -> Segment | None:
+    def _to_scatter(self, item: _Reception, reading: CacheReading) -> Segment | None:
         """The segment, if it may be written to its lease's blocks: its cells are claimed then. None otherwise."""
         tag = item.tag
         if tag.number == WARM_UP:
@@ -285,7 +285,7 @@ class Receiver:
             return None
         peer = item.peer
         opened = self._open(tag, reading.trailer, sealed=peer.sealed)
-        if isinstance(opened, Refusal):
+        if isinstance(opened, SegmentRefusal):
             self._refuse(tag, opened, peer=tag.sender, proven=not peer.sealed)
             return None
         refusal = self._check(opened, item.num_bytes, reading)
@@ -295,23 +295,23 @@ class Receiver:
             return None
         return opened
 
-    def _open(self, tag: Tag, trailer: bytes, *, sealed: bool) -> Segment | Refusal:
+    def _open(self, tag: Tag, trailer: bytes, *, sealed: bool) -> Segment | SegmentRefusal:
         if not sealed:
-            return decode_trailer(trailer) or Refusal.MALFORMED
+            return decode_trailer(trailer) or SegmentRefusal.MALFORMED
         key = self._leases.key(tag)
         if key is None:
-            return Refusal.LATE
-        return decode_sealed(trailer, key=key, incarnation=self._incarnation) or Refusal.SEAL
+            return SegmentRefusal.LATE
+        return decode_sealed(trailer, key=key, incarnation=self._incarnation) or SegmentRefusal.SEAL
 
     def _unsealed(self, peer: int) -> bool:
         """Whether messages of that peer are taken for its own without a seal."""
         return peer in self._ledger.peers and not self._ledger.peers[peer].sealed
 
-    def _check(self, segment: Segment, num_bytes: int, reading: Reading) -> Refusal | None:
+    def _check(self, segment: Segment, num_bytes: int, reading: CacheReading) -> SegmentRefusal | None:
         if segment.payload_bytes != num_bytes - TRAILER_BYTES:
-            return Refusal.WRONG_SIZE
+            return SegmentRefusal.WRONG_SIZE
         if self._digests and segment.digest != segment.digest_over(reading.digest):
-            return Refusal.DIGEST
+            return SegmentRefusal.DIGEST
         return None
 
     def _scattered(self, sender: int, segment: Segment) -> None:
@@ -334,7 +334,7 @@ class Receiver:
         self._blocks.pop(totals.number).free()
         self._closing.pop(totals.number).set_result(totals)
 
-    def _refuse(self, tag: Tag, refusal: Refusal, *, peer: int, proven: bool = True) -> None:
+    def _refuse(self, tag: Tag, refusal: SegmentRefusal, *, peer: int, proven: bool = True) -> None:
         """Counts a message of that peer. It costs the peer's warm-up, or the lease that this peer fills, never another
         lease.
 
@@ -342,7 +342,7 @@ class Receiver:
             proven: it is the peer's own. Others cost no lease.
         """
         self._ledger.refusals[refusal] += 1
-        if refusal is Refusal.LATE:
+        if refusal is SegmentRefusal.LATE:
             return
         error = _to_error(tag, refusal)
         lease = None
@@ -351,10 +351,10 @@ class Receiver:
         elif proven and (sender := self._ledger.peers.get(peer)):
             own = Tag(peer, tag.lease, tag.number)
             lease = self._leases.filled_by(own, group=sender.group, incarnation=sender.incarnation)
-        self._on_refused(SegmentRefused(lease, peer, refusal, error))
+        self._on_refused(RefusedSegment(lease, peer, refusal, error))
 
 
-def _to_error(tag: Tag, refusal: Refusal) -> BatonError:
+def _to_error(tag: Tag, refusal: SegmentRefusal) -> BatonError:
     what = "a warm-up message" if tag.number == WARM_UP else f"segment {tag.number} of lease ..{tag.lease}"
     message = f"{what} from sender {tag.sender} was refused: {refusal}"
     if refusal in _WRONG_REFERENCE:

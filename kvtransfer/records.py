@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
 from kvtransfer.flows import Flow
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 from kvtransfer.link import LinkSpeed
 
 
@@ -50,7 +50,7 @@ class SendJob:
 
 
 @dataclass(frozen=True)
-class SegmentRefused:
+class RefusedSegment:
     """A message that was not scattered.
 
     Attributes:
@@ -61,7 +61,7 @@ class SegmentRefused:
 
     lease: int | None
     sender: int
-    refusal: Refusal
+    refusal: SegmentRefusal
     error: BatonError
 
 
@@ -105,7 +105,7 @@ class TransferCounters:
         bytes_total, segments_total: payload exchanged with all peers so far.
     """
 
-    refusals: Mapping[Refusal, int]
+    refusals: Mapping[SegmentRefusal, int]
     peers: Mapping[int, PeerTraffic]
     converted: int = 0
     bytes_total: int = 0
@@ -113,8 +113,8 @@ class TransferCounters:
 
     @property
     def refused(self) -> int:
-        return sum(count for refusal, count in self.refusals.items() if refusal is not Refusal.LATE)
+        return sum(count for refusal, count in self.refusals.items() if refusal is not SegmentRefusal.LATE)
 
     @property
     def late(self) -> int:
-        return self.refusals.get(Refusal.LATE, 0)
+        return self.refusals.get(SegmentRefusal.LATE, 0)

@@ -207,7 +207,7 @@ def payload_bytes(spec: KVCacheSpec, *, layers: int, tokens: int, heads: int) ->
     return layers * tokens * spec.kv_factor * heads * spec.head_dim * spec.itemsize
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """Some tokens in some layers, for all heads."""
 
     layers: range
@@ -224,7 +224,7 @@ def cut(
     token_start: int,
     token_stop: int,
     resume_at: int,
-) -> Iterator[Piece]:
+) -> Iterator[SegmentPiece]:
     """Cuts the KV of a token range that will be read into pieces of at most `segment_bytes` payload each.
 
     All layers in one piece if they fit; else as many layers of the whole range as fit; else one layer of part of it,
@@ -245,18 +245,18 @@ def cut(
 
 def read_boxes(
     spec: KVCacheSpec, *, layers: range, token_start: int, token_stop: int, resume_at: int
-) -> Iterator[Piece]:
+) -> Iterator[SegmentPiece]:
     """The KV of a token range that tokens from `resume_at` on read: one box for each run of tokens that is read by the
     same evenly spaced layers."""
     if not spec.windows:  # the short path, because a link waits for the first piece
         if layers and token_start < token_stop:
-            yield Piece(layers, token_start, token_stop)
+            yield SegmentPiece(layers, token_start, token_stop)
         return
     first = {layer: max(token_start, spec.first_read(layer, resume_at)) for layer in layers}
     borders = sorted({start for start in first.values() if start < token_stop}) if token_start < token_stop else []
     for start, stop in pairwise([*borders, token_stop]):
         for run in _even_runs([layer for layer in layers if first[layer] <= start]):
-            yield Piece(run, start, stop)
+            yield SegmentPiece(run, start, stop)
 
 
 def _even_runs(layers: list[int]) -> Iterator[range]:
@@ -273,7 +273,7 @@ def _even_runs(layers: list[int]) -> Iterator[range]:
             start = following
 
 
-def _cut_box(box: Piece, per_layer: int, segment_bytes: int) -> Iterator[Piece]:
+def _cut_box(box: SegmentPiece, per_layer: int, segment_bytes: int) -> Iterator[SegmentPiece]:
     num_tokens = box.token_stop - box.token_start
     layers_each = max(1, segment_bytes // (per_layer * num_tokens))
     tokens_each = segment_bytes // per_layer
@@ -282,7 +282,7 @@ def _cut_box(box: Piece, per_layer: int, segment_bytes: int) -> Iterator[Piece]:
         start = box.token_start
         while start < box.token_stop:
             stop = _next_cut(start, tokens_each, box.token_stop)
-            yield Piece(layers, start, stop)
+            yield SegmentPiece(layers, start, stop)
             start = stop
 
 

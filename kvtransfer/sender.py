@@ -22,7 +22,7 @@ from kvtransfer.records import SendJob, WarmUp
 from kvtransfer.segments import LEASE_KEY_BYTES, TRAILER_BYTES, Segment, Tag
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
-from kvtransfer.transports.transport import Request, Transport
+from kvtransfer.transports.transport import TransferRequest, Transport
 from kvtransfer.warm_up import maps_slot, pattern, warm_up_segments
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class _InFlight:
     slot: Slot
     segment: Segment
     message: Pending
-    request: Request | None = None
+    request: TransferRequest | None = None
 
 
 class Sender:
@@ -224,7 +224,7 @@ class Sender:
             self._ledger.moved(item.job.peer, item.segment.payload_bytes)
         return self._end(item)
 
-    def _post(self, item: _InFlight) -> Request:
+    def _post(self, item: _InFlight) -> TransferRequest:
         segment, job = item.segment, item.job
         tag = Tag.of(job.sender_number, segment).pack()
         job.sent.append(segment)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, DataLoss, PeerRefused
 from kvtransfer.link import LEAST_PAYLOAD_BYTES, message_cost_s
-from kvtransfer.movers.mover import Reading
+from kvtransfer.movers.mover import CacheReading
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, decode_trailer
 
@@ -93,7 +93,7 @@ class WarmUpReceiver:
         progress.error = progress.error or error
         self._finish(peer)
 
-    def received(self, peer: int, lease: int, num_bytes: int, reading: Reading, now_s: float) -> None:
+    def received(self, peer: int, lease: int, num_bytes: int, reading: CacheReading, now_s: float) -> None:
         """Counts and checks one message that was received and read.
 
         Args:
@@ -139,7 +139,7 @@ class WarmUpReceiver:
         except BatonError as error:
             future.set_exception(error)
 
-    def _check(self, lease: int, payload_bytes: int, reading: Reading) -> BatonError | None:
+    def _check(self, lease: int, payload_bytes: int, reading: CacheReading) -> BatonError | None:
         segment = decode_trailer(reading.trailer)
         if segment is None or (segment.payload_bytes, segment.lease) != (payload_bytes, lease):
             return DataLoss("a warm-up message arrived without its trailer")

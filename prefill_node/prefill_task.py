@@ -18,7 +18,7 @@ from baton.protos.v1 import prefill_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
-from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Piece, Segment
+from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
 from prefill_node.unsent import Unsent
@@ -75,8 +75,8 @@ class PrefillTask:
         self._owner: int | None = None
         self._state_slot = -1  # of the state after the ticket's last token, once it is computed
         self._unsent = Unsent(spec, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
-        self._pieces: deque[Piece] = deque()  # taken from `_unsent`, and sent one after the other
-        self._sending: Piece | None = None  # the last one that was given to the transport
+        self._pieces: deque[SegmentPiece] = deque()  # taken from `_unsent`, and sent one after the other
+        self._sending: SegmentPiece | None = None  # the last one that was given to the transport
         self._send_under_way = False
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
@@ -166,7 +166,7 @@ class PrefillTask:
         self._sending = self._pieces.popleft()
         return [SendKV(self.call, self._job(self._sending))]
 
-    def _job(self, piece: Piece) -> SendJob:
+    def _job(self, piece: SegmentPiece) -> SendJob:
         return SendJob(
             peer=self.peer.number,
             sender_number=self.peer.sender_number,
@@ -192,7 +192,7 @@ class PrefillTask:
             self._times.append(self._sent_part(self._sending, segments, now_s))
         return self._send_next(now_s) or self._hand_over_if_sent(now_s)
 
-    def _sent_part(self, piece: Piece, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
+    def _sent_part(self, piece: SegmentPiece, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
         return pb.SentPart(
             started_s=self._send_started_s - self._called_s,
             ended_s=now_s - self._called_s,

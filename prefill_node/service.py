@@ -10,7 +10,7 @@ from baton.node.assembly import Node
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.protos.v1 import prefill_pb2 as pb
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.rpc.status import abort, client_may_leave
 from baton.settings.config import PrefillSettings
 from decode_node.driver import DecodeDriver
@@ -44,7 +44,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> common_pb2.PeerState:
         try:
             # gRPC would also connect to names of other forms, such as unix:PATH.
-            Address.parse(request.decode_address, field="decode_address")
+            ListenAddress.parse(request.decode_address, field="decode_address")
         except BatonError as error:
             await abort(context, error)
         return await self._driver.peers.connect(request.decode_address)

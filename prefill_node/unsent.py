@@ -3,7 +3,7 @@
 from itertools import chain, groupby
 
 from baton.kvcache.spec import KVCacheSpec
-from kvtransfer.segments import Piece
+from kvtransfer.segments import SegmentPiece
 
 
 class Unsent:
@@ -33,9 +33,11 @@ class Unsent:
         for layer in range(len(self._computed)) if layer_stop is None else chain(range(layer_stop), index):
             self._computed[layer] = max(self._computed[layer], token_stop)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[SegmentPiece]:
         """All that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
         ranges = list(zip(self._taken, self._computed, strict=True))
         self._taken = self._computed[:]
         alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]
-        return [Piece(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]]
+        return [
+            SegmentPiece(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]
+        ]

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.blocksparse import BlocksparseParams
-from attention.kernels.blocksparse.decode import DecodePartials, blocksparse_decode, decode_pieces, new_decode_partials
+from attention.kernels.blocksparse.decode import (
+    SparseDecodePartials,
+    blocksparse_decode,
+    decode_pieces,
+    new_decode_partials,
+)
 from attention.kernels.blocksparse.pattern import SPARSE_BLOCK_SIZES
 from attention.kernels.blocksparse.prefill import blocksparse_prefill, can_read_directly
 from attention.layer_checks import check_heads
@@ -106,7 +111,7 @@ class BlocksparseFlashAttention:
         )
         is_hopper = platform.compute_capability is not None and platform.compute_capability[0] == _HOPPER
         self._hopper_sms = platform.num_sms if is_hopper else None
-        self._partials: DecodePartials = new_decode_partials(
+        self._partials: SparseDecodePartials = new_decode_partials(
             num_heads=needs.num_heads,
             num_kv_heads=needs.num_kv_heads,
             head_size=needs.head_size,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.flashinfer_workspace import reasons_against_plans
-from attention.backends.flashinfer_wrappers import Prefills, Wrappers
+from attention.backends.flashinfer_wrappers import FlashInferPrefills, Wrappers
 from attention.cascade import worth_sharing
 from attention.layer_checks import check_planned, check_shared
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
@@ -39,7 +39,7 @@ class FlashInferMetadata(AttentionMetadata):
     num_decodes: int
     cascade: Any = None
     decode: Any = None
-    prefills: Prefills | None = None
+    prefills: FlashInferPrefills | None = None
 
 
 class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
@@ -65,7 +65,7 @@ class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
             captured = num_decodes == num_reqs and wrappers.captured(num_reqs)
             decode = wrappers.plan_decode(lists.of(0, num_decodes), captured=captured)
         if num_decodes < num_reqs:
-            prefills = Prefills(
+            prefills = FlashInferPrefills(
                 wrappers,
                 query_start_loc=common.query_start_loc_cpu[num_decodes:] - common.query_start_loc_cpu[num_decodes],
                 lists=lists.of(num_decodes, num_reqs),
@@ -178,7 +178,7 @@ class FlashInfer:
         if scales is not None:
             out[: metadata.num_actual_tokens].mul_(scales.v_scale)
 
-    def _reads_own_keys(self, prefills: Prefills, layer: AttentionParameters) -> bool:
+    def _reads_own_keys(self, prefills: FlashInferPrefills, layer: AttentionParameters) -> bool:
         """Whether prefills read the call's keys rather than the cache: an encoder must; a decoder may where the cache
         holds no other keys and holds them just as precisely."""
         if layer.attn_type in _ENCODERS:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
-from attention.backends.flashinfer_plan import Planned
+from attention.backends.flashinfer_plan import PlannedWrapper
 from attention.backends.flashinfer_workspace import WORKSPACE_BYTES, mla_workspace_bytes, reasons_against_mla_plans
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
@@ -49,7 +49,7 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
         self._dtype = TORCH_DTYPES[needs.dtype]
         self._workspace_tokens = workspace_tokens
         # One wrapper for all batches, captured or not: plans of every size use the same memory.
-        self._decode = Planned(flashinfer_mla.BatchMLAPagedAttentionWrapper(partial_results))
+        self._decode = PlannedWrapper(flashinfer_mla.BatchMLAPagedAttentionWrapper(partial_results))
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False

@@ -15,7 +15,7 @@ from attention.metadata import CommonAttentionMetadata
 from baton.core.errors import InternalError
 
 
-class Planned:
+class PlannedWrapper:
     """A flashinfer wrapper with its latest plan.
 
     Attributes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds
-from attention.backends.flashinfer_plan import BlockLister, BlockLists, Planned
+from attention.backends.flashinfer_plan import BlockLister, BlockLists, PlannedWrapper
 from attention.backends.flashinfer_workspace import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -46,10 +46,10 @@ class Wrappers:
         self.lister = BlockLister(needs)
         self._workspace = self._new_bytes(max(WORKSPACE_BYTES, float_workspace_bytes(needs, platform.num_sms)))
         self._int_bytes = int_workspace_bytes(needs, platform.num_sms)
-        self._decode = Planned(
+        self._decode = PlannedWrapper(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, self.layout, use_tensor_cores=True)
         )
-        self._captured: dict[int, Planned] = {}
+        self._captured: dict[int, PlannedWrapper] = {}
         # flashinfer's Hopper kernels multiply a cache's numbers as stored, so an fp8 cache needs fp8 queries too.
         version = "fa2" if needs.cache_dtype in FP8_DTYPES else "auto"
         self.paged = self._planned_prefills(
@@ -58,16 +58,16 @@ class Wrappers:
         self.ragged = self._planned_prefills(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD"))
         # A window counts from a request's own end, and the wrapper has no kernels for an fp8 cache.
         self.shares_prefixes = self.planned.window_left < 0 and version == "auto"
-        self._cascade: Planned | None = None
+        self._cascade: PlannedWrapper | None = None
 
     def _new_bytes(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._device)
 
-    def _planned_prefills(self, wrapper: Any) -> Planned:
+    def _planned_prefills(self, wrapper: Any) -> PlannedWrapper:
         """A wrapper whose lists hold the plan of any batch of prefills; its own memory holds that of any decodes."""
         if self._int_bytes > INT_WORKSPACE_BYTES:
             wrapper.reset_workspace_buffer(self._workspace, self._new_bytes(self._int_bytes))
-        return Planned(wrapper)
+        return PlannedWrapper(wrapper)
 
     def captured(self, num_reqs: int) -> bool:
         return num_reqs in self._captured
@@ -76,7 +76,7 @@ class Wrappers:
         """Plans batches of that many decodes in persistent memory from now on."""
         if num_reqs in self._captured:
             return
-        self._captured[num_reqs] = Planned(
+        self._captured[num_reqs] = PlannedWrapper(
             self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
                 self.layout,
@@ -98,7 +98,7 @@ class Wrappers:
             wrapper = self._flashinfer.MultiLevelCascadeAttentionWrapper(2, self._workspace, self.layout)
             if self._int_bytes > INT_WORKSPACE_BYTES:
                 wrapper.reset_workspace_buffer(self._workspace, [self._new_bytes(self._int_bytes) for _ in range(2)])
-            self._cascade = Planned(wrapper)
+            self._cascade = PlannedWrapper(wrapper)
         rest = self.lister.list(common, skipped_blocks=num_blocks)
         self._cascade.plan(
             [_int32(0, common.num_actual_tokens), common.query_start_loc_cpu],
@@ -129,7 +129,7 @@ class Wrappers:
         return planned.wrapper
 
 
-class Prefills:
+class FlashInferPrefills:
     """The prefills of one batch. The first layer to run plans them, because only layers know whose keys they read."""
 
     def __init__(

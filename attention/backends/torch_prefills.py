@@ -23,7 +23,7 @@ _PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """Queries [query_start, query_stop) of the batch, the first of them at `position` of its sequence, over keys
     [key_start, key_stop), counted among the keys that the request reads."""
 
@@ -51,11 +51,11 @@ class Prefill:
 
     keys: TokenIndex | slice
     first_key: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
 
 
 @dataclass(frozen=True)
-class Prefills:
+class TorchPrefills:
     """`mask` is [rows, keys] for fused attention; a causal piece takes its lower right corner, because whether a query
     sees a key depends only on how far they are from the piece's last. Pieces never cross a chunk's border."""
 
@@ -72,7 +72,7 @@ def plan_prefills(
     *,
     block_size: int,
     mask_dtype: torch.dtype,
-) -> Prefills:
+) -> TorchPrefills:
     """Args:
     query_starts: each request's first query, then the number of queries.
     seq_lens: each request's number of keys in the cache.
@@ -91,14 +91,14 @@ def plan_prefills(
             keys = TokenIndex(block_table[request][blocks_S].astype(np.int64), offsets_S)
         pieces = tuple(_pieces(sight, query_start, query_stop, num_keys, first_key))
         requests.append(Prefill(keys, first_key, pieces))
-    return Prefills(sight, tuple(requests), _mask(sight, requests, mask_dtype))
+    return TorchPrefills(sight, tuple(requests), _mask(sight, requests, mask_dtype))
 
 
 def attend_prefills(
     q_THD: Tensor,
     kv_layer: Tensor,
     own_kv: tuple[Tensor | None, Tensor | None],
-    prefills: Prefills,
+    prefills: TorchPrefills,
     *,
     layer: AttentionParameters,
     k_scale: Tensor | None = None,
@@ -135,7 +135,7 @@ def attend_prefills(
                 out[queries].copy_(attended[0].transpose(0, 1))
 
 
-def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, first_key: int) -> Iterator[Piece]:
+def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, first_key: int) -> Iterator[PromptPiece]:
     context_len = num_keys - (query_stop - query_start)
     start = query_start
     while start < query_stop:
@@ -145,7 +145,7 @@ def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, firs
             stop = min(stop, start + sight.attention_chunk_size - position % sight.attention_chunk_size)
         key_start = max(0, int(sight.first_keys(np.array([position]))[0]))
         key_stop = sight.stop_key(position + stop - start - 1, num_keys)
-        yield Piece(start, stop, position, key_start - first_key, key_stop - first_key)
+        yield PromptPiece(start, stop, position, key_start - first_key, key_stop - first_key)
         start = stop
 
 
@@ -176,7 +176,7 @@ def _attend_written_out(
     q_1HTD: Tensor,
     k_1KSD: Tensor,
     v_1KSD: Tensor,
-    piece: Piece,
+    piece: PromptPiece,
     first_key: int,
     sight: Sight,
     *,

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.invariance import check_decodes_first
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
-from attention.backends.torch_prefills import Prefills, attend_prefills, plan_prefills
+from attention.backends.torch_prefills import TorchPrefills, attend_prefills, plan_prefills
 from attention.backends.torch_sight import Sight
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
@@ -28,7 +28,7 @@ from baton.kvcache.tokens import WriteIndex
 class _Plan:
     num_decodes: int
     decodes: tuple[DecodeGroup, ...]
-    prefills: Prefills
+    prefills: TorchPrefills
 
 
 @dataclass(frozen=True)

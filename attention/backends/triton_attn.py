@@ -13,9 +13,9 @@ from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilit
 from attention.backends.triton_metadata import (
     DecodePlans,
     Decodes,
-    Prefills,
     TritonAttentionBuilder,
     TritonAttentionMetadata,
+    TritonPrefills,
     split_requests,
 )
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
@@ -174,7 +174,7 @@ def _attend_cache(
     q_THD: Tensor,
     kv_layer: Tensor,
     decodes: Decodes,
-    prefills: Prefills,
+    prefills: TritonPrefills,
     plans: DecodePlans,
     *,
     prefill_query_len: int,

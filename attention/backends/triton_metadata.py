@@ -83,7 +83,7 @@ class Decodes(NamedTuple):
     block_table: Tensor
 
 
-class Prefills(NamedTuple):
+class TritonPrefills(NamedTuple):
     """All other requests of a batch: [P + 1], [P] and [P, blocks]. `causal` as in `CommonAttentionMetadata`. `work`:
     their tiles; None where no persistent kernel runs."""
 
@@ -94,9 +94,9 @@ class Prefills(NamedTuple):
     work: WorkList | None = None
 
 
-def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, Prefills]:
+def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, TritonPrefills]:
     seq_lens, table = common.seq_lens, common.block_table_tensor
-    prefills = Prefills(
+    prefills = TritonPrefills(
         common.query_start_loc[num_decodes:], seq_lens[num_decodes:], table[num_decodes:], common.causal
     )
     return Decodes(seq_lens[:num_decodes], table[:num_decodes]), prefills
@@ -116,7 +116,7 @@ class TritonAttentionMetadata(AttentionMetadata):
 
     query_start_loc: Tensor
     decodes: Decodes
-    prefills: Prefills
+    prefills: TritonPrefills
     fresh_prefills: bool
     prefill_query_len: int
     plans: DecodePlans
@@ -200,7 +200,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         # The decodes' kernel also writes rows of prompts' first tokens; the prefills' kernel follows and replaces them.
         decodes = Decodes(batch.decode_seq_lens, batch.decode_table)
         self._plans.fill(decodes.seq_lens)
-        prefills = Prefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)
+        prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)
         if self._always_persistent:
             prefills = self._with_work(prefills, batch.slot_mapping.shape[0])
         return TritonAttentionMetadata(
@@ -216,7 +216,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             rest_plans=self._rest_plans,
         )
 
-    def _with_work(self, prefills: Prefills, num_tokens: int) -> Prefills:
+    def _with_work(self, prefills: TritonPrefills, num_tokens: int) -> TritonPrefills:
         if self._tile_tokens is None or not prefills.causal or not len(prefills.seq_lens):
             return prefills
         work = list_work(

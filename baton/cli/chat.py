@@ -106,7 +106,7 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
                     notes.print(_HELP, style="dim")
                     continue
             conversation.ask(line)
-            answer = Answer(notes)
+            answer = ChatReply(notes)
             try:
                 runner.run(_show(client, conversation, questions, answer))
             except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
         runner.run(client.__aexit__(None, None, None))
 
 
-async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "Answer") -> None:
+async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "ChatReply") -> None:
     events = client.chat(
         conversation.messages, questions.sampling, template_kwargs=questions.template_kwargs, model=questions.model
     )
@@ -170,7 +170,7 @@ class Questions:
     template_kwargs: Mapping[str, object]
 
 
-class Answer:
+class ChatReply:
     """Prints one answer as it arrives: the answer to stdout; reasoning, tool calls and notices to stderr, dim."""
 
     def __init__(self, notes: Console) -> None:

@@ -21,7 +21,7 @@ class _Shown(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Node(_Shown):
+class ShownNode(_Shown):
     """A node as the gateway sees it; `step_s`: of a decode step of its present requests."""
 
     name: Name = ""
@@ -42,7 +42,7 @@ class Node(_Shown):
     blocks_free: int = 0
 
 
-class Link(_Shown):
+class ShownLink(_Shown):
     """A prefill node's link to a decode node: their places among the nodes; None: the gateway does not know it."""
 
     prefill: int | None = None
@@ -56,11 +56,11 @@ class Link(_Shown):
     detail: Sentence = ""
 
 
-class Receipt(_Shown):
+class ShownReceipt(_Shown):
     path: Name = ""
 
 
-class Request(_Shown):
+class ShownRequest(_Shown):
     """A request that has ended; `slow`: why it was slow or failed."""
 
     request_id: Name = ""
@@ -72,7 +72,7 @@ class Request(_Shown):
     prompt_tokens: int | None = None
     completion_tokens: int = 0
     slow: tuple[Sentence, ...] = ()
-    receipt: Receipt | None = None
+    receipt: ShownReceipt | None = None
 
 
 class Totals(_Shown):
@@ -107,10 +107,10 @@ class ClusterView(_Shown):
     draining: bool = False
     mixed: Sentence = ""
     totals: Totals = Totals()
-    nodes: tuple[Node, ...] = ()
-    links: tuple[Link, ...] = ()
+    nodes: tuple[ShownNode, ...] = ()
+    links: tuple[ShownLink, ...] = ()
     charts: Charts = Charts()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[ShownRequest, ...] = ()
 
 
 def read_view(text: str) -> ClusterView:

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.cluster_view import ClusterView, Link, Node, Request
+from baton.cli.cluster_view import ClusterView, ShownLink, ShownNode, ShownRequest
 
 Row = TypeVar("Row")
 
@@ -174,7 +174,7 @@ def _sections(view: ClusterView, before: ClusterView | None, width: int, *, whol
     )
 
 
-def _node_columns() -> Sequence[_Column[Node]]:
+def _node_columns() -> Sequence[_Column[ShownNode]]:
     return (
         _Column("node", lambda node: node.name, right=False),
         _Column("role", lambda node: node.role, right=False),
@@ -191,7 +191,7 @@ def _node_columns() -> Sequence[_Column[Node]]:
     )
 
 
-def _link_columns(view: ClusterView, rates: dict[tuple[str, str], float]) -> Sequence[_Column[Link]]:
+def _link_columns(view: ClusterView, rates: dict[tuple[str, str], float]) -> Sequence[_Column[ShownLink]]:
     return (
         _Column("link from", lambda link: _name(view, link.prefill, ""), right=False),
         _Column("to", lambda link: _name(view, link.decode, link.peer), right=False),
@@ -205,7 +205,7 @@ def _link_columns(view: ClusterView, rates: dict[tuple[str, str], float]) -> Seq
     )
 
 
-def _request_columns(view: ClusterView) -> Sequence[_Column[Request]]:
+def _request_columns(view: ClusterView) -> Sequence[_Column[ShownRequest]]:
     return (
         _Column("slow request", lambda request: request.request_id, right=False),
         _Column("ago", lambda request: _ago(view.now_s - request.ended_at_s)),
@@ -218,19 +218,19 @@ def _request_columns(view: ClusterView) -> Sequence[_Column[Request]]:
     )
 
 
-def _kv(node: Node) -> Text:
+def _kv(node: ShownNode) -> Text:
     if not node.blocks:
         return Text(_NOTHING)
     share = (node.blocks - node.blocks_free) / node.blocks
     return Text(f"{share:.0%}", "red" if share > 0.95 else "yellow" if share > 0.8 else "")
 
 
-def _tokens(request: Request) -> str:
+def _tokens(request: ShownRequest) -> str:
     prompt = _NOTHING if request.prompt_tokens is None else str(request.prompt_tokens)
     return f"{prompt}+{request.completion_tokens}"
 
 
-def _path(request: Request) -> str:
+def _path(request: ShownRequest) -> str:
     if request.outcome != "finished" or request.receipt is None:
         return request.outcome
     return request.receipt.path
@@ -253,7 +253,7 @@ def _rates(view: ClusterView, before: ClusterView | None) -> dict[tuple[str, str
     return found
 
 
-def _key(view: ClusterView, link: Link) -> tuple[str, str]:
+def _key(view: ClusterView, link: ShownLink) -> tuple[str, str]:
     node = _node(view, link.prefill)
     return ("" if node is None else node.address), link.peer
 
@@ -263,7 +263,7 @@ def _name(view: ClusterView, place: int | None, otherwise: str) -> str:
     return otherwise if node is None else node.name
 
 
-def _node(view: ClusterView, place: int | None) -> Node | None:
+def _node(view: ClusterView, place: int | None) -> ShownNode | None:
     return view.nodes[place] if place is not None and 0 <= place < len(view.nodes) else None
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
+from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.messages import Options, Sampling
 from baton.client.outputs import Completion, Finished, Notice
@@ -190,7 +190,9 @@ async def _print_json(target: str, prompt: Prompt, sampling: Sampling, options: 
         print(json.dumps(to_json(await client.complete(prompt, sampling, **options))))
 
 
-async def _all(target: str, records: Sequence[Record], sampling: Sampling, options: Options, *, as_json: bool) -> bool:
+async def _all(
+    target: str, records: Sequence[PromptRecord], sampling: Sampling, options: Options, *, as_json: bool
+) -> bool:
     """Runs the prompts at once and prints results in order, each once all before it are printed. Returns whether any
     prompt failed."""
     failed = False
@@ -217,7 +219,7 @@ async def _all(target: str, records: Sequence[Record], sampling: Sampling, optio
     return failed
 
 
-def _print_result(notes: Console, record: Record, result: Completion | BatonError, *, as_json: bool) -> None:
+def _print_result(notes: Console, record: PromptRecord, result: Completion | BatonError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_record_to_json(record, result)), flush=True)
     else:
@@ -229,7 +231,7 @@ def _print_result(notes: Console, record: Record, result: Completion | BatonErro
         notes.print(f"baton: prompt {record.index + 1}: {escaped(str(result))}", markup=False, soft_wrap=True)
 
 
-def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str, object]:
+def _record_to_json(record: PromptRecord, result: Completion | BatonError) -> dict[str, object]:
     given: dict[str, object] = {"index": record.index, "prompt": record.prompt}
     if record.id is not None:
         given["id"] = record.id

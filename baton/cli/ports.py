@@ -1,7 +1,7 @@
 """The gateway's ports on this machine: checked before any process starts, which then binds them itself."""
 
 from baton.core.errors import ConfigError
-from baton.rpc.server import Address, why_taken
+from baton.rpc.server import ListenAddress, why_taken
 from baton.settings.environment import is_set
 
 DEFAULT_HTTP_PORT = 8000
@@ -34,4 +34,4 @@ def http_listen(port: int | None) -> str | None:
 
 
 def _is_free(port: int) -> bool:
-    return why_taken(Address(_HOST, port)) is None
+    return why_taken(ListenAddress(_HOST, port)) is None

@@ -11,7 +11,7 @@ _KEYS = ("prompt", "id")
 
 
 @dataclass(frozen=True)
-class Record:
+class PromptRecord:
     """One prompt of a file.
 
     Attributes:
@@ -24,7 +24,7 @@ class Record:
     id: object = None
 
 
-def read_records(file: Path) -> list[Record]:
+def read_records(file: Path) -> list[PromptRecord]:
     """The prompts of a file. It holds JSON lines if every line is a JSON string or object, or its name ends in .jsonl;
     else each line is a prompt. Blank lines do not count.
 
@@ -41,7 +41,7 @@ def read_records(file: Path) -> list[Record]:
         raise typer.BadParameter(f"{file} has no prompts", param_hint="--file")
     if file.suffix == ".jsonl" or all(isinstance(_parsed(line), str | dict) for _, line in lines):
         return [_record(file, index, number, line) for index, (number, line) in enumerate(lines)]
-    return [Record(index, line) for index, (_, line) in enumerate(lines)]
+    return [PromptRecord(index, line) for index, (_, line) in enumerate(lines)]
 
 
 def parse_token_ids(text: str) -> list[int]:
@@ -64,17 +64,17 @@ def _parsed(line: str) -> object:
         return None
 
 
-def _record(file: Path, index: int, number: int, line: str) -> Record:
+def _record(file: Path, index: int, number: int, line: str) -> PromptRecord:
     value = _parsed(line)
     if isinstance(value, str):
-        return Record(index, value)
+        return PromptRecord(index, value)
     if not isinstance(value, dict):
         raise _wrong(file, number, 'is neither a JSON string nor an object such as {"prompt": "Once"}')
     if unknown := sorted(value.keys() - set(_KEYS)):
         raise _wrong(file, number, f"has {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
     prompt = value.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_token_id(each) for each in prompt)):
-        return Record(index, prompt, value.get("id"))
+        return PromptRecord(index, prompt, value.get("id"))
     raise _wrong(file, number, "has no prompt; give a text or a list of token ids")
 
 

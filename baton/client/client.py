@@ -28,7 +28,7 @@ from baton.client.messages import (
     token_ids_message,
 )
 from baton.client.outputs import Completion, Event, collect
-from baton.client.resumption import Progress, prepare_to_resume
+from baton.client.resumption import AnswerProgress, prepare_to_resume
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InvalidRequest, NoNode
 from baton.protos.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -220,7 +220,7 @@ class Client:
         if several:
             prepare_to_resume(request)
         deadline_s = None if timeout_s is None else monotonic() + min(timeout_s, _TIMEOUT_S_MAX)
-        progress = Progress(request)
+        progress = AnswerProgress(request)
         begun, failures, failing_since_s = False, 0, 0.0  # failures in a row
         while True:
             gateway = self._gateways[self._current]

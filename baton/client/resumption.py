@@ -107,7 +107,7 @@ class _Output:
     revision: str = ""
 
 
-class Progress:
+class AnswerProgress:
     """One request, its answer so far, and its continuation at other gateways."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:

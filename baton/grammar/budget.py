@@ -17,7 +17,7 @@ _MORE_S = 0.1
 _MASKS_OF_A_TOKEN = 10
 
 
-class Budget:
+class MaskBudget:
     """Lets each mask take 4 ms on average, and all of them 100 ms more. Once spent, it stays so.
 
     Args:

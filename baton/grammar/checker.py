@@ -26,7 +26,7 @@ _CURE = "simplify it: fewer or smaller repetitions, fewer alternatives"
 
 
 @dataclass(frozen=True)
-class Bounds:
+class CheckBounds:
     """What the check of one grammar may take.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bounds:
     memory_bytes: int = 128 * _MIB
 
 
-DEFAULT_BOUNDS = Bounds()
+DEFAULT_BOUNDS = CheckBounds()
 
 
 class GrammarChecker:
@@ -53,7 +53,7 @@ class GrammarChecker:
     """
 
     def __init__(
-        self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], bounds: Bounds = DEFAULT_BOUNDS
+        self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], bounds: CheckBounds = DEFAULT_BOUNDS
     ) -> None:
         self._path = tokenizer_json
         self._eos_token_ids = tuple(eos_token_ids)

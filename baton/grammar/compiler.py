@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import InternalError, InvalidRequest
 from baton.core.types import Grammar, GrammarKind
-from baton.grammar.budget import Budget
+from baton.grammar.budget import MaskBudget
 from baton.grammar.gbnf import lark_from_gbnf
 from baton.grammar.lark import one_of, read_choices, readable_lark, regex
 from baton.grammar.limits import check_size, check_usable
@@ -98,9 +98,9 @@ class GrammarCompiler:
             InvalidRequest: as `check`.
         """
         state = self._compile_once(grammar).deep_copy()
-        return self._matcher(state, self._read_tokenizer(), Budget(self._clock))
+        return self._matcher(state, self._read_tokenizer(), MaskBudget(self._clock))
 
-    def _matcher(self, state: LLMatcher, tokenizer: "_Tokenizer", budget: Budget) -> Matcher:
+    def _matcher(self, state: LLMatcher, tokenizer: "_Tokenizer", budget: MaskBudget) -> Matcher:
         ends, words = self._eos_token_ids, tokenizer.mask_words
         return Matcher(state, ends, num_tokens=tokenizer.num_tokens, words=words, budget=budget)
 
@@ -172,7 +172,7 @@ class GrammarCompiler:
 
     def _check_start(self, state: LLMatcher, tokenizer: "_Tokenizer") -> None:
         """Makes the first mask: it is often the slowest one, and shows whether there is any output at all."""
-        matcher = self._matcher(state, tokenizer, Budget(self._clock))
+        matcher = self._matcher(state, tokenizer, MaskBudget(self._clock))
         (failed,) = MaskFiller().fill([matcher], np.empty((1, matcher.words), np.int32))
         if failed is not None:
             raise refusal(f"no output can follow the grammar: {failed.message}", cure=failed.cure)

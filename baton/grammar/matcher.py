@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from baton.core.errors import InvalidRequest
-from baton.grammar.budget import CURE, Budget
+from baton.grammar.budget import CURE, MaskBudget
 from baton.grammar.refusal import refusal
 
 Mask = NDArray[np.int32]
@@ -42,7 +42,7 @@ class Matcher:
     """
 
     def __init__(
-        self, state: LLMatcher, eos_token_ids: Sequence[int], *, num_tokens: int, words: int, budget: Budget
+        self, state: LLMatcher, eos_token_ids: Sequence[int], *, num_tokens: int, words: int, budget: MaskBudget
     ) -> None:
         self.budget = budget
         self._state = state

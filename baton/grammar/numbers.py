@@ -53,7 +53,7 @@ def check_exact(value: Any, keyword: str, place: str) -> None:
         raise wrong_keyword(keyword, place, value, ("numbers from -2**53 to 2**53",))
 
 
-class Bounds:
+class NumberBounds:
     """The values of minimum, maximum, exclusiveMinimum and exclusiveMaximum in one schema."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Bounds:
         Raises:
             InvalidRequest: one is no number, or the grammar library would round it, or cannot honour all of them.
         """
-        here = Bounds()
+        here = NumberBounds()
         for keyword in [keyword for keyword in BOUNDS if keyword in schema]:
             value = schema[keyword]
             _check_bound(value, keyword, place)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton.core.errors import InvalidRequest
-from baton.grammar.numbers import Bounds, Multiples, check_exact, readable_count
+from baton.grammar.numbers import Multiples, NumberBounds, check_exact, readable_count
 from baton.grammar.patterns import UnsupportedPattern, to_rust
 from baton.grammar.refusal import refusal, wrong_keyword
 
@@ -106,7 +106,7 @@ class _Reader:
         self._refs = 0
         self._nested_id = ""
         self._properties = 0
-        self._bounds = Bounds()
+        self._bounds = NumberBounds()
         self._multiples = Multiples()
         self._combines = False
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 
 class AskError(Exception):
@@ -24,7 +24,7 @@ class AskError(Exception):
 
 
 @dataclass
-class Answer:
+class LoadAnswer:
     """Grows while messages come. Times are those of `time.monotonic`."""
 
     times: list[float] = field(default_factory=list)
@@ -42,10 +42,10 @@ class Answer:
 class Asker(Protocol):
     """Sends requests to one target, any number at once. Closed by whoever made it."""
 
-    def prepare(self, request: Planned) -> Any:
+    def prepare(self, request: PlannedRequest) -> Any:
         """The request in the form in which it is sent; made before it is due."""
 
-    async def ask(self, prepared: Any, answer: Answer) -> None:
+    async def ask(self, prepared: Any, answer: LoadAnswer) -> None:
         """Sends it, and returns when the answer has ended.
 
         Raises:

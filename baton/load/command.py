@@ -25,12 +25,12 @@ from baton.load.measure import Measurement
 from baton.load.plots import check_plot, plot
 from baton.load.probe import probe
 from baton.load.progress import LoadProgress
-from baton.load.results import Results, read_results, relabelled
+from baton.load.results import LoadResults, read_results, relabelled
 from baton.load.runner import Clients, RunOptions, default_processes
 from baton.load.shape import DEFAULT_RATE, Shape
 from baton.load.tables import markdown
 from baton.load.target import Api, Target
-from baton.load.workload import PRESETS, Replay, Span
+from baton.load.workload import PRESETS, LengthSpan, TraceReplay
 from baton.settings.environment import client_access
 
 COMPARE = "compare"
@@ -70,7 +70,7 @@ def bench(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay a trace: Mooncake's .jsonl, Azure's .csv, or lines of JSON with at_s, prompt_tokens, "
+            help="TraceReplay a trace: Mooncake's .jsonl, Azure's .csv, or lines of JSON with at_s, prompt_tokens, "
             "output_tokens and perhaps prefix_ids and prefix_tokens; also as .xz.",
             rich_help_panel=_LOAD,
         ),
@@ -292,7 +292,7 @@ def bench(
         )  # fmt: skip
         search = Search(precision, max_runs) if find_rate else None
         what = What(goals, search, rounds if comparing else 1, seed)
-        span = Span(_DURATION_S if duration is None and requests is None else duration, requests, warmup)
+        span = LengthSpan(_DURATION_S if duration is None and requests is None else duration, requests, warmup)
         given = [Target.parse(name, api=api, api_key=key, model=model) for name in names]
         results = _measured(given, shape, span, options, what, processes or default_processes())
     print(markdown(results), flush=True)
@@ -319,23 +319,23 @@ class What:
 
 
 def _measured(
-    given: Sequence[Target], shape: Shape, span: Span, options: RunOptions, what: What, processes: int
-) -> Results:
+    given: Sequence[Target], shape: Shape, span: LengthSpan, options: RunOptions, what: What, processes: int
+) -> LoadResults:
     command = f"baton bench {shlex.join(_without_key(sys.argv[1:]))}"
     try:
         with stop_on_signals(), _some_target(given) as targets, LoadProgress() as shown:
             servers = [asyncio.run(probe(target)) for target in targets]
             workload, rate = shape.build(servers)
-            if isinstance(workload, Replay) and workload.left_out:
+            if isinstance(workload, TraceReplay) and workload.left_out:
                 shown.say(f"{workload.left_out} of the trace's {len(workload.trace)} requests do not fit: left out")
             with Clients(processes) as clients:
                 measurement = Measurement(clients, workload, span, options, shown.run, what.seed)
                 if what.search is None:
-                    return Results(measurement.rounds(servers, rate, what.rounds), what.goals, (), command)
+                    return LoadResults(measurement.rounds(servers, rate, what.rounds), what.goals, (), command)
                 runs, found = measurement.search(
                     servers, what.goals, start=rate, precision=what.search.precision, runs_max=what.search.runs_max
                 )
-                return Results(runs, what.goals, found, command)
+                return LoadResults(runs, what.goals, found, command)
     except Stopped:
         print("baton: stopped", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
@@ -377,7 +377,7 @@ def _is_file(name: str) -> bool:
     return name.endswith(".json")
 
 
-def _from_files(names: Sequence[str], goals: Sequence[Goal]) -> Results:
+def _from_files(names: Sequence[str], goals: Sequence[Goal]) -> LoadResults:
     """What the files have, each under one label: the given one, or the file's name.
 
     Raises:
@@ -400,7 +400,7 @@ def _from_files(names: Sequence[str], goals: Sequence[Goal]) -> Results:
         raise InvalidRequest(
             "searches keep what they searched for", field="slo", cure="compare files of equal --slo, and give none"
         )
-    return Results(runs, goals or every[0].goals, searched, every[0].command, every[0].version)
+    return LoadResults(runs, goals or every[0].goals, searched, every[0].command, every[0].version)
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.core.errors import InvalidRequest
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 
 DEFAULT_SHARE = 0.9
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -30,9 +30,9 @@ class Goal:
     e2e_s: float | None = None
     share: float = DEFAULT_SHARE
 
-    def good(self, record: Record) -> bool:
+    def good(self, record: LoadRecord) -> bool:
         """False for requests that were refused, failed or did not finish."""
-        if record.outcome is not Outcome.OK:
+        if record.outcome is not LoadOutcome.OK:
             return False
         return (
             _within(record.first_token_s, self.ttft_s)
@@ -41,7 +41,7 @@ class Goal:
             and _within(record.end_s, self.e2e_s)
         )
 
-    def count(self, records: Iterable[Record]) -> int:
+    def count(self, records: Iterable[LoadRecord]) -> int:
         return sum(map(self.good, records))
 
     def __str__(self) -> str:

@@ -9,9 +9,9 @@ from baton.client.messages import Options
 from baton.client.outputs import Finished, Notice
 from baton.core.errors import BatonError, Draining, NoNode, Overloaded
 from baton.core.types import Slo
-from baton.load.answer import Answer, AskError
+from baton.load.answer import AskError, LoadAnswer
 from baton.load.prompts import PromptMaker
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 _REFUSALS = (Overloaded, Draining, NoNode)
 
@@ -44,10 +44,10 @@ class GrpcAsker:
             clients.append(Client(addresses=ordered, api_key=api_key or None))
         return cls(clients, prompts, slo, sampling)
 
-    def prepare(self, request: Planned) -> tuple[Planned, list[int]]:
+    def prepare(self, request: PlannedRequest) -> tuple[PlannedRequest, list[int]]:
         return request, self.prompts.token_ids(request)
 
-    async def ask(self, prepared: tuple[Planned, list[int]], answer: Answer) -> None:
+    async def ask(self, prepared: tuple[PlannedRequest, list[int]], answer: LoadAnswer) -> None:
         request, token_ids = prepared
         self._next += 1
         client = self.clients[self._next % len(self.clients)]

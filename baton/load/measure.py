@@ -8,7 +8,7 @@ from baton.load.results import Found, Run
 from baton.load.runner import Clients, OnProgress, RunOptions
 from baton.load.search import RateSearch
 from baton.load.target import Server
-from baton.load.workload import Planned, Span, Workload
+from baton.load.workload import LengthSpan, PlannedRequest, Workload
 
 # Makes the display of one run: its title and number of requests to a function that is called with the progress.
 Display = Callable[[str, int], OnProgress]
@@ -20,7 +20,7 @@ class Measurement:
 
     clients: Clients
     workload: Workload
-    span: Span
+    span: LengthSpan
     options: RunOptions
     display: Display
     seed: int
@@ -74,7 +74,7 @@ class Measurement:
         self, server: Server, rate: float, seed: int, title: str, open_goals: Sequence[Goal] = ()
     ) -> tuple[Run, int]:
         """The run, and how many of its planned requests count: one that ends early has not sent them all."""
-        planned: list[Planned] = self.workload.plan(rate, self.span, seed)
+        planned: list[PlannedRequest] = self.workload.plan(rate, self.span, seed)
         run = self.clients.run(
             server, planned, self.options, rate=rate, seed=seed, goals=open_goals,
             on_progress=self.display(title, len(planned)),

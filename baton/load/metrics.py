@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 SPREADS = ("ttft", "tpot", "gap", "gap_p99", "e2e", "late")  # fields of Summary that are distributions
@@ -73,10 +73,10 @@ def spread(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]
     return Spread(int(found.size), float(found.mean()), p50, p90, p95, p99, float(found.max()))
 
 
-def summarize(*runs: Sequence[Record]) -> Summary:
+def summarize(*runs: Sequence[LoadRecord]) -> Summary:
     """Of one run, or of several together, one after the other. Warm-up requests are left out."""
     counted = [record for run in runs for record in run if record.counted]
-    ok = [record for record in counted if record.outcome is Outcome.OK]
+    ok = [record for record in counted if record.outcome is LoadOutcome.OK]
     by_outcome = Counter(record.outcome for record in counted)
     window_s = sum(map(_window_s, runs))
     tokens = sum(record.tokens for record in counted)
@@ -85,9 +85,9 @@ def summarize(*runs: Sequence[Record]) -> Summary:
     return Summary(
         requests=len(counted),
         ok=len(ok),
-        refused=by_outcome[Outcome.REFUSED],
-        failed=by_outcome[Outcome.FAILED],
-        unfinished=by_outcome[Outcome.UNFINISHED],
+        refused=by_outcome[LoadOutcome.REFUSED],
+        failed=by_outcome[LoadOutcome.FAILED],
+        unfinished=by_outcome[LoadOutcome.UNFINISHED],
         short=sum(record.tokens < record.output_tokens for record in ok),
         window_s=window_s,
         requests_per_s=len(ok) / window_s if window_s else 0.0,
@@ -101,18 +101,18 @@ def summarize(*runs: Sequence[Record]) -> Summary:
         gap_p99=spread([float(np.quantile(each, 0.99)) for each in gaps if each.size]),
         e2e=spread([record.end_s for record in ok]),
         late=spread([record.late_s for record in counted]),
-        errors=_types(counted, {Outcome.FAILED}),
-        refusals=_types(counted, {Outcome.REFUSED}),
+        errors=_types(counted, {LoadOutcome.FAILED}),
+        refusals=_types(counted, {LoadOutcome.REFUSED}),
         exact=all(record.exact for record in ok),
         merged=sum(count for count in in_messages if count > 1) / max(1, sum(in_messages)),
     )
 
 
-def _window_s(run: Sequence[Record]) -> float:
+def _window_s(run: Sequence[LoadRecord]) -> float:
     counted = [record for record in run if record.counted]
     first = min((record.due_s for record in counted), default=0.0)
     return max((record.due_s + record.end_s for record in counted), default=0.0) - first
 
 
-def _types(records: Sequence[Record], outcomes: set[Outcome]) -> dict[str, int]:
+def _types(records: Sequence[LoadRecord], outcomes: set[LoadOutcome]) -> dict[str, int]:
     return dict(Counter(record.error for record in records if record.outcome in outcomes).most_common())

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 
 from baton.core.types import NO_SLO, Slo
-from baton.load.answer import Answer, AskError
+from baton.load.answer import AskError, LoadAnswer
 from baton.load.http_stream import HttpStreams
 from baton.load.prompts import PromptMaker
-from baton.load.sse import DONE, Chunk, SseReader, read_chunk, read_error
-from baton.load.workload import Planned
+from baton.load.sse import DONE, SseChunk, SseReader, read_chunk, read_error
+from baton.load.workload import PlannedRequest
 
 _REFUSALS = (429, 503)
 
@@ -44,10 +44,10 @@ class OpenAiAsker:
     slo: Slo | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def prepare(self, request: Planned) -> bytes:
+    def prepare(self, request: PlannedRequest) -> bytes:
         return self.encode(*self.question(request))
 
-    def question(self, request: Planned) -> tuple[dict[str, Any], Mapping[str, str]]:
+    def question(self, request: PlannedRequest) -> tuple[dict[str, Any], Mapping[str, str]]:
         """Body and headers of a request."""
         as_ids = self.dialect.token_ids and not self.chat
         prompt: Any = self.prompts.token_ids(request) if as_ids else self.prompts.text(request)
@@ -78,7 +78,7 @@ class OpenAiAsker:
             body["ignore_eos"] = True
         return body
 
-    async def ask(self, prepared: bytes, answer: Answer, token_ids: list[int] | None = None) -> None:
+    async def ask(self, prepared: bytes, answer: LoadAnswer, token_ids: list[int] | None = None) -> None:
         """As `Asker.ask`.
 
         Args:
@@ -107,7 +107,7 @@ class OpenAiAsker:
 class _Reading:
     """Reads the body of one answer."""
 
-    def __init__(self, answer: Answer, token_ids: list[int], *, running_usage: bool) -> None:
+    def __init__(self, answer: LoadAnswer, token_ids: list[int], *, running_usage: bool) -> None:
         self.complete = False
         self.refusal = bytearray()  # the body, if the status is not 200
         self._answer = answer
@@ -126,7 +126,7 @@ class _Reading:
             else:
                 self._take(_chunk(payload))
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunk: SseChunk) -> None:
         answer = self._answer
         if chunk.error != ("", ""):
             kind, detail = chunk.error
@@ -147,7 +147,7 @@ class _Reading:
             answer.receipt = chunk.receipt
 
 
-def _chunk(payload: bytes) -> Chunk:
+def _chunk(payload: bytes) -> SseChunk:
     try:
         return read_chunk(payload)
     except (ValueError, AttributeError, TypeError) as error:

@@ -10,8 +10,8 @@ import numpy as np
 
 from baton.cli.output import check_output, write_output
 from baton.core.errors import ConfigError, InvalidRequest
-from baton.load.records import Outcome, Record
-from baton.load.results import Found, Results
+from baton.load.records import LoadOutcome, LoadRecord
+from baton.load.results import Found, LoadResults
 
 _DPI = 150
 _MARKERS = "osD^vP*X"
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
     _figure_module()
 
 
-def plot(results: Results, path: Path) -> None:
+def plot(results: LoadResults, path: Path) -> None:
     """Of a search its rates; else distributions, one line for each deployment.
 
     Raises:
@@ -53,13 +53,13 @@ def _figure_module() -> ModuleType:
     return matplotlib.figure
 
 
-def _distributions(results: Results) -> Any:
+def _distributions(results: LoadResults) -> Any:
     figure = _figure_module().Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplots(2, 2)
     (ttft, tpot), (gap, course) = axes
     for label in results.labels:
         runs = [run for run in results.runs if run.label == label]
-        records = [record for run in runs for record in run.counted if record.outcome is Outcome.OK]
+        records = [record for run in runs for record in run.counted if record.outcome is LoadOutcome.OK]
         _steps(ttft, label, [record.first_token_s for record in records if record.first_token_s is not None])
         _steps(tpot, label, [record.tpot_s for record in records if record.tpot_s is not None])
         _steps(gap, label, np.concatenate([record.gaps_s() for record in records]) if records else [])
@@ -94,13 +94,13 @@ def _steps(axis: Any, label: str, seconds: Sequence[float] | np.ndarray[Any, Any
         axis.step(values, np.arange(1, values.size + 1) / values.size, where="post", label=label)
 
 
-def _course(axis: Any, label: str, records: Sequence[Record]) -> None:
+def _course(axis: Any, label: str, records: Sequence[LoadRecord]) -> None:
     found = [(record.due_s, 1e3 * record.first_token_s) for record in records if record.first_token_s is not None]
     if found:
         axis.plot(*zip(*sorted(found), strict=True), ".", markersize=3, label=label)
 
 
-def _rates(found: Sequence[Found], results: Results) -> Any:
+def _rates(found: Sequence[Found], results: LoadResults) -> Any:
     """Left the rate that each goal allows, right the share of good requests at each measured rate, for each goal."""
     figure = _figure_module().Figure(figsize=(11, 4.5), layout="constrained")
     bars, shares = figure.subplots(1, 2)

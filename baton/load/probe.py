@@ -10,12 +10,12 @@ from typing import Any
 
 from baton.client.client import Client
 from baton.core.errors import NoNode
-from baton.load.answer import Answer, AskError
+from baton.load.answer import AskError, LoadAnswer
 from baton.load.http_stream import HttpStreams
 from baton.load.openai_asker import Dialect, OpenAiAsker
 from baton.load.prompts import WORDS, Contents, PromptMaker
 from baton.load.target import Api, Server, Target
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 _TIMEOUT_S = 120.0
 # Ids of words in every vocabulary of a language model that we know: above the bytes, below special tokens.
@@ -105,7 +105,7 @@ async def _find_dialect(target: Target, asker: OpenAiAsker) -> None:
     for asker.dialect in ways:
         prompt = list(range(_VOCABULARY[0], _VOCABULARY[0] + 8)) if asker.dialect.token_ids else words
         try:
-            await asker.ask(asker.request(prompt, 2), Answer())
+            await asker.ask(asker.request(prompt, 2), LoadAnswer())
         except AskError as failed:
             error = failed
             # Others, such as overload or a wrong key, do not depend on the request's fields.
@@ -117,15 +117,15 @@ async def _find_dialect(target: Target, asker: OpenAiAsker) -> None:
 
 
 async def _find_contents(asker: OpenAiAsker) -> tuple[Contents, list[str]]:
-    answer = Answer()
+    answer = LoadAnswer()
     if asker.dialect.token_ids:
         prompt = list(range(_VOCABULARY[0], _VOCABULARY[0] + 8))
         await _asked(asker, prompt, answer)
         return Contents(), [] if answer.exact else [_NO_COUNTS]
     found = []
     for count in (_SHORT_WORDS, _LONG_WORDS):
-        answer = Answer()
-        text = asker.prompts.text(Planned(0, 0.0, count, 1))
+        answer = LoadAnswer()
+        text = asker.prompts.text(PlannedRequest(0, 0.0, count, 1))
         await _asked(asker, text, answer)
         found.append(answer.usage.get("prompt", 0))
     notes = [] if answer.exact else [_NO_COUNTS]
@@ -136,7 +136,7 @@ async def _find_contents(asker: OpenAiAsker) -> tuple[Contents, list[str]]:
     return Contents(tokens_per_word=per_word, extra_tokens=round(short - per_word * _SHORT_WORDS)), notes
 
 
-async def _asked(asker: OpenAiAsker, prompt: Any, answer: Answer) -> None:
+async def _asked(asker: OpenAiAsker, prompt: Any, answer: LoadAnswer) -> None:
     try:
         await asker.ask(asker.request(prompt, 2), answer)
     except AskError as error:

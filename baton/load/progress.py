@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from baton.core.log_lines import escaped
 from baton.load.runner import OnProgress
-from baton.load.worker import Progress as Counts
+from baton.load.worker import WorkerProgress as Counts
 
 
 class LoadProgress:

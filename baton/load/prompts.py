@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 _CACHED_BLOCKS = 4096
 # Most tokenizers have one token for each of these with a space before it.
@@ -54,18 +54,18 @@ class PromptMaker:
     contents: Contents
     _blocks: OrderedDict[tuple[int, int], list[int]] = field(default_factory=OrderedDict)
 
-    def token_ids(self, request: Planned) -> list[int]:
+    def token_ids(self, request: PlannedRequest) -> list[int]:
         """`request.prompt_tokens` ids."""
         return self._drawn(request, request.prompt_tokens, request.prefix_tokens, *self.contents.vocabulary)
 
-    def text(self, request: Planned) -> str:
+    def text(self, request: PlannedRequest) -> str:
         """A text of about `request.prompt_tokens` tokens."""
         per_word = self.contents.tokens_per_word
         count = max(1, round((request.prompt_tokens - self.contents.extra_tokens) / per_word))
         drawn = self._drawn(request, count, max(1, round(request.prefix_tokens / per_word)), 0, len(WORDS))
         return " ".join(map(WORDS.__getitem__, drawn))
 
-    def _drawn(self, request: Planned, count: int, block: int, low: int, high: int) -> list[int]:
+    def _drawn(self, request: PlannedRequest, count: int, block: int, low: int, high: int) -> list[int]:
         """`count` numbers: `block` for each prefix id, then numbers of this request only."""
         drawn: list[int] = []
         for prefix_id in request.prefix_ids:

@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 
 
-class Outcome(StrEnum):
+class LoadOutcome(StrEnum):
     OK = "ok"
     REFUSED = "refused"  # the server said that it has no room now, and did nothing else
     FAILED = "failed"  # any other error
@@ -18,7 +18,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class LoadRecord:
     """One request.
 
     Args:
@@ -38,7 +38,7 @@ class Record:
     late_s: float
     prompt_tokens: int
     output_tokens: int
-    outcome: Outcome
+    outcome: LoadOutcome
     end_s: float
     error: str = ""
     detail: str = ""

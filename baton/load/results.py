@@ -11,7 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.version import __version__
 from baton.load.goals import Goal
 from baton.load.metrics import SPREADS, Spread, Summary, summarize
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 
 SCHEMA = "baton-bench/1"
 
@@ -78,12 +78,12 @@ class Run:
     seed: int
     started: str  # UTC, ISO 8601
     client: ClientReport
-    records: Sequence[Record]
+    records: Sequence[LoadRecord]
     notes: tuple[str, ...] = ()
     kept: Kept | None = None
 
     @property
-    def counted(self) -> list[Record]:
+    def counted(self) -> list[LoadRecord]:
         return [record for record in self.records if record.counted]
 
     @property
@@ -121,7 +121,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Results:
+class LoadResults:
     """What one call of the command measured."""
 
     runs: Sequence[Run]
@@ -139,7 +139,7 @@ class Results:
         write_output(path, json.dumps(to_json(self), separators=(",", ":")) + "\n", field="json")
 
 
-def to_json(results: Results) -> dict[str, Any]:
+def to_json(results: LoadResults) -> dict[str, Any]:
     """The form of `SCHEMA`. Times of requests are in milliseconds, with two decimals."""
     return {
         "schema": SCHEMA,
@@ -151,8 +151,8 @@ def to_json(results: Results) -> dict[str, Any]:
     }
 
 
-def read_results(path: Path) -> Results:
-    """What `Results.write` wrote.
+def read_results(path: Path) -> LoadResults:
+    """What `LoadResults.write` wrote.
 
     Raises:
         InvalidRequest: the file is something else, or of another version.
@@ -168,7 +168,7 @@ def read_results(path: Path) -> Results:
             cure="measure again with this version of `baton bench --json`",
         )  # fmt: skip
     try:
-        return Results(
+        return LoadResults(
             runs=[_run_from_json(run) for run in found["runs"]],
             goals=[Goal(**goal) for goal in found["goals"]],
             found=[Found(**{**each, "goal": Goal(**each["goal"])}) for each in found["found"]],
@@ -179,7 +179,7 @@ def read_results(path: Path) -> Results:
         raise InvalidRequest(f"{path} is damaged: {error!r}", field="results", value=path) from None
 
 
-def relabelled(results: Results, label: str) -> Results:
+def relabelled(results: LoadResults, label: str) -> LoadResults:
     return replace(
         results,
         runs=[replace(run, label=label) for run in results.runs],
@@ -217,7 +217,7 @@ def _summary_from_json(found: Mapping[str, Any]) -> Summary:
     return Summary(**{**found, **spreads})
 
 
-def _record_to_json(record: Record) -> dict[str, Any]:
+def _record_to_json(record: LoadRecord) -> dict[str, Any]:
     return {
         "id": record.request_id,
         "index": record.index,
@@ -241,15 +241,15 @@ def _record_to_json(record: Record) -> dict[str, Any]:
     }
 
 
-def _record_from_json(found: Mapping[str, Any]) -> Record:
+def _record_from_json(found: Mapping[str, Any]) -> LoadRecord:
     times = tuple(moment / 1e3 for moment in found["times_ms"])
-    return Record(
+    return LoadRecord(
         index=found["index"],
         due_s=found["due_ms"] / 1e3,
         late_s=found["late_ms"] / 1e3,
         prompt_tokens=found["prompt_tokens"],
         output_tokens=found["output_tokens"],
-        outcome=Outcome(found["outcome"]),
+        outcome=LoadOutcome(found["outcome"]),
         end_s=found["end_ms"] / 1e3,
         error=found["error"],
         detail=found["detail"],

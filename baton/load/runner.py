@@ -19,14 +19,14 @@ from baton.core.types import Slo
 from baton.load.goals import Goal
 from baton.load.results import ClientReport, Run
 from baton.load.target import Server
-from baton.load.worker import Done, Job, Progress, Stop, serve
-from baton.load.workload import Planned
+from baton.load.worker import LoadDone, LoadJob, Stop, WorkerProgress, serve
+from baton.load.workload import PlannedRequest
 
 _PROCESSES_MAX = 8
 _START_S = 0.3  # until every process has its part of the plan and its connections
 _WAIT_S = 60.0  # for results, after the time when every request has ended
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[WorkerProgress], None]
 
 
 def default_processes() -> int:
@@ -89,7 +89,7 @@ class Clients:
     def run(
         self,
         server: Server,
-        planned: Sequence[Planned],
+        planned: Sequence[PlannedRequest],
         options: RunOptions,
         *,
         rate: float,
@@ -113,7 +113,7 @@ class Clients:
         for number, link in enumerate(self._links):
             part = planned[number :: self.count]
             link.send(
-                Job(
+                LoadJob(
                     server, part, start, options.timeout_s, end_s, options.connections, options.slo,
                     options.temperature, goals,
                 )
@@ -121,7 +121,7 @@ class Clients:
         counted = sum(request.counted for request in planned)
         missable = [(1 - goal.share) * counted for goal in goals]
 
-        def hopeless(progress: Progress) -> bool:
+        def hopeless(progress: WorkerProgress) -> bool:
             misses = zip(progress.missed, missable, strict=False)
             return bool(progress.missed) and all(missed > limit for missed, limit in misses)
 
@@ -140,10 +140,12 @@ class Clients:
             started.isoformat(timespec="seconds"), client, records, server.notes,
         )  # fmt: skip
 
-    def _collect(self, deadline: float, on_progress: OnProgress, hopeless: Callable[[Progress], bool]) -> list[Done]:
-        progress = [Progress()] * self.count
+    def _collect(
+        self, deadline: float, on_progress: OnProgress, hopeless: Callable[[WorkerProgress], bool]
+    ) -> list[LoadDone]:
+        progress = [WorkerProgress()] * self.count
         stopped = False
-        done: dict[int, Done] = {}
+        done: dict[int, LoadDone] = {}
         while len(done) < self.count:
             waiting = {link: number for number, link in enumerate(self._links) if number not in done}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -153,11 +155,11 @@ class Clients:
                 assert isinstance(link, Connection)
                 number = waiting[link]
                 message = _received(link)
-                if isinstance(message, Done):
+                if isinstance(message, LoadDone):
                     done[number] = message
-                elif isinstance(message, Progress):
+                elif isinstance(message, WorkerProgress):
                     progress[number] = message
-                    whole = sum(progress, Progress())
+                    whole = sum(progress, WorkerProgress())
                     on_progress(whole)
                     if not stopped and hopeless(whole):
                         stopped = True
@@ -168,9 +170,9 @@ class Clients:
         return [done[number] for number in sorted(done)]
 
 
-def _received(link: Connection) -> Done | Progress | Exception:
+def _received(link: Connection) -> LoadDone | WorkerProgress | Exception:
     try:
-        message: Done | Progress | Exception = link.recv()
+        message: LoadDone | WorkerProgress | Exception = link.recv()
     except (EOFError, OSError):
         raise InternalError("a client process ended", cure="see its messages above") from None
     return message

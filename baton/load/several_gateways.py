@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.load.answer import Answer, AskError
+from baton.load.answer import AskError, LoadAnswer
 from baton.load.openai_asker import OpenAiAsker
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 # The gateway is gone, or goes.
 _LOST = ("NoConnection", "BrokenStream", "503 draining", "draining")
@@ -22,12 +22,12 @@ class SeveralGateways:
     askers: Sequence[OpenAiAsker]
     _next: int = 0
 
-    def prepare(self, request: Planned) -> tuple[dict[str, Any], Mapping[str, str]]:
+    def prepare(self, request: PlannedRequest) -> tuple[dict[str, Any], Mapping[str, str]]:
         body, headers = self.askers[0].question(request)
         # Drawn tokens follow from the seed, so that another gateway's are the same.
         return {"seed": request.index, **body, "return_token_ids": True}, headers
 
-    async def ask(self, prepared: tuple[dict[str, Any], Mapping[str, str]], answer: Answer) -> None:
+    async def ask(self, prepared: tuple[dict[str, Any], Mapping[str, str]], answer: LoadAnswer) -> None:
         body, headers = prepared
         token_ids: list[int] = []
         place, lost = self._next, 0

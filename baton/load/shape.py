@@ -9,7 +9,7 @@ from baton.load.arrivals import Arrivals
 from baton.load.lengths import Lengths, parse_lengths
 from baton.load.target import Server
 from baton.load.traces import read_trace
-from baton.load.workload import PRESETS, Replay, Synthetic, Workload
+from baton.load.workload import PRESETS, Synthetic, TraceReplay, Workload
 
 DEFAULT_RATE = 1.0
 
@@ -77,7 +77,7 @@ class Shape:
         limits = [self.tokens_max, *(server.tokens_max for server in servers)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         if self.trace is not None:
-            replay = Replay(read_trace(self.trace), tokens_max)
+            replay = TraceReplay(read_trace(self.trace), tokens_max)
             return replay, self.rate or replay.rate * (self.speed or 1.0)
         prompts, outputs = self._lengths()
         synthetic = Synthetic(

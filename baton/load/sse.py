@@ -24,7 +24,7 @@ class SseReader:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SseChunk:
     """What one payload adds.
 
     Args:
@@ -44,7 +44,7 @@ class Chunk:
     error: tuple[str, str] = ("", "")
 
 
-def read_chunk(payload: bytes) -> Chunk:
+def read_chunk(payload: bytes) -> SseChunk:
     """Of chats and completions.
 
     Raises:
@@ -54,7 +54,7 @@ def read_chunk(payload: bytes) -> Chunk:
     if not isinstance(found, dict):
         raise ValueError(f"a chunk that is no object: {payload[:80]!r}")
     if found.get("error"):
-        return Chunk(error=read_error(found, "error in the stream"))
+        return SseChunk(error=read_error(found, "error in the stream"))
     content = finished = False
     token_ids: tuple[int, ...] = ()
     for choice in found.get("choices") or ():
@@ -65,7 +65,7 @@ def read_chunk(payload: bytes) -> Chunk:
             token_ids = tuple(map(int, choice["token_ids"]))
     usage = read_usage(found.get("usage") or {})
     receipt = (found.get("baton") or {}).get("receipt") or {}
-    return Chunk(content, usage.get("output"), token_ids, finished, usage, receipt)
+    return SseChunk(content, usage.get("output"), token_ids, finished, usage, receipt)
 
 
 # Of a chat's delta and of a completion's choice; servers have two names for reasoning.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.load.goals import Goal
 from baton.load.metrics import Spread, Summary, summarize
-from baton.load.results import Found, Results, Run
+from baton.load.results import Found, LoadResults, Run
 
 _SPREADS: tuple[tuple[str, Callable[[Summary], Spread | None]], ...] = (
     ("TTFT", lambda summary: summary.ttft),
@@ -15,7 +15,7 @@ _SPREADS: tuple[tuple[str, Callable[[Summary], Spread | None]], ...] = (
 )
 
 
-def markdown(results: Results) -> str:
+def markdown(results: LoadResults) -> str:
     """Everything that is worth reading, without a newline at the end."""
     parts = []
     if results.found:
@@ -56,7 +56,7 @@ def goal_line(goal: Goal, good: int, summary: Summary) -> str:
     return f"{goal}: {met}, {good} of {summary.requests} good ({share:.1f} %), goodput {per_s:.2f}/s"
 
 
-def comparison_table(results: Results) -> str:
+def comparison_table(results: LoadResults) -> str:
     """A row for each number, a column for each deployment with its ratio to the first one's.
 
     Where there were several rounds, the lowest and the highest ratio of one round follow.
@@ -155,7 +155,7 @@ def _outcomes(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _remarks(results: Results) -> list[str]:
+def _remarks(results: LoadResults) -> list[str]:
     """Of the client and of the servers, each once."""
     limited = [run for run in results.runs if run.client.was_the_limit]
     lines = dict.fromkeys(f"- {run.label}: {note}" for run in results.runs for note in run.notes)

@@ -18,18 +18,18 @@ import numpy as np
 import uvloop
 
 from baton.core.types import Slo
-from baton.load.answer import Answer, Asker, AskError
+from baton.load.answer import Asker, AskError, LoadAnswer
 from baton.load.goals import Goal
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 from baton.load.target import Server
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 _PROGRESS_S = 0.2
 _LAG_PROBE_S = 0.02
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """What one process does in one run.
 
     Args:
@@ -40,7 +40,7 @@ class Job:
     """
 
     server: Server
-    planned: Sequence[Planned]
+    planned: Sequence[PlannedRequest]
     start: float
     timeout_s: float
     end_s: float
@@ -56,7 +56,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Progress:
+class WorkerProgress:
     """`missed`: for each goal, how many counted requests cannot meet it any more."""
 
     sent: int = 0
@@ -64,9 +64,9 @@ class Progress:
     failed: int = 0
     missed: tuple[int, ...] = ()
 
-    def __add__(self, other: "Progress") -> "Progress":
+    def __add__(self, other: "WorkerProgress") -> "WorkerProgress":
         missed = tuple(map(sum, zip_longest(self.missed, other.missed, fillvalue=0)))
-        return Progress(self.sent + other.sent, self.ended + other.ended, self.failed + other.failed, missed)
+        return WorkerProgress(self.sent + other.sent, self.ended + other.ended, self.failed + other.failed, missed)
 
 
 @dataclass(frozen=True)
@@ -83,27 +83,27 @@ class Strain:
 
 
 @dataclass(frozen=True)
-class Done:
-    records: list[Record]
+class LoadDone:
+    records: list[LoadRecord]
     strain: Strain
 
 
 @dataclass
-class Sender:
+class LoadSender:
     """Runs one job."""
 
-    job: Job
+    job: LoadJob
     asker: Asker
-    report: Callable[[Progress], None]
-    records: list[Record] = field(default_factory=list)
+    report: Callable[[WorkerProgress], None]
+    records: list[LoadRecord] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    _running: dict[int, tuple[float, Answer]] = field(default_factory=dict)  # counted ones: when due
+    _running: dict[int, tuple[float, LoadAnswer]] = field(default_factory=dict)  # counted ones: when due
     _missed: list[int] = field(default_factory=list)  # of requests that have ended
     _sent: int = 0
     _failed: int = 0
     _lags: list[float] = field(default_factory=list)
 
-    async def run(self) -> Done:
+    async def run(self) -> LoadDone:
         job = self.job
         self._missed = [0] * len(job.goals)
         watching: list[asyncio.Task[Any]] = [
@@ -128,7 +128,7 @@ class Sender:
                 watch.cancel()
             await self.asker.close()
         lag = float(np.quantile(self._lags, 0.99)) if self._lags else 0.0
-        return Done(self.records, Strain(lag, cpu_share))
+        return LoadDone(self.records, Strain(lag, cpu_share))
 
     async def _send_all(self) -> list[asyncio.Task[None]]:
         tasks = []
@@ -152,25 +152,25 @@ class Sender:
                 await self.stopped.wait()
         return self.stopped.is_set()
 
-    async def _ask(self, request: Planned, prepared: object, due: float) -> None:
+    async def _ask(self, request: PlannedRequest, prepared: object, due: float) -> None:
         """Makes the record; cancelled, that of a request that did not finish."""
-        answer, late_s = Answer(), time.monotonic() - due
-        outcome, kind, detail = Outcome.OK, "", ""
+        answer, late_s = LoadAnswer(), time.monotonic() - due
+        outcome, kind, detail = LoadOutcome.OK, "", ""
         if request.counted:
             self._running[request.index] = (due, answer)
         try:
             async with asyncio.timeout(self.job.timeout_s):
                 await self.asker.ask(prepared, answer)
         except AskError as error:
-            outcome = Outcome.REFUSED if error.refused else Outcome.FAILED
+            outcome = LoadOutcome.REFUSED if error.refused else LoadOutcome.FAILED
             kind, detail = error.kind, error.detail
         except TimeoutError:
-            outcome, kind, detail = Outcome.FAILED, "Timeout", f"no end within {self.job.timeout_s:g} s"
+            outcome, kind, detail = LoadOutcome.FAILED, "Timeout", f"no end within {self.job.timeout_s:g} s"
         except asyncio.CancelledError:
-            outcome, kind = Outcome.UNFINISHED, "Unfinished"
-        self._failed += outcome is not Outcome.OK
+            outcome, kind = LoadOutcome.UNFINISHED, "Unfinished"
+        self._failed += outcome is not LoadOutcome.OK
         self._ended(
-            Record(
+            LoadRecord(
                 index=request.index,
                 due_s=request.at_s,
                 late_s=late_s,
@@ -190,7 +190,7 @@ class Sender:
             )
         )
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: LoadRecord) -> None:
         self.records.append(record)
         if self._running.pop(record.index, None) is not None:
             for place, goal in enumerate(self.job.goals):
@@ -206,7 +206,7 @@ class Sender:
     async def _report(self) -> None:
         while True:
             missed = (count + self._late_for(goal) for count, goal in zip(self._missed, self.job.goals, strict=True))
-            self.report(Progress(self._sent, len(self.records), self._failed, tuple(missed)))
+            self.report(WorkerProgress(self._sent, len(self.records), self._failed, tuple(missed)))
             await asyncio.sleep(_PROGRESS_S)
 
     async def _probe_lag(self) -> None:
@@ -223,10 +223,10 @@ def serve(jobs: Connection) -> None:
     ended it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    jobs.send(Progress())
+    jobs.send(WorkerProgress())
     while True:
         try:
-            job: Job | Stop = jobs.recv()
+            job: LoadJob | Stop = jobs.recv()
         except EOFError:
             return
         if isinstance(job, Stop):  # of a job that ended before it came
@@ -240,14 +240,14 @@ def serve(jobs: Connection) -> None:
             jobs.send(error)
 
 
-async def _run(job: Job, jobs: Connection) -> Done:
+async def _run(job: LoadJob, jobs: Connection) -> LoadDone:
     asker = job.server.asker(connections=job.connections, slo=job.slo, temperature=job.temperature)
 
-    def report(progress: Progress) -> None:
+    def report(progress: WorkerProgress) -> None:
         jobs.send(progress)
         # NOTE: not `add_reader`: libuv makes the pipe non-blocking, and later sends and receives of it fail.
         if jobs.poll():  # a Stop, which `serve` takes out, or the parent has ended
             sender.stopped.set()
 
-    sender = Sender(job, asker, report)
+    sender = LoadSender(job, asker, report)
     return await sender.run()

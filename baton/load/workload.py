@@ -15,7 +15,7 @@ _SESSION_BLOCKS_MAX = 1 << 16
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRequest:
     """One request of a plan.
 
     Args:
@@ -36,7 +36,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Span:
+class LengthSpan:
     """How long a run sends: `requests` counted ones, or all of `duration_s`; before them the warm-up, not counted."""
 
     duration_s: float | None = None
@@ -47,10 +47,10 @@ class Span:
         if self.duration_s is None and self.requests is None:
             raise InvalidRequest("a run without end", field="duration", cure="give a duration or a number of requests")
 
-    def cut(self, planned: Iterator[Planned]) -> list[Planned]:
+    def cut(self, planned: Iterator[PlannedRequest]) -> list[PlannedRequest]:
         """The requests of the run, numbered; those of the warm-up are not counted."""
         end_s = float("inf") if self.duration_s is None else self.warmup_s + self.duration_s
-        kept, counted = list[Planned](), 0
+        kept, counted = list[PlannedRequest](), 0
         for request in takewhile(lambda each: each.at_s < end_s, planned):
             if self.requests is not None and counted == self.requests:
                 break
@@ -97,7 +97,7 @@ class Synthetic:
                 cure="give one",
             )
 
-    def plan(self, rate: float, span: Span, seed: int) -> list[Planned]:
+    def plan(self, rate: float, span: LengthSpan, seed: int) -> list[PlannedRequest]:
         """The requests of one run; equal arguments give equal plans.
 
         Raises:
@@ -108,17 +108,17 @@ class Synthetic:
         rng = random.Random(f"lengths {seed}")
         return span.cut(self._sessions(times, rng) if self.sessions else self._requests(times, rng))
 
-    def _requests(self, times: Iterator[float], rng: random.Random) -> Iterator[Planned]:
+    def _requests(self, times: Iterator[float], rng: random.Random) -> Iterator[PlannedRequest]:
         shared = self.shared_prefix_tokens
         for at_s in times:
             prompt, output = self._draw(rng)
             if shared:
                 which = rng.randrange(self.shared_prefixes)
-                yield Planned(0, at_s, max(prompt, shared), output, (which,), shared)
+                yield PlannedRequest(0, at_s, max(prompt, shared), output, (which,), shared)
             else:
-                yield Planned(0, at_s, prompt, output)
+                yield PlannedRequest(0, at_s, prompt, output)
 
-    def _sessions(self, times: Iterator[float], rng: random.Random) -> Iterator[Planned]:
+    def _sessions(self, times: Iterator[float], rng: random.Random) -> Iterator[PlannedRequest]:
         """The whole blocks of a prompt stay in its session; the rest differs from turn to turn."""
         block = _SESSION_BLOCK_TOKENS
         states = [(number, 0) for number in range(self.sessions)]  # number of the session, its tokens so far
@@ -135,7 +135,9 @@ class Synthetic:
                 number, started, total = started, started + 1, prompt
             states[place] = (number, total // block * block)
             first = number * _SESSION_BLOCKS_MAX
-            yield Planned(0, at_s, total, output, tuple(range(first, first + total // block)), block, session=number)
+            yield PlannedRequest(
+                0, at_s, total, output, tuple(range(first, first + total // block)), block, session=number
+            )
 
     def _draw(self, rng: random.Random) -> tuple[int, int]:
         for _ in range(1000):
@@ -149,7 +151,7 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Replay:
+class TraceReplay:
     """The requests of a trace at their times, which are scaled.
 
     Args:
@@ -169,7 +171,7 @@ class Replay:
         fit = sum(map(self._fits, self.trace))
         return fit / max(self.trace[-1].at_s, 1e-3)
 
-    def plan(self, rate: float, span: Span, seed: int) -> list[Planned]:  # noqa: ARG002 - a trace is not drawn
+    def plan(self, rate: float, span: LengthSpan, seed: int) -> list[PlannedRequest]:  # noqa: ARG002 - a trace is not drawn
         """The requests of one run. Times are scaled so that the whole trace has the mean rate `rate`.
 
         Raises:
@@ -180,7 +182,7 @@ class Replay:
             raise InvalidRequest(f"no request of the trace fits into {self.tokens_max} tokens", field="trace")
         scale = self.rate / rate
         return span.cut(
-            Planned(
+            PlannedRequest(
                 0,
                 scale * request.at_s,
                 request.prompt_tokens,
@@ -195,7 +197,7 @@ class Replay:
         return self.tokens_max is None or request.prompt_tokens + request.output_tokens <= self.tokens_max
 
 
-Workload = Synthetic | Replay
+Workload = Synthetic | TraceReplay
 
 # Of the issue that goodput is measured by, and of the pages that show it.
 PRESETS: dict[str, tuple[Lengths, Lengths]] = {

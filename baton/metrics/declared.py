@@ -15,7 +15,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Role(StrEnum):
+class ProcessRole(StrEnum):
     """The process that exports a metric."""
 
     GATEWAY = "gateway"
@@ -66,7 +66,7 @@ class Metric:
     kind: Kind
     unit: str
     meaning: str
-    roles: tuple[Role, ...]
+    roles: tuple[ProcessRole, ...]
     labels: tuple[Label, ...] = ()
     bounds: tuple[float, ...] = ()
 
@@ -85,11 +85,11 @@ class Metric:
 # Every series has these two.
 BASE_LABELS = ("role", "model_name")
 
-ALL = (Role.GATEWAY, Role.PREFILL, Role.DECODE)
-GATEWAY = (Role.GATEWAY,)
-NODES = (Role.PREFILL, Role.DECODE)
-DECODE = (Role.DECODE,)
-PICKER = (Role.PICKER,)
+ALL = (ProcessRole.GATEWAY, ProcessRole.PREFILL, ProcessRole.DECODE)
+GATEWAY = (ProcessRole.GATEWAY,)
+NODES = (ProcessRole.PREFILL, ProcessRole.DECODE)
+DECODE = (ProcessRole.DECODE,)
+PICKER = (ProcessRole.PICKER,)
 
 REASONS = (
     "INVALID_REQUEST", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNKNOWN_MODEL", "OVERLOADED", "NO_NODE", "DRAINING",
@@ -321,5 +321,5 @@ METRICS: tuple[Metric, ...] = (
 # fmt: on
 
 
-def metrics_of(role: Role) -> tuple[Metric, ...]:
+def metrics_of(role: ProcessRole) -> tuple[Metric, ...]:
     return tuple(metric for metric in METRICS if role in metric.roles)

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from baton.core.errors import shortened
 from baton.core.version import __version__
 from baton.metrics import declared
-from baton.metrics.declared import BASE_LABELS, Kind, Role, metrics_of
+from baton.metrics.declared import BASE_LABELS, Kind, ProcessRole, metrics_of
 from baton.metrics.tally import Layout, Series, scale
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,7 +39,7 @@ class Exposition:
         process: also memory, CPU time and open files of this process, as prometheus_client names them.
     """
 
-    def __init__(self, role: Role, layout: Layout, model_name: str, *, process: bool = True) -> None:
+    def __init__(self, role: ProcessRole, layout: Layout, model_name: str, *, process: bool = True) -> None:
         self._metrics = metrics_of(role)
         self._layout = layout
         self._base = [role.value, shortened(model_name, _LABEL_CHARACTERS_MAX)]

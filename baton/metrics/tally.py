@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Protocol
 
-from baton.metrics.declared import Kind, Metric, Role, metrics_of
+from baton.metrics.declared import Kind, Metric, ProcessRole, metrics_of
 
 _NANO = 1e9
 Series = tuple[str, tuple[str, ...]]  # name and label values
@@ -30,7 +30,7 @@ class Layout:
     billionths where its unit is no whole thing.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: ProcessRole) -> None:
         self._first: dict[Series, int] = {}
         self._metrics = {
             metric.name: metric for metric in metrics_of(role) if metric.kind is not Kind.GAUGE and metric.closed

@@ -22,7 +22,7 @@ from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits
 from baton.engine.step_meter import StepMeter
 from baton.kvcache.spec import KVCacheShape
-from baton.metrics.declared import Role as MeterRole
+from baton.metrics.declared import ProcessRole as MeterRole
 from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.models.loading.identity import ModelIdentity
 from baton.models.loading.kv_scales import kv_scales
@@ -45,7 +45,7 @@ from kvtransfer.leases import LeaseTotals
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
-from kvtransfer.records import SegmentRefused
+from kvtransfer.records import RefusedSegment
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 
@@ -344,7 +344,7 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     )
 
 
-def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
+def _no_lease_here(event: LeaseTotals | RefusedSegment) -> None:
     raise AssertionError(f"this node gives no leases: {event}")
 
 

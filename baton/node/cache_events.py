@@ -19,7 +19,7 @@ _BATCH_BLOCKS = 2048  # with the tokens of blocks of 256 a message stays below g
 _KEPT_BLOCKS = 1 << 15
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """Changes of the cache under one number."""
 
     sequence: int
@@ -41,7 +41,7 @@ class CacheLog:
     def __init__(self, cache: PrefixCache) -> None:
         self.last = 0
         self._cache = cache
-        self._kept: deque[Batch] = deque()
+        self._kept: deque[EventBatch] = deque()
         self._kept_blocks = 0
 
     def collect(self) -> None:
@@ -58,12 +58,12 @@ class CacheLog:
             self.last += 1
             stored = [key for _, key in part if key is not None]
             removed = [number_of(digest) for digest, key in part if key is None]
-            self._kept.append(Batch(self.last, stored, removed))
+            self._kept.append(EventBatch(self.last, stored, removed))
             self._kept_blocks += len(part)
         while self._kept_blocks > _KEPT_BLOCKS:
             self._kept_blocks -= self._kept.popleft().size
 
-    def after(self, sequence: int) -> list[Batch] | None:
+    def after(self, sequence: int) -> list[EventBatch] | None:
         """All batches after this one; None: some of them are not kept."""
         missing = self.last - sequence
         if not 0 <= missing <= len(self._kept):

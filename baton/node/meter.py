@@ -1,7 +1,7 @@
 """What a node counts: engine steps and leases as they end; everything else is read at the scrape. Pure."""
 
 from baton.engine.events import StepEvents
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.tally import Layout, Tally
 from kvtransfer.leases import LeaseTotals
 
@@ -13,7 +13,7 @@ class NodeMeter:
         layout, tally: of its metrics.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: ProcessRole) -> None:
         self.layout = Layout(role)
         self.tally = tally = Tally(self.layout)
         self._steps = {
@@ -23,7 +23,7 @@ class NodeMeter:
         self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
         self._generated = tally.counter("baton_generation_tokens_total")
         self._failed = tally.counters("baton_engine_requests_failed_total")
-        self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is Role.DECODE else None
+        self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is ProcessRole.DECODE else None
 
     def step(self, events: StepEvents) -> None:
         """A step has ended, or reports its layers, which are counted when it ends."""

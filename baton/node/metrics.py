@@ -9,7 +9,7 @@ from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from baton.node.assembly import Node
 from baton.protos.v1 import common_pb2, node_pb2
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 
 _PREFILL = common_pb2.ROLE_PREFILL
 
@@ -86,7 +86,7 @@ class NodeMetrics:
         yield Figure("baton_kv_transfer_bytes_total", counters.bytes_total, (direction,))
         yield Figure("baton_kv_transfer_segments_total", counters.segments_total, (direction,))
         yield Figure("baton_kv_segments_converted_total", counters.converted)
-        for refusal in Refusal:
+        for refusal in SegmentRefusal:
             yield Figure("baton_kv_segments_refused_total", counters.refusals.get(refusal, 0), (refusal.name.lower(),))
         pairs = [peer for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY]
         yield Figure("baton_pairs_ready", len(pairs))

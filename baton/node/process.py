@@ -33,7 +33,7 @@ from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import as_rank, join
-from baton.node.role import Role, RoleKind
+from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import DECODE, PREFILL
 from baton.node.role_switch import RoleSwitch
 from baton.node.service import SERVICE_NAME, NodeParts, NodeService
@@ -42,8 +42,8 @@ from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
 from baton.rpc.secure_server import protect_node
 from baton.rpc.server import (
-    Address,
     GrpcServer,
+    ListenAddress,
     check_advertised,
     listens_everywhere,
     stop_on_signals,
@@ -94,7 +94,7 @@ def _run_process(
 ) -> None:
     raise_file_limit()
     check_ready_file(settings.ready_file)
-    Address.parse(settings.listen, field="listen")
+    ListenAddress.parse(settings.listen, field="listen")
     check_advertised(settings.advertise)
     hosts = Hosts.of(settings)
     with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
@@ -125,7 +125,7 @@ def _run_process(
 
 
 async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:
-    protection = protect_node(settings, _CERTIFIED[role], Address.parse(settings.listen, field="listen"))
+    protection = protect_node(settings, _CERTIFIED[role], ListenAddress.parse(settings.listen, field="listen"))
     return GrpcServer(
         settings.listen,
         advertise=settings.advertise,
@@ -201,7 +201,7 @@ async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node)
     return None
 
 
-async def _fail_requests(role: Role, server: GrpcServer) -> None:
+async def _fail_requests(role: ServedRole, server: GrpcServer) -> None:
     """Fails all requests, so that gateways continue them elsewhere. Does not wait for the ranks."""
     role.stop_admission()
     await server.set_ready(ready=False)

@@ -9,7 +9,7 @@ from baton.protos.v1 import node_pb2
 from baton.settings.config import NodeSettings
 
 
-class Role(Protocol):
+class ServedRole(Protocol):
     """One role of one node, from its start to `close`."""
 
     @property
@@ -46,4 +46,4 @@ class RoleKind:
     """
 
     settings: type[NodeSettings]
-    make: Callable[[Node, Any], Role]
+    make: Callable[[Node, Any], ServedRole]

@@ -15,7 +15,7 @@ from baton.metrics.declared import SwitchOutcome
 from baton.node.assembly import Node
 from baton.node.cache_events import CacheEvents
 from baton.node.metrics import NodeMetrics
-from baton.node.role import Role, RoleKind
+from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
@@ -54,7 +54,7 @@ class RoleSwitch:
     def __init__(
         self,
         node: Node,
-        role: Role,
+        role: ServedRole,
         kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
         *,
         services: RoleServices,

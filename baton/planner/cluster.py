@@ -12,16 +12,16 @@ from math import inf
 from typing import Any
 
 from baton.core.types import LocalPolicy, Slo
-from baton.gateway.fleet.placement import Placement, Way, place
+from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.prediction import prompt_s
-from baton.gateway.fleet.router import NodeView, Wanted
+from baton.gateway.fleet.router import NodeView, RoutedRequest
 from baton.load.goals import Goal
-from baton.load.workload import Planned
-from baton.planner.job import Job
+from baton.load.workload import PlannedRequest
+from baton.planner.job import PlanJob
 from baton.planner.known import Known
-from baton.planner.node import Node, NodeSpec
+from baton.planner.node import NodeSpec, SimulatedNode
 
-Choose = Callable[[Sequence[NodeView], Sequence[NodeView], Wanted], Placement | None]
+Choose = Callable[[Sequence[NodeView], Sequence[NodeView], RoutedRequest], Placement | None]
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class ClusterSpec:
 
 
 @dataclass
-class Outcome:
+class SimulatedOutcome:
     """What a run gave. `jobs` in the order of arrival."""
 
     goal: Goal
-    jobs: list[Job]
+    jobs: list[PlanJob]
     seconds: float
     prefill_busy: float  # mean share of the time in which prefill nodes computed
     decode_busy: float
 
     @property
-    def counted(self) -> list[Job]:
+    def counted(self) -> list[PlanJob]:
         return [job for job in self.jobs if job.counted]
 
     def share(self, goal: Goal | None = None) -> float:
@@ -85,7 +85,7 @@ class Outcome:
     def tpot_s(self, share: float) -> float:
         return _quantile([job.tpot_s for job in self.counted], share)
 
-    def hit_share(self, jobs: Iterable[Job] | None = None) -> float:
+    def hit_share(self, jobs: Iterable[PlanJob] | None = None) -> float:
         """The part of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
         chosen = [job for job in (self.jobs if jobs is None else jobs) if job.prefix_ids]
         # A prompt's last token is computed in any case, also where all of its pieces are cached.
@@ -106,7 +106,7 @@ class Simulation:
         self,
         spec: ClusterSpec,
         goal: Goal,
-        planned: Sequence[Planned],
+        planned: Sequence[PlannedRequest],
         *,
         choose: Choose = place,
         until_failed: bool = False,
@@ -117,9 +117,9 @@ class Simulation:
         self._goal = goal
         self._slo = slo
         self._choose = choose
-        decodes = [Node(number, spec.decode, slo, prefix_tokens) for number in range(spec.decodes)]
+        decodes = [SimulatedNode(number, spec.decode, slo, prefix_tokens) for number in range(spec.decodes)]
         numbers = range(spec.decodes, spec.decodes + spec.prefills)
-        prefills = [Node(number, spec.prefill, slo, prefix_tokens) for number in numbers]
+        prefills = [SimulatedNode(number, spec.prefill, slo, prefix_tokens) for number in numbers]
         self.nodes = [*decodes, *prefills]
         self._decodes, self._prefills = decodes, prefills
         self._known = Known(
@@ -132,9 +132,9 @@ class Simulation:
         counted = sum(job.counted for job in self.jobs)
         self._may_miss = (1 - goal.share) * counted if until_failed else inf
         self._missed = 0
-        self.ways: Counter[tuple[Way, bool]] = Counter()  # and whether on a prefill node alone
+        self.ways: Counter[tuple[Route, bool]] = Counter()  # and whether on a prefill node alone
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedOutcome:
         """Until all requests are complete, or too many have missed the goal."""
         arrivals = iter(self.jobs)
         job = next(arrivals, None)
@@ -153,16 +153,16 @@ class Simulation:
             action(now_s, *arguments)
         if job is not None:
             busy = [self._busy(each, now_s) for each in (self._prefills, self._decodes)]
-        return Outcome(self._goal, self.jobs, now_s, *busy)
+        return SimulatedOutcome(self._goal, self.jobs, now_s, *busy)
 
     # ----
 
-    def _job(self, request: Planned) -> Job:
+    def _job(self, request: PlannedRequest) -> PlanJob:
         prompt = request.prompt_tokens
         due_s = inf if self._slo.ttft_s is None else request.at_s + self._slo.ttft_s
         # The last id may stand for less than a whole piece.
         ids = request.prefix_ids[: prompt // request.prefix_tokens] if request.prefix_tokens else ()
-        return Job(
+        return PlanJob(
             request.at_s, prompt, max(1, request.output_tokens), ids, request.prefix_tokens, request.counted, due_s
         )
 
@@ -170,25 +170,25 @@ class Simulation:
         self._order += 1
         heappush(self._events, (when_s, self._order, action, arguments))
 
-    def _arrive(self, job: Job, now_s: float) -> None:
+    def _arrive(self, job: PlanJob, now_s: float) -> None:
         spec = self._spec
         decodes, prefills = self._known.views(job, now_s)
-        chosen = self._choose(decodes, prefills, Wanted(job.prompt, spec.policy, slo=self._slo))
+        chosen = self._choose(decodes, prefills, RoutedRequest(job.prompt, spec.policy, slo=self._slo))
         assert chosen is not None, "all simulated nodes take requests"
         job.way, job.decode = chosen.way, chosen.decode.incarnation
         self.ways[chosen.way, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
         missing = job.prompt - chosen.decode.cached_tokens
-        if chosen.way is Way.REMOTE and missing <= spec.local_tokens:
-            job.way = Way.LOCAL
-        job.stop = chosen.split_tokens if job.way is Way.SPLIT else job.prompt
+        if chosen.way is Route.REMOTE and missing <= spec.local_tokens:
+            job.way = Route.LOCAL
+        job.stop = chosen.split_tokens if job.way is Route.SPLIT else job.prompt
         local_s = 0.0
-        if job.way is not Way.REMOTE:
-            start = job.stop if job.way is Way.SPLIT else chosen.decode.cached_tokens
+        if job.way is not Route.REMOTE:
+            start = job.stop if job.way is Route.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
         self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
         decode.requests += 1
-        if job.way is not Way.LOCAL:
+        if job.way is not Route.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
@@ -201,7 +201,7 @@ class Simulation:
         else:
             self._admit(decode, job, now_s)
 
-    def _unblock(self, decode: Node, now_s: float) -> None:
+    def _unblock(self, decode: SimulatedNode, now_s: float) -> None:
         while decode.blocked:
             job = decode.blocked[0]
             # A request that is larger than the cache runs alone.
@@ -209,21 +209,21 @@ class Simulation:
                 return
             self._admit(decode, decode.blocked.popleft(), now_s)
 
-    def _admit(self, decode: Node, job: Job, now_s: float) -> None:
+    def _admit(self, decode: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """Its blocks on the decode node are reserved."""
         decode.kv_used += job.prompt + job.output
         job.sent = min(decode.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt)
-        self._enqueue(now_s, decode if job.way is Way.LOCAL else self.nodes[job.prefill], job)
+        self._enqueue(now_s, decode if job.way is Route.LOCAL else self.nodes[job.prefill], job)
 
-    def _enqueue(self, now_s: float, node: Node, job: Job) -> None:
+    def _enqueue(self, now_s: float, node: SimulatedNode, job: PlanJob) -> None:
         node.enqueue(job, now_s)
         self._go(node, node.arrival(now_s))
 
-    def _go(self, node: Node, end_s: float | None) -> None:
+    def _go(self, node: SimulatedNode, end_s: float | None) -> None:
         if end_s is not None:
             self._at(end_s, self._end, node, node.version)
 
-    def _end(self, now_s: float, node: Node, version: int) -> None:
+    def _end(self, now_s: float, node: SimulatedNode, version: int) -> None:
         if version != node.version:
             return
         ended, slices = node.end(now_s)
@@ -237,7 +237,7 @@ class Simulation:
         # A request that was waiting for room may have started a step already.
         self._go(node, node.arrival(now_s))
 
-    def _send(self, node: Node, job: Job, now_s: float) -> None:
+    def _send(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """A chunk's KV goes over the link while the next chunk computes; the last chunk's is followed by a recurrent
         state, and by the hand-over."""
         tokens = max(0, job.at - job.sent)
@@ -245,7 +245,7 @@ class Simulation:
         num_bytes = tokens * node.spec.kv_bytes_per_token + (node.spec.state_bytes if job.at >= job.stop else 0)
         node.link_free_s = max(node.link_free_s, now_s) + num_bytes / self._spec.link_bytes_per_s
 
-    def _computed(self, node: Node, job: Job, now_s: float) -> None:
+    def _computed(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """All of a prompt, or its part, is computed on this node."""
         spec, decode = self._spec, self.nodes[job.decode]
         self._store(node, job, now_s)
@@ -264,25 +264,25 @@ class Simulation:
             job.stop = job.prompt
             self._at(arrives_s, self._enqueue, decode, job)
 
-    def _received(self, now_s: float, job: Job) -> None:
+    def _received(self, now_s: float, job: PlanJob) -> None:
         """The KV of the whole prompt is on the decode node."""
         decode = self.nodes[job.decode]
-        if job.way is not Way.LOCAL:
+        if job.way is not Route.LOCAL:
             self._store(decode, job, now_s)
         if job.output == 1:
             job.last_s = job.first_s
             self._complete(decode, job, now_s)
             return
         decode.ready.append(job)
-        if job.way is Way.REMOTE:  # else its node is between two steps
+        if job.way is Route.REMOTE:  # else its node is between two steps
             self._go(decode, decode.arrival(now_s))
 
-    def _store(self, node: Node, job: Job, now_s: float) -> None:
+    def _store(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
         """The prompt is in the node's prefix cache."""
         if job.prefix_ids:
             self._known.cache_changed(node.number, node.cache.use(job.prefix_ids), now_s)
 
-    def _complete(self, decode: Node, job: Job, now_s: float) -> None:
+    def _complete(self, decode: SimulatedNode, job: PlanJob, now_s: float) -> None:
         # A late first token is counted already.
         self._missed += job.counted and job.first_s <= job.due_s and not job.meets(self._goal)
         decode.requests -= 1
@@ -290,13 +290,18 @@ class Simulation:
         self._unblock(decode, now_s)
 
     @staticmethod
-    def _busy(nodes: Sequence[Node], now_s: float) -> float:
+    def _busy(nodes: Sequence[SimulatedNode], now_s: float) -> float:
         return sum(node.busy_until(now_s) for node in nodes) / (now_s * len(nodes)) if nodes else 0.0
 
 
 def simulate(
-    spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place, until_failed: bool = False
-) -> Outcome:
+    spec: ClusterSpec,
+    goal: Goal,
+    planned: Sequence[PlannedRequest],
+    *,
+    choose: Choose = place,
+    until_failed: bool = False,
+) -> SimulatedOutcome:
     """Simulates a load; `Simulation` describes the arguments."""
     return Simulation(spec, goal, planned, choose=choose, until_failed=until_failed).run()
 

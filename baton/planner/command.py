@@ -17,7 +17,7 @@ from baton.load.arrivals import Arrivals
 from baton.load.goals import DEFAULT_SHARE, Goal
 from baton.load.lengths import FORMS
 from baton.load.shape import Shape
-from baton.load.workload import PRESETS, Replay, Span, Workload
+from baton.load.workload import PRESETS, LengthSpan, TraceReplay, Workload
 from baton.models.families.reader import read_config
 from baton.planner.goodput import Measure
 from baton.planner.known_costs import Lengths, kind_by_roofline, kind_from_nodes, read_costs
@@ -158,7 +158,7 @@ def _fitting(shape: Shape, context_tokens: int) -> tuple[Workload, float]:
     if shape.tokens_max is None:
         shape = Shape(**{**vars(shape), "tokens_max": context_tokens})
     load, rate = shape.build(())
-    if isinstance(load, Replay) and shape.rate is None:
+    if isinstance(load, TraceReplay) and shape.rate is None:
         return load, load.rate
     return load, rate
 
@@ -178,7 +178,7 @@ def _kind(
         raise InvalidRequest("--costs-from and --costs exclude each other", field="costs", cure="give one")
     if costs_from:
         return kind_from_nodes(costs_from, link_bytes_per_s=link_bytes_per_s), f"costs of {' and '.join(costs_from)}"
-    requests = load.plan(1.0, Span(requests=_SAMPLED), 1)
+    requests = load.plan(1.0, LengthSpan(requests=_SAMPLED), 1)
     tokens = [request.prompt_tokens + request.output_tokens for request in requests]
     lengths = Lengths(sum(tokens) / len(tokens), max(tokens))
     kind = kind_by_roofline(size, gpu, lengths, ranks=ranks, link_bytes_per_s=link_bytes_per_s)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from baton.gateway.fleet.placement import place
 from baton.load.goals import Goal
-from baton.load.workload import Span, Workload
-from baton.planner.cluster import Choose, ClusterSpec, Outcome, simulate
+from baton.load.workload import LengthSpan, Workload
+from baton.planner.cluster import Choose, ClusterSpec, SimulatedOutcome, simulate
 
 _WARMUP_S = 5.0
 _MOST_REQUESTS = 6000
@@ -27,11 +27,13 @@ class Measure:
     seconds: float = 30.0
     precision: float = 0.03
 
-    def run(self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place) -> Outcome:
+    def run(
+        self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place
+    ) -> SimulatedOutcome:
         requests = min(max(self.requests, round(self.seconds * rate)), max(self.requests, _MOST_REQUESTS))
         # Small models take so many requests per second that seconds of them would take minutes to simulate.
         warmup_s = max(min(_WARMUP_S, _MOST_REQUESTS / rate), 0.1 * requests / rate)
-        planned = workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED)
+        planned = workload.plan(rate, LengthSpan(requests=requests, warmup_s=warmup_s), _SEED)
         return simulate(spec, goal, planned, choose=choose, until_failed=True)
 
 
@@ -41,8 +43,8 @@ class Goodput:
     run at this rate, or at the lowest one tried."""
 
     rate: float
-    outcome: Outcome
-    limit: Outcome  # of a run at the lowest rate that failed: what fails first; where none failed, of the last one
+    outcome: SimulatedOutcome
+    limit: SimulatedOutcome  # of the run at the lowest rate that failed, or of the last run where none failed
 
 
 def find_goodput(
@@ -60,14 +62,14 @@ def find_goodput(
     on_run: called before each run.
     """
 
-    def run(rate: float) -> tuple[bool, Outcome]:
+    def run(rate: float) -> tuple[bool, SimulatedOutcome]:
         on_run()
         outcome = measure.run(spec, workload, goal, rate, choose=choose)
         return outcome.share(goal) >= goal.share, outcome
 
     low, high, rate = 0.0, 0.0, start
-    good: Outcome | None = None
-    bad: Outcome | None = None
+    good: SimulatedOutcome | None = None
+    bad: SimulatedOutcome | None = None
     lowest = start / 1000
     while bad is None or (good is None and rate > lowest) or high - low > measure.precision * high:
         met, outcome = run(rate)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from baton.gateway.fleet.placement import Way
+from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class PlanJob:
     """Attributes:
     arrived_s: when its client sent it.
     due_s: when its first token is due; the order of prompts on a node.
@@ -32,7 +32,7 @@ class Job:
     at: int = 0
     stop: int = 0
     started: bool = False
-    way: Way = Way.REMOTE
+    way: Route = Route.REMOTE
     prefill: int = -1
     decode: int = -1
     first_s: float = inf

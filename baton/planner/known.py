@@ -14,16 +14,16 @@ from baton.core.block_keys import BlockNumbers
 from baton.gateway.fleet.backlog import Backlog
 from baton.gateway.fleet.prefix_index import PrefixIndex
 from baton.gateway.fleet.router import NodeView
-from baton.planner.job import Job
-from baton.planner.node import Node
-from baton.planner.prefix_cache import Changes
+from baton.planner.job import PlanJob
+from baton.planner.node import SimulatedNode
+from baton.planner.prefix_cache import SimulatedChanges
 
 
 @dataclass(eq=False)
 class _Known:
     """One node."""
 
-    node: Node
+    node: SimulatedNode
     peers: frozenset[int]
     speeds: dict[int, float]
     view: NodeView | None = None
@@ -60,8 +60,8 @@ class Known:
 
     def __init__(
         self,
-        decodes: Sequence[Node],
-        prefills: Sequence[Node],
+        decodes: Sequence[SimulatedNode],
+        prefills: Sequence[SimulatedNode],
         *,
         also_decodes: bool,
         link_bytes_per_s: float,
@@ -79,9 +79,9 @@ class Known:
         self._report_s, self._events_s = report_s, events_s
         self._index = PrefixIndex()
         self._turns = count(1)
-        self._changes: deque[tuple[float, str, Changes]] = deque()  # not known yet
+        self._changes: deque[tuple[float, str, SimulatedChanges]] = deque()  # not known yet
 
-    def views(self, job: Job, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
+    def views(self, job: PlanJob, now_s: float) -> tuple[list[NodeView], list[NodeView]]:
         """The nodes that can decode and those that can prefill, for one request."""
         cached = self._cached(job, now_s)
         prefills = [self._view(known, cached, now_s) for known in self._prefills]
@@ -99,7 +99,7 @@ class Known:
         if computing_s:
             known.backlog.add(computing_s, now_s)
 
-    def cache_changed(self, number: int, changes: Changes, now_s: float) -> None:
+    def cache_changed(self, number: int, changes: SimulatedChanges, now_s: float) -> None:
         self._changes.append((now_s + self._events_s, str(number), changes))
 
     def _view(self, known: _Known, cached: dict[str, int], now_s: float) -> NodeView:
@@ -108,7 +108,7 @@ class Known:
             view.__dict__["cached_tokens"] = cached[view.address]
         return view
 
-    def _cached(self, job: Job, now_s: float) -> dict[str, int]:
+    def _cached(self, job: PlanJob, now_s: float) -> dict[str, int]:
         """Tokens of the request's prompt, by name of the node."""
         if not job.prefix_ids:
             return {}

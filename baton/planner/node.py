@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.types import Slo
 from baton.gateway.fleet.router import NodeView
-from baton.planner.job import Job
-from baton.planner.prefix_cache import PrefixCache
+from baton.planner.job import PlanJob
+from baton.planner.prefix_cache import SimulatedPrefixCache
 
 # As the engine's scheduler bounds the time of steps with prompts next to streams.
 _TPOT_SHARE = 0.9
@@ -76,7 +76,7 @@ class _Run:
     count: int
     first_s: float
     rise_s: float
-    slices: list[tuple[Job, int]]
+    slices: list[tuple[PlanJob, int]]
 
     def seconds(self, count: int) -> float:
         return count * self.first_s + self.rise_s * count * (count - 1) / 2
@@ -96,7 +96,7 @@ class _Run:
         return min(self.count, number)
 
 
-class Node:
+class SimulatedNode:
     """Attributes:
     queue: requests whose prompts are computed here, in the order of their places.
     ready: requests whose KV is here, and that wait for a seat.
@@ -109,22 +109,22 @@ class Node:
     def __init__(self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int) -> None:
         self.number = number
         self.spec = spec
-        self.queue: list[tuple[float, int, Job]] = []
-        self.ready: deque[Job] = deque()
-        self.blocked: deque[Job] = deque()
+        self.queue: list[tuple[float, int, PlanJob]] = []
+        self.ready: deque[PlanJob] = deque()
+        self.blocked: deque[PlanJob] = deque()
         self.runs: list[tuple[int, float]] = []
         self.version = 0
         self.busy_s = 0.0
         self.kv_used = 0
         self.link_free_s = 0.0
-        self.cache = PrefixCache(spec.kv_tokens // max(1, prefix_tokens))
+        self.cache = SimulatedPrefixCache(spec.kv_tokens // max(1, prefix_tokens))
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
         self._tpot_s = slo.tpot_s
         self._rows = 0
         self._keys = 0
         self._steps = 0
-        self._ending: list[tuple[int, int, Job]] = []
+        self._ending: list[tuple[int, int, PlanJob]] = []
         self._run: _Run | None = None
         self._order = 0
         self._skips = 0
@@ -142,10 +142,10 @@ class Node:
         """The time of its steps so far."""
         return self.busy_s + (0.0 if self._run is None else now_s - self._run.started_s)
 
-    def prompt_s(self, job: Job) -> float:
+    def prompt_s(self, job: PlanJob) -> float:
         return self.spec.costs.prompt_s(job.at, job.stop, step_tokens=self.spec.step_tokens)
 
-    def enqueue(self, job: Job, now_s: float) -> None:
+    def enqueue(self, job: PlanJob, now_s: float) -> None:
         """A prompt, or a part of it, is to be computed here."""
         job.queued_s, job.started = now_s, False
         self._order += 1
@@ -191,7 +191,7 @@ class Node:
         self.version += 1
         return now_s + self._run.seconds(self._run.count)
 
-    def end(self, now_s: float) -> tuple[list[Job], list[tuple[Job, int]]]:
+    def end(self, now_s: float) -> tuple[list[PlanJob], list[tuple[PlanJob, int]]]:
         """The run ends: the requests that are complete, and the prompt tokens that were computed."""
         run = self._run
         assert run is not None
@@ -245,19 +245,19 @@ class Node:
 
     # ----
 
-    def _join(self, job: Job) -> None:
+    def _join(self, job: PlanJob) -> None:
         self._rows += 1
         self._keys += job.prompt + 1
         self._order += 1
         job.runs, job.first_run = self.runs, len(self.runs)
         heappush(self._ending, (self._steps + job.output - 1, self._order, job))
 
-    def _slices(self, work: StepWork, now_s: float) -> list[tuple[Job, int]]:
+    def _slices(self, work: StepWork, now_s: float) -> list[tuple[PlanJob, int]]:
         """The prompt tokens of the next step, by request."""
         self._put_late_ones_last(now_s)
         budget = self.spec.step_tokens - self._rows
         bound_s = self._bound_s(work, now_s)
-        slices: list[tuple[Job, int]] = []
+        slices: list[tuple[PlanJob, int]] = []
         for _, _, job in self.queue:
             if not job.started:
                 self._start(job)
@@ -277,7 +277,7 @@ class Node:
         self._skips = 0 if slices else self._skips + 1
         return slices
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: PlanJob) -> None:
         """The prompt is computed from here on: what the cache has of it is skipped."""
         job.started = True
         cached = min(self.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1)
@@ -307,7 +307,7 @@ class Node:
         steady_s = max(_MOST_DECODES * self.spec.seconds(work), _STEADY_S)
         return steady_s * (1 + (now_s - self.queue[0][2].queued_s) / _DOUBLING_S)
 
-    def _fitting(self, work: StepWork, job: Job, most: int, bound_s: float) -> int:
+    def _fitting(self, work: StepWork, job: PlanJob, most: int, bound_s: float) -> int:
         """The most tokens of the prompt with which the step is within the bound, to within a few tokens below."""
 
         def seconds(tokens: int) -> float:

@@ -12,8 +12,8 @@ from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.core.types import LocalPolicy
 from baton.load.goals import Goal
-from baton.load.workload import Span, Workload
-from baton.planner.cluster import ClusterSpec, Outcome
+from baton.load.workload import LengthSpan, Workload
+from baton.planner.cluster import ClusterSpec, SimulatedOutcome
 from baton.planner.goodput import Goodput, Measure, find_goodput
 from baton.planner.node import NodeSpec
 from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand, prefill_nodes, prefill_step_tokens
@@ -128,7 +128,7 @@ class _Search:
         self._question = question
         self._on_step = on_step
         kind, goal = question.kind, question.goal
-        sample = question.workload.plan(question.rate or 1.0, Span(requests=_SAMPLED), 1)
+        sample = question.workload.plan(question.rate or 1.0, LengthSpan(requests=_SAMPLED), 1)
         prompt = sum(request.prompt_tokens for request in sample) / len(sample)
         tpot_s = goal.tpot_s or goal.gap_s
         prefill = NodeSpec(
@@ -226,7 +226,7 @@ class _Search:
         return Option(spec, goodput)
 
 
-def _limit(outcome: Outcome, spec: ClusterSpec) -> str:
+def _limit(outcome: SimulatedOutcome, spec: ClusterSpec) -> str:
     """What keeps the requests of a run from meeting their goal."""
     goal = outcome.goal
     # A run ends once too many have missed; the requests that run then are not judged.

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Changes(NamedTuple):
+class SimulatedChanges(NamedTuple):
     """Ids that came into a cache, and that left it."""
 
     stored: list[int]
     removed: list[int]
 
 
-class PrefixCache:
+class SimulatedPrefixCache:
     """Args:
     capacity: ids that fit.
     """
@@ -35,7 +35,7 @@ class PrefixCache:
                 return place
         return len(prefix_ids)
 
-    def use(self, prefix_ids: Sequence[int]) -> Changes:
+    def use(self, prefix_ids: Sequence[int]) -> SimulatedChanges:
         """The whole prompt is present now; what is used least recently goes. The ends of prompts go first."""
         ids = self._ids
         kept = prefix_ids[: self._capacity]
@@ -43,4 +43,4 @@ class PrefixCache:
         for prefix_id in reversed(kept):
             ids[prefix_id] = None
             ids.move_to_end(prefix_id)
-        return Changes(stored, [ids.popitem(last=False)[0] for _ in range(len(ids) - self._capacity)])
+        return SimulatedChanges(stored, [ids.popitem(last=False)[0] for _ in range(len(ids) - self._capacity)])

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.core.types import LocalPolicy
-from baton.planner.cluster import Outcome
+from baton.planner.cluster import SimulatedOutcome
 from baton.planner.plan import NOTHING, Option, Plan
 
 
@@ -166,7 +166,7 @@ def _name(option: Option) -> str:
     return f"{spec.prefills} prefill + {spec.decodes} decode{strict}"
 
 
-def _busy(option: Option, outcome: Outcome) -> str:
+def _busy(option: Option, outcome: SimulatedOutcome) -> str:
     decode = f"{100 * outcome.decode_busy:.0f} %"
     return decode if option.is_colocated else f"{100 * outcome.prefill_busy:.0f} / {decode}"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.placement import Placement, Way, place
-from baton.gateway.fleet.router import NodeView, Wanted
+from baton.gateway.fleet.placement import Placement, Route, place
+from baton.gateway.fleet.router import NodeView, RoutedRequest
 from baton.planner.cluster import Choose
 
 
@@ -13,14 +13,14 @@ def in_turn() -> Choose:
     """Each node in its turn (round robin)."""
     turns = count()
 
-    def choose(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+    def choose(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement:
         turn = next(turns)
         return _placed(decodes[turn % len(decodes)], prefills[turn % len(prefills)] if prefills else None, wanted)
 
     return choose
 
 
-def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement:
     """The nodes with the fewest requests."""
 
     def load(node: NodeView) -> tuple[int, int]:
@@ -29,20 +29,22 @@ def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], want
     return _placed(min(decodes, key=load), min(prefills, key=load, default=None), wanted)
 
 
-def shortest_queue(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+def shortest_queue(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement:
     """The decode node with the fewest requests, and the prefill node whose prompts take the least time."""
     decode = min(decodes, key=lambda node: (node.load, node.turn))
     return _placed(decode, min(prefills, key=lambda node: (node.queue_s, node.turn), default=None), wanted)
 
 
-def without_caches(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+def without_caches(
+    decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest
+) -> Placement | None:
     """The gateway's choice, with no knowledge of prefix caches."""
     return place([_uncached(node) for node in decodes], [_uncached(node) for node in prefills], wanted)
 
 
-def _placed(decode: NodeView, prefill: NodeView | None, wanted: Wanted) -> Placement:
+def _placed(decode: NodeView, prefill: NodeView | None, wanted: RoutedRequest) -> Placement:
     local = prefill is None or wanted.policy is LocalPolicy.LOCAL
-    return Placement(Way.LOCAL if local else Way.REMOTE, decode, None if local else prefill, 0, "", None)
+    return Placement(Route.LOCAL if local else Route.REMOTE, decode, None if local else prefill, 0, "", None)
 
 
 def _uncached(node: NodeView) -> NodeView:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.load.goals import Goal
-from baton.load.workload import Planned
+from baton.load.workload import PlannedRequest
 
 STEP_SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 _FAST_SHARE = 0.95  # of the fastest size's speed
@@ -37,7 +37,7 @@ class Demand:
 
 
 def demand(
-    costs: StepCosts, requests: Sequence[Planned], goal: Goal, *, step_tokens: int, seats: int, kv_tokens: int
+    costs: StepCosts, requests: Sequence[PlannedRequest], goal: Goal, *, step_tokens: int, seats: int, kv_tokens: int
 ) -> Demand:
     """The demand of a load, by the costs of one node."""
     count = len(requests)

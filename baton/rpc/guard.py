@@ -10,7 +10,7 @@ from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with
 from baton.rpc.status import abort
 from baton.security import authorize
 from baton.security.authorize import ALL_RIGHTS, Right
-from baton.security.door import Door, bearer
+from baton.security.door import Authenticator, bearer
 from baton.security.identity import NOBODY, Caller, enter, host_of
 from baton.security.roles import Role, role_of
 
@@ -54,7 +54,7 @@ class OpenGuard:
 class DoorGuard:
     """Of servers for clients: the caller is whom its key belongs to."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Authenticator) -> None:
         self._door = door
 
     def caller(self, context: Context) -> Caller:

@@ -7,7 +7,7 @@ import grpc
 
 from baton.core.errors import ConfigError
 from baton.rpc.guard import CertificateGuard, DoorGuard, Guard, OpenGuard
-from baton.security.door import Door
+from baton.security.door import Authenticator
 from baton.security.exposure import Address, check_exposed
 from baton.security.pem import Files, Pems, read_pems
 from baton.security.roles import Role
@@ -32,14 +32,14 @@ def check_certificate(settings: TlsSettings, role: Role) -> None:
     InternalTls.read(settings, role)
 
 
-class NodeSettings(TlsSettings, Protocol):
+class ServerSettings(TlsSettings, Protocol):
     """Settings of a node's server."""
 
     @property
     def insecure(self) -> bool: ...
 
 
-def protect_node(settings: NodeSettings, role: Role, where: Address) -> Protection:
+def protect_node(settings: ServerSettings, role: Role, where: Address) -> Protection:
     """Of a node's server, which other processes of the cluster call.
 
     Raises:
@@ -50,7 +50,7 @@ def protect_node(settings: NodeSettings, role: Role, where: Address) -> Protecti
     return Protection(None, OpenGuard()) if tls is None else Protection(tls.server(), CertificateGuard())
 
 
-def protect_door(pems: Watched[Pems] | None, door: Door) -> Protection:
+def protect_door(pems: Watched[Pems] | None, door: Authenticator) -> Protection:
     """Of a gateway's server, which clients call."""
     return Protection(None if pems is None else client_server_credentials(pems), DoorGuard(door))
 

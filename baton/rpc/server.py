@@ -99,7 +99,7 @@ def proxy_options(proxy: Proxy | None) -> list[tuple[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Address:
+class ListenAddress:
     """host:port of a setting.
 
     Raises:
@@ -110,7 +110,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str, *, field: str) -> "Address":
+    def parse(cls, text: str, *, field: str) -> "ListenAddress":
         host, _, port = text.rpartition(":")
         # NOTE: isdigit is true of digits that int does not take, such as a superscript two.
         if not _is_host(host) or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
@@ -136,7 +136,7 @@ def check_advertised(text: str | None) -> None:
     Raises:
         ConfigError: it is not host:port, or is a wildcard address, which no process can connect to.
     """
-    if text and Address.parse(text, field="advertise").host in _EVERYWHERE:
+    if text and ListenAddress.parse(text, field="advertise").host in _EVERYWHERE:
         cure = "give an address under which other machines reach this one"
         raise ConfigError(
             f"advertise is {text!r}, which only a server can use", field="advertise", value=text, cure=cure
@@ -145,10 +145,10 @@ def check_advertised(text: str | None) -> None:
 
 def listens_everywhere(listen: str) -> bool:
     """Whether the address is a wildcard. Other processes then need another address to connect to."""
-    return Address.parse(listen, field="listen").host in _EVERYWHERE
+    return ListenAddress.parse(listen, field="listen").host in _EVERYWHERE
 
 
-def why_taken(where: Address) -> str | None:
+def why_taken(where: ListenAddress) -> str | None:
     """Why no server can listen there; None if one can."""
     host = where.host.removeprefix("[").removesuffix("]")
     try:
@@ -196,7 +196,7 @@ class GrpcServer:
         self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._service_names: tuple[str, ...] = ()
-        where = Address.parse(listen, field="listen")
+        where = ListenAddress.parse(listen, field="listen")
         check_advertised(advertise)
         credentials = None if protection is None else protection.credentials
         port = _add_port(self.grpc, listen, "listen", credentials, shared=shared)
@@ -246,7 +246,7 @@ def _add_port(
     """Raises:
     ConfigError: no server can listen there.
     """
-    where = Address.parse(listen, field=field)
+    where = ListenAddress.parse(listen, field=field)
     cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
     # gRPC writes lines of its own about a port that it cannot have.
     if not shared and (reason := why_taken(where)) is not None:

@@ -3,7 +3,7 @@
 import socket
 
 from baton.core.errors import ConfigError
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 
 _BACKLOG = 64
 
@@ -19,7 +19,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
     """
     if listen == "off":
         return None
-    where = Address.parse(listen, field=field)
+    where = ListenAddress.parse(listen, field=field)
     host = where.host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

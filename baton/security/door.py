@@ -36,7 +36,7 @@ class DoorSettings(Protocol):
     def insecure(self) -> bool: ...
 
 
-class Door:
+class Authenticator:
     """Raises:
     ConfigError: a file of the settings cannot be used.
     """

@@ -39,7 +39,7 @@ class _Bucket:
         self._level -= amount
 
 
-class Prompt:
+class LimitedPrompt:
     """The charge for one request's prompt: held in advance, and replaced when the prompt has been tokenized."""
 
     def __init__(self, bucket: _Bucket | None, held: int) -> None:
@@ -72,7 +72,7 @@ class Budget:
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
     @contextmanager
-    def request(self, *, outputs: int = 1, tokens: int = 0, is_new: bool = True) -> Iterator[Prompt]:
+    def request(self, *, outputs: int = 1, tokens: int = 0, is_new: bool = True) -> Iterator[LimitedPrompt]:
         """A request of the client, until the block ends.
 
         Args:
@@ -98,7 +98,7 @@ class Budget:
             if (wait_s := self._requests.wait_s(outputs)) > 0:
                 raise self._over(f"{limits.requests_per_minute:g} requests per minute", wait_s)
             self._requests.take(outputs)
-        prompt = Prompt(self._tokens, tokens)
+        prompt = LimitedPrompt(self._tokens, tokens)
         self._running += outputs
         try:
             yield prompt

@@ -6,7 +6,7 @@ Names are those of OpenTelemetry's conventions for generative AI where there is 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 
 
 class Attribute(StrEnum):
@@ -103,7 +103,7 @@ class SpanType:
     """
 
     name: str
-    role: Role
+    role: ProcessRole
     parent: str
     meaning: str
     attributes: tuple[Attribute, ...] = ()
@@ -113,7 +113,7 @@ A = Attribute
 
 REQUEST = SpanType(
     "{gen_ai.operation.name} {gen_ai.request.model}",
-    Role.GATEWAY,
+    ProcessRole.GATEWAY,
     "",
     "the request, from its arrival behind the door to its last message",
     (
@@ -122,11 +122,11 @@ REQUEST = SpanType(
         A.REQUEST_ID, A.CLIENT, A.OUTCOME, A.KEPT, A.CUT, A.PATH, A.WHY, A.ATTEMPTS,
     ),
 )  # fmt: skip
-PREPARE = SpanType("prepare", Role.GATEWAY, "request", "template, tokenizer and all checks")
-QUEUE = SpanType("queue", Role.GATEWAY, "request", "the wait for the request's turn at the gateway")
+PREPARE = SpanType("prepare", ProcessRole.GATEWAY, "request", "template, tokenizer and all checks")
+QUEUE = SpanType("queue", ProcessRole.GATEWAY, "request", "the wait for the request's turn at the gateway")
 ATTEMPT = SpanType(
     "attempt",
-    Role.GATEWAY,
+    ProcessRole.GATEWAY,
     "request",
     "one node has the request to decode it, from the submission until it is left; after a lost attempt, with a link to "
     "it",
@@ -134,44 +134,46 @@ ATTEMPT = SpanType(
 )
 RESERVE = SpanType(
     "decode.reserve",
-    Role.DECODE,
+    ProcessRole.DECODE,
     "attempt",
     "the node that decodes reserves blocks, and opens a lease where KV will come",
     (A.QUEUE_S, A.NODE_CACHED),
 )
 PREFILL = SpanType(
     "prefill",
-    Role.PREFILL,
+    ProcessRole.PREFILL,
     "attempt",
     "one prefill node has the prompt, until all KV is sent; or the decode node computes it itself",
     (A.NODE, A.ADDRESS, A.TOKEN_START, A.TOKEN_STOP, A.NODE_CACHED, A.QUEUE_S, A.ERROR_TYPE),
 )
-PREFILL_QUEUE = SpanType("prefill.queue", Role.PREFILL, "prefill", "the wait for the first step that computes it")
+PREFILL_QUEUE = SpanType(
+    "prefill.queue", ProcessRole.PREFILL, "prefill", "the wait for the first step that computes it"
+)
 CHUNK = SpanType(
     "prefill.chunk",
-    Role.PREFILL,
+    ProcessRole.PREFILL,
     "prefill",
     "one chunk of the prompt, from the end of the one before it; where the decode node computes it, on that node",
     (A.TOKEN_START, A.TOKEN_STOP, A.MERGED),
 )
 SEND = SpanType(
     "kv.send",
-    Role.PREFILL,
+    ProcessRole.PREFILL,
     "prefill",
     "KV that was sent together, while the next chunk may compute",
     (A.TOKEN_START, A.TOKEN_STOP, A.SEGMENTS, A.BYTES, A.MERGED),
 )
 TRANSFER = SpanType(
     "kv.transfer",
-    Role.DECODE,
+    ProcessRole.DECODE,
     "attempt",
     "from the first KV that is sent until all of it lies in the decode node's blocks",
     (A.BYTES, A.SEGMENTS, A.TRANSPORT, A.CONVERTED, A.EXPOSED_S),
 )
-ADMIT = SpanType("decode.admit", Role.DECODE, "attempt", "from the hand-over until the request joins the batch")
+ADMIT = SpanType("decode.admit", ProcessRole.DECODE, "attempt", "from the hand-over until the request joins the batch")
 DECODE = SpanType(
     "decode",
-    Role.DECODE,
+    ProcessRole.DECODE,
     "attempt",
     "from admission, or from the end of the prefill there, until the node is left",
     (A.OUTPUT_TOKENS,),

@@ -19,7 +19,7 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 @dataclass(frozen=True)
-class Collector:
+class TraceCollector:
     """Where traces go.
 
     Attributes:
@@ -37,7 +37,7 @@ class Collector:
     resource: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instance: str) -> Collector | None:
+def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instance: str) -> TraceCollector | None:
     """Where traces go; None: nowhere.
 
     Args:
@@ -62,7 +62,7 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
             cure="name the collector's gRPC port, usually 4317",
         )
     target, tls = _target(where)
-    return Collector(
+    return TraceCollector(
         target=target,
         tls=tls,
         certificate=_first(variables, _CERTIFICATES) or None,

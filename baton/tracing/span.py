@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.tracing.declared import Attribute
 
 Value = str | bool | int | float | tuple[str, ...]
@@ -11,18 +11,18 @@ Attributes = Mapping[Attribute, Value]
 
 
 @dataclass(frozen=True)
-class Place:
+class SpanPlace:
     """The process whose work a span is.
 
     Attributes:
         name: of a node; empty: the gateway that exports the span.
     """
 
-    role: Role = Role.GATEWAY
+    role: ProcessRole = ProcessRole.GATEWAY
     name: str = ""
 
 
-GATEWAY = Place()
+GATEWAY = SpanPlace()
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Span:
     parent_id: int
     start_s: float
     end_s: float
-    place: Place = GATEWAY
+    place: SpanPlace = GATEWAY
     attributes: dict[Attribute, Value] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     links: list[int] = field(default_factory=list)

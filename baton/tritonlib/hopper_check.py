@@ -47,7 +47,7 @@ class HopperKernels:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HopperVerdict:
     """Attributes:
     difference: the largest of an element, relative to the largest element; infinite without a comparison.
     reason: why there was none.
@@ -96,7 +96,7 @@ def may_use(kernels: HopperKernels, device: torch.device, *, version: str) -> bo
     return verdict.passed
 
 
-def check(kernels: HopperKernels, device: torch.device) -> Verdict:
+def check(kernels: HopperKernels, device: torch.device) -> HopperVerdict:
     """Compares the kernels once.
 
     Raises:
@@ -110,8 +110,8 @@ def check(kernels: HopperKernels, device: torch.device) -> Verdict:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 (a compiler that nobody measured may fail in any way)
-        return Verdict(math.inf, f"{type(error).__name__}: {error}")
-    return Verdict(largest)
+        return HopperVerdict(math.inf, f"{type(error).__name__}: {error}")
+    return HopperVerdict(largest)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
@@ -138,7 +138,7 @@ def _await(kernels: HopperKernels, device: torch.device) -> None:
         time.sleep(_POLL_S)
 
 
-def _report(kernels: HopperKernels, verdict: Verdict, version: str) -> None:
+def _report(kernels: HopperKernels, verdict: HopperVerdict, version: str) -> None:
     measured = ", ".join(f"{each}x" for each in MEASURED_VERSIONS)
     if verdict.passed:
         _log.info(

@@ -12,7 +12,7 @@ from baton.load.probe import probe
 from baton.load.results import Found
 from baton.load.runner import Clients, OnProgress, RunOptions, default_processes
 from baton.load.target import Server, Target
-from baton.load.workload import PRESETS, Span, Synthetic
+from baton.load.workload import PRESETS, LengthSpan, Synthetic
 from bench.goodput.deployments import (
     COLOCATED,
     ELASTIC,
@@ -86,7 +86,7 @@ def _search(
             measurement = Measurement(
                 clients,
                 workload,
-                Span(duration_s=plan.duration_s, warmup_s=plan.warmup_s),
+                LengthSpan(duration_s=plan.duration_s, warmup_s=plan.warmup_s),
                 RunOptions(workload=plan.workload, drain_s=plan.drain_s, slo=Slo(plan.ttft_s, tpot_s)),
                 lambda title, total: _shown(progress, f"{title}: {total} requests"),
                 seed=1,

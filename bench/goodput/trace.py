@@ -9,18 +9,18 @@ import torch
 from baton.core.types import Slo
 from baton.load.goals import Goal
 from baton.load.probe import probe
-from baton.load.records import Record
+from baton.load.records import LoadRecord
 from baton.load.results import Run
 from baton.load.runner import Clients, RunOptions, default_processes
 from baton.load.target import Target
 from baton.load.traces import read_trace
-from baton.load.workload import Replay, Span
+from baton.load.workload import LengthSpan, TraceReplay
 from bench.goodput.deployments import COLOCATED, ELASTIC, STATIC, colocated, disaggregated, this_machine
 from bench.table import Row
 
 # Of the trace's requests per second that one pair of H200s serves, and of a CPU.
 _GPU_RATE, _CPU_RATE = 1.0, 0.5
-_GPU_SPAN, _CPU_SPAN = Span(duration_s=60.0, warmup_s=5.0), Span(requests=3)
+_GPU_SPAN, _CPU_SPAN = LengthSpan(duration_s=60.0, warmup_s=5.0), LengthSpan(requests=3)
 _CPU_TOKENS_MAX = 2048
 _GOAL = Goal(ttft_s=6.0, tpot_s=0.03)
 
@@ -37,7 +37,7 @@ def run(progress: Callable[[str], None], path: Path) -> list[Row]:
                 for deployment in deployments:
                     progress(f"{path.name}: {deployment.name}")
                     server = asyncio.run(probe(Target.parse(f"{deployment.name}={deployment.address}")))
-                    replay = Replay(trace, server.tokens_max if on_gpu else _CPU_TOKENS_MAX)
+                    replay = TraceReplay(trace, server.tokens_max if on_gpu else _CPU_TOKENS_MAX)
                     planned = replay.plan(rate, _GPU_SPAN if on_gpu else _CPU_SPAN, seed=1)
                     slo = Slo(_GOAL.ttft_s, _GOAL.tpot_s)
                     options = RunOptions(workload=path.name, drain_s=30.0, slo=slo)
@@ -61,15 +61,15 @@ def _rows(runs: dict[str, Run], work: str) -> Iterator[Row]:
         yield Row(f"good, {_GOAL}", work, good[0], "%", rival, good[1], 1.0)
 
 
-def _first_tokens_ms(records: Sequence[Record]) -> list[float]:
+def _first_tokens_ms(records: Sequence[LoadRecord]) -> list[float]:
     return [1e3 * found for record in records if (found := record.first_token_s) is not None]
 
 
-def _tpots_ms(records: Sequence[Record]) -> list[float]:
+def _tpots_ms(records: Sequence[LoadRecord]) -> list[float]:
     return [1e3 * found for record in records if (found := record.tpot_s) is not None]
 
 
-def _gaps_ms(records: Sequence[Record]) -> list[float]:
+def _gaps_ms(records: Sequence[LoadRecord]) -> list[float]:
     return [1e3 * found for record in records if (found := record.gap_quantile_s(0.99)) is not None]
 
 

@@ -12,8 +12,8 @@ from baton.kvcache.spec import KVKind
 from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.digest import digest
 from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
-from kvtransfer.movers.mover import Blocks, Done, DoneReading, check_blocks
-from kvtransfer.parts import Place
+from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone, check_blocks
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -63,11 +63,11 @@ class CpuMover:
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
-        place: Place,
+        place: PartPlace,
         *,
         with_digest: bool,
         converter: Converter | None = None,
-    ) -> Done:
+    ) -> MoveDone:
         assert isinstance(blocks, PlacedBlocks)
         payload = slot.message(segment.payload_bytes)
         if converter is None:
@@ -90,7 +90,7 @@ class CpuMover:
         gathered = int(self._gathered) % (1 << 64) if converter is None else self._digest(payload)
         return self._seal(slot, segment, segment.digest_over(gathered))
 
-    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Done:
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> MoveDone:
         digest = 0
         if value is not None:
             payload = slot.message(segment.payload_bytes).fill_(value)
@@ -105,7 +105,7 @@ class CpuMover:
             lowest, highest = (int(extreme) for extreme in torch.aminmax(payload))
         return DoneReading(trailer, self._digest(payload) if with_digest else 0, (lowest, highest))
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Done:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> MoveDone:
         assert isinstance(blocks, PlacedBlocks)
         scatter_from_wire(
             self._parts[place.part],
@@ -116,14 +116,14 @@ class CpuMover:
             heads=place.heads,
             payload=slot.message(segment.payload_bytes),
         )
-        return Done()
+        return MoveDone()
 
     def close(self) -> None:
         pass
 
-    def _seal(self, slot: Slot, segment: Segment, digest: int) -> Done:
+    def _seal(self, slot: Slot, segment: Segment, digest: int) -> MoveDone:
         slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode(digest)
-        return Done()
+        return MoveDone()
 
     def _digest(self, payload: Tensor) -> int:
         return digest(payload, between=self._between)

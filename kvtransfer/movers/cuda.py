@@ -20,7 +20,7 @@ from baton.kvcache.wire.conversion import Converter, gather_converted
 from baton.kvcache.wire.prepared import DeviceWire
 from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, PlacedTables, open_copy
 from kvtransfer.movers.mover import Blocks, check_blocks
-from kvtransfer.parts import Place
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -132,7 +132,7 @@ class CudaMover:
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
-        place: Place,
+        place: PartPlace,
         *,
         with_digest: bool,
         converter: Converter | None = None,
@@ -196,7 +196,7 @@ class CudaMover:
                 buffers.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
         return self._end(buffers, stream)
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> _Queued:  # noqa: ARG002
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> _Queued:  # noqa: ARG002
         table = self._table(blocks, place)
         buffers = self._buffers[slot]
         self._wires[place.part].scatter(
@@ -214,7 +214,7 @@ class CudaMover:
         for stream in (self._outgoing, self._incoming):
             stream.synchronize()
 
-    def _table(self, blocks: Blocks, place: Place) -> BlockTable:
+    def _table(self, blocks: Blocks, place: PartPlace) -> BlockTable:
         """The blocks of the place's part, which hold its tokens."""
         assert isinstance(blocks, PlacedTables)
         part = self._parts[place.part]
@@ -265,7 +265,7 @@ class CudaMover:
         size = spec.bytes_per_token_layer
         (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members
         segment = Segment(0, 0, 0, 0, 1, 0, 1, 0, spec.num_kv_heads, size)
-        place = Place(0, segment.layers, 0, 1, segment.heads)
+        place = PartPlace(0, segment.layers, 0, 1, segment.heads)
         # No cache has this block, so nothing is read or written.
         nowhere = {incoming: PlacedTables(self._tables[incoming].place((-1,)), None) for incoming in (False, True)}
         took_s = []

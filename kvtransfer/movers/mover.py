@@ -10,7 +10,7 @@ from typing import Protocol
 from baton.core.errors import InternalError
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter
-from kvtransfer.parts import Place
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -30,7 +30,7 @@ class Blocks(Protocol):
         ...
 
 
-class Reading(Pending, Protocol):
+class CacheReading(Pending, Protocol):
     """The parts of a message that a receiver checks before it scatters the message; available once done."""
 
     @property
@@ -82,7 +82,7 @@ class Mover(Protocol):
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
-        place: Place,
+        place: PartPlace,
         *,
         with_digest: bool,
         converter: Converter | None = None,
@@ -105,11 +105,11 @@ class Mover(Protocol):
         holds, and the digest does not cover it."""
         ...
 
-    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Reading:
+    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> CacheReading:
         """Reads a message's trailer and, if requested, its payload's digest and extremes."""
         ...
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Pending:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> Pending:
         """Puts a segment's payload from a slot into its blocks."""
         ...
 
@@ -119,7 +119,7 @@ class Mover(Protocol):
 
 
 @dataclass(frozen=True)
-class Done:
+class MoveDone:
     """An operation that is done."""
 
     done: bool = True

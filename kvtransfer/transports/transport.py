@@ -28,7 +28,7 @@ class Arrival:
     handle: object
 
 
-class Request(Protocol):
+class TransferRequest(Protocol):
     """One message that is being sent or received. Its memory belongs to the transport until it is done."""
 
     @property
@@ -79,13 +79,13 @@ class Transport(Protocol):
         """
         ...
 
-    def send(self, peer: int, tag: int, message: Tensor) -> Request: ...
+    def send(self, peer: int, tag: int, message: Tensor) -> TransferRequest: ...
 
     def probe(self) -> Arrival | None:
         """The next message that has arrived, from any peer."""
         ...
 
-    def receive(self, arrival: Arrival, into: Tensor) -> Request:
+    def receive(self, arrival: Arrival, into: Tensor) -> TransferRequest:
         """Receives a message of a connected peer into memory of exactly its size."""
         ...
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.load.goals import Goal
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 from baton.load.sse import DONE, read_chunk
 from baton.settings.config import DEMO_MODELS
 from tests.clients.install import CLIENTS
@@ -127,7 +127,7 @@ def test_goodput_of_the_receipts_is_aiperfs(
     print(f"goodput {goodput:.2f} requests/s, {summary['request_throughput']['avg']:.2f} in all")
 
 
-def record(line: dict[str, Any]) -> Record:
+def record(line: dict[str, Any]) -> LoadRecord:
     """What `baton bench` would have recorded of one raw stream of AIPerf's."""
     start, times = line["start_perf_ns"], []
     usage: dict[str, int] = {}
@@ -138,8 +138,8 @@ def record(line: dict[str, Any]) -> Record:
             chunk = read_chunk(packet["value"].encode())
             times += [(event["perf_ns"] - start) / 1e9] * chunk.content
             usage.update(chunk.usage)
-    return Record(
-        0, 0.0, 0.0, 64, OUTPUT_TOKENS, Outcome.OK, times[-1], times_s=tuple(times), counts=(1,) * len(times),
+    return LoadRecord(
+        0, 0.0, 0.0, 64, OUTPUT_TOKENS, LoadOutcome.OK, times[-1], times_s=tuple(times), counts=(1,) * len(times),
         usage=usage, exact=False,
     )  # fmt: skip
 

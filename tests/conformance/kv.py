@@ -17,7 +17,7 @@ from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
-from kvtransfer.records import SegmentRefused, SendJob
+from kvtransfer.records import RefusedSegment, SendJob
 from kvtransfer.segments import Segment
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
@@ -76,7 +76,7 @@ class NodeEvents:
     """What a node's callbacks received."""
 
     filled: list[LeaseTotals] = field(default_factory=list)
-    refused: list[SegmentRefused] = field(default_factory=list)
+    refused: list[RefusedSegment] = field(default_factory=list)
 
 
 async def eventually(holds: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.coverage import Coverage
-from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal, ScatterDone
+from kvtransfer.leases import LeaseTable, LeaseTotals, ScatterDone, SegmentRefusal
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.segments import Segment, Tag
@@ -80,7 +80,7 @@ def close_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
 def scatter_begins_after_close(patch: pytest.MonkeyPatch) -> None:
     start = LeaseTable.start_scatter
 
-    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> Refusal | None:
+    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> SegmentRefusal | None:
         lease = table._leases.get(tag.lease)
         if lease is None or not lease.closing or (tag.sender, tag.number) in lease.seen:
             return start(table, tag, segment, **more)
@@ -95,7 +95,7 @@ def scatter_begins_after_close(patch: pytest.MonkeyPatch) -> None:
 def claim_comes_before_the_check(patch: pytest.MonkeyPatch) -> None:
     start = LeaseTable.start_scatter
 
-    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> Refusal | None:
+    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> SegmentRefusal | None:
         refusal = start(table, tag, segment, **more)
         lease = table._leases.get(tag.lease)
         if refusal is not None and lease is not None:
@@ -108,7 +108,7 @@ def claim_comes_before_the_check(patch: pytest.MonkeyPatch) -> None:
 def duplicates_are_taken(patch: pytest.MonkeyPatch) -> None:
     arrival = LeaseTable.arrival
 
-    def arrives(table: LeaseTable, tag: Tag, now_s: float, **more: Any) -> Refusal | None:
+    def arrives(table: LeaseTable, tag: Tag, now_s: float, **more: Any) -> SegmentRefusal | None:
         lease = table._leases.get(tag.lease)
         if lease is not None:
             lease.seen.clear()

@@ -24,7 +24,7 @@ from kvtransfer.flows import Flow, RankPair, part_flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import RankedTransfer
-from kvtransfer.records import SegmentRefused
+from kvtransfer.records import RefusedSegment
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
@@ -67,7 +67,7 @@ class Node:
     ranks: list[KVTransfer] = field(default_factory=list)
     filled: list[list[LeaseTotals]] = field(default_factory=list)
     whole: list[LeaseTotals] = field(default_factory=list)
-    refused: list[SegmentRefused] = field(default_factory=list)
+    refused: list[RefusedSegment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         side = self.side

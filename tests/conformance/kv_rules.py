@@ -5,7 +5,7 @@ and every refusal has its reason.
 from collections import Counter
 from typing import Any
 
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 from kvtransfer.receiver import _Reception
 from tests.conformance.kv_sides import JUNK, RECEIVING, SCATTERED, SCATTERING
 from tests.conformance.kv_simulated import Owner
@@ -76,23 +76,23 @@ def _check_over(world: World, index: int) -> None:
 
 def _check_refusals(world: World, over: list[_Reception]) -> None:
     """Every message that is over was scattered, cancelled with its link, or refused for a reason that was counted."""
-    expected: Counter[Refusal] = Counter()
+    expected: Counter[SegmentRefusal] = Counter()
     for item in over:
         if item.request.failure() is not None:
             assert item.tag.sender not in world.ledger.peers
         elif item.scatter is None:
             is_late = item.tag.lease in world.owners
             assert is_late or _is_claimed(world, item.tag.lease, item.tag.number), "refused for no reason"
-            expected[Refusal.LATE if is_late else Refusal.DUPLICATE] += 1
+            expected[SegmentRefusal.LATE if is_late else SegmentRefusal.DUPLICATE] += 1
         else:
             assert world.blocks[item.tag.lease][item.tag.number] != JUNK
     for message in world.surroundings.discarded:
         is_late = message.side in world.owners
         assert is_late or _is_known(world, message.side, message.number), "refused for no reason"
-        expected[Refusal.LATE if is_late else Refusal.DUPLICATE] += 1
+        expected[SegmentRefusal.LATE if is_late else SegmentRefusal.DUPLICATE] += 1
     assert world.ledger.refusals == expected, "every refusal is counted, with its reason"
     reported = [refused.refusal for refused in world.reported]
-    assert reported == [Refusal.DUPLICATE] * expected[Refusal.DUPLICATE], (
+    assert reported == [SegmentRefusal.DUPLICATE] * expected[SegmentRefusal.DUPLICATE], (
         "owners are notified of all refusals but late ones"
     )
 

@@ -14,7 +14,7 @@ from baton.core.errors import BatonError, DataLoss
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.cpu import PlacedBlocks
-from kvtransfer.parts import Place
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.staging import Slot
 from kvtransfer.transports.transport import Arrival
@@ -153,7 +153,7 @@ class Surroundings:
         assert state_slot == -1
         return PlacedBlocks((torch.tensor(block_ids),))
 
-    def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment, place: Place) -> Copy:
+    def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment, place: PartPlace) -> Copy:
         passing = self._at(slot)
         assert passing.stage == READ, "a message is scattered after it is read"
         assert passing.message.side not in self.ended, "I3: scattered after its lease was closed"

@@ -16,7 +16,7 @@ from kvtransfer.coverage import Coverage, _Claim
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.receiver import Receiver, _Reception
-from kvtransfer.records import SegmentRefused
+from kvtransfer.records import RefusedSegment
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
@@ -92,7 +92,7 @@ class World:
             self.owners,
         )
         self.ledger = Ledger()
-        self.reported: list[SegmentRefused] = []
+        self.reported: list[RefusedSegment] = []
         self.filled: set[int] = set()
         self.blocks: list[tuple[int, ...]] = [(JUNK,) * segments for _ in self.numbers]
         self.sent = [0] * peers

@@ -12,8 +12,8 @@ import torch
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.wire.conversion import Converter
 from kvtransfer.movers.cpu import CpuMover
-from kvtransfer.movers.mover import Blocks, Done, DoneReading
-from kvtransfer.parts import Place
+from kvtransfer.movers.mover import Blocks, DoneReading, MoveDone
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -26,10 +26,10 @@ class Operation:
 
     kind: str
     segment: Segment | None
-    happen: Callable[[], Done | DoneReading]
+    happen: Callable[[], MoveDone | DoneReading]
     polls_left: int
     polls: int = 0
-    result: Done | DoneReading | None = None
+    result: MoveDone | DoneReading | None = None
 
     @property
     def done(self) -> bool:
@@ -68,7 +68,7 @@ class Script:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def begin(self, kind: str, segment: Segment | None, happen: Callable[[], Done | DoneReading]) -> Operation:
+    def begin(self, kind: str, segment: Segment | None, happen: Callable[[], MoveDone | DoneReading]) -> Operation:
         with self._lock:
             polls = -1 if kind in self.held else self._random.randrange(POLLS_MAX)
             operation = Operation(kind, segment, happen, polls)
@@ -133,7 +133,7 @@ class LateMover:
         slot: Slot,
         blocks: Blocks,
         segment: Segment,
-        place: Place,
+        place: PartPlace,
         *,
         with_digest: bool,
         converter: Converter | None = None,
@@ -156,7 +156,7 @@ class LateMover:
             lambda: self._cpu.read(slot, num_bytes, with_digest=with_digest, with_extremes=with_extremes),
         )
 
-    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place) -> Operation:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace) -> Operation:
         assert isinstance(blocks, WatchedBlocks)
         return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment, place))
 

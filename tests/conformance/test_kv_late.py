@@ -14,7 +14,7 @@ from baton.core.errors import Cancelled, DataLoss, Draining
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from kvtransfer.leases import LeaseGrant
-from kvtransfer.movers.mover import Done
+from kvtransfer.movers.mover import MoveDone
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import (
     DEADLINE_S,
@@ -279,7 +279,7 @@ async def test_a_warm_up_is_over_when_its_messages_were_read() -> None:
 
 
 async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_closed() -> None:
-    def fail() -> Done:
+    def fail() -> MoveDone:
         raise RuntimeError("the device was lost")
 
     async with holding("gather") as pair:

@@ -20,8 +20,8 @@ from baton.kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec
 from baton.kvcache.wire.digest import digest_on_device
 from baton.kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
-from kvtransfer.parts import Part, Place
-from kvtransfer.segments import Piece, Segment, cut
+from kvtransfer.parts import Part, PartPlace
+from kvtransfer.segments import Segment, SegmentPiece, cut
 from tests.conformance.covering import pairs_of
 from tests.conformance.kv_child import Child, child
 from tests.conformance.kv_matrix import (
@@ -106,7 +106,7 @@ def forget_the_rank(patch: pytest.MonkeyPatch) -> None:
     """Every sender's heads go to the cache's first heads."""
     place = Part.place
 
-    def mutated(part: Part, segment: Segment) -> Place:
+    def mutated(part: Part, segment: Segment) -> PartPlace:
         right = place(part, segment)
         return right._replace(heads=range(len(right.heads)))
 
@@ -199,7 +199,7 @@ async def test_every_mutation_is_found(
 async def test_a_segment_that_is_sent_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes are right; only refusals show the fault."""
 
-    def mutated(*arguments: Any, **named: Any) -> Iterator[Piece]:
+    def mutated(*arguments: Any, **named: Any) -> Iterator[SegmentPiece]:
         pieces = list(cut(*arguments, **named))
         yield from (*pieces[:1], *pieces)
 

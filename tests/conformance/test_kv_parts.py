@@ -10,10 +10,10 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.leases import LeaseGrant, SegmentRefusal
 from kvtransfer.movers.cpu import CpuMover
-from kvtransfer.movers.mover import Blocks, Done
-from kvtransfer.parts import Place
+from kvtransfer.movers.mover import Blocks, MoveDone
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot
 from tests.conformance.kv import (
@@ -107,14 +107,14 @@ HYBRID = replace(SPECS["all"], num_kv_heads=4)
 class Damaging(CpuMover):
     """Changes a byte of every state that it gathers."""
 
-    def gather(self, slot: Slot, blocks: Blocks, segment: Segment, place: Place, **options: object) -> Done:
+    def gather(self, slot: Slot, blocks: Blocks, segment: Segment, place: PartPlace, **options: object) -> MoveDone:
         done = super().gather(slot, blocks, segment, place, **options)  # type: ignore[arg-type]
         if place.part == 2:
             slot.memory[0] ^= 1
         return done
 
 
-async def refused_with(pair: Pair, decode: PagedKVCache, *, token_stop: int, lease_stop: int) -> Refusal:
+async def refused_with(pair: Pair, decode: PagedKVCache, *, token_stop: int, lease_stop: int) -> SegmentRefusal:
     """Why the state of a job is refused; it has not reached the slot, and the lease is not filled."""
     before = [part.view.clone() for part in decode.parts]
     blocks = tuple(range(8))
@@ -126,7 +126,7 @@ async def refused_with(pair: Pair, decode: PagedKVCache, *, token_stop: int, lea
     assert torch.equal(decode.state.view, before[2])
     (refused,) = pair.events.refused
     assert refused.lease == 1
-    assert isinstance(refused.error, DataLoss) == (refused.refusal is Refusal.DIGEST)
+    assert isinstance(refused.error, DataLoss) == (refused.refusal is SegmentRefusal.DIGEST)
     return refused.refusal
 
 
@@ -143,14 +143,14 @@ async def test_a_damaged_state_is_refused_by_its_digest(transport: str) -> None:
     ):
         await connect(sender, receiver)
         pair = Pair(sender, receiver, events)
-        assert await refused_with(pair, decode, token_stop=9, lease_stop=9) is Refusal.DIGEST
+        assert await refused_with(pair, decode, token_stop=9, lease_stop=9) is SegmentRefusal.DIGEST
 
 
 async def test_a_state_of_another_number_of_tokens_is_refused() -> None:
     prefill, decode = (make_cache(HYBRID, KVCacheLayout.NHD, 8) for _ in range(2))
     fill_randomly(prefill, seed=1)
     async with linked_pair(prefill, decode, transport="loopback") as pair:
-        assert await refused_with(pair, decode, token_stop=8, lease_stop=9) is Refusal.OUT_OF_RANGE
+        assert await refused_with(pair, decode, token_stop=8, lease_stop=9) is SegmentRefusal.OUT_OF_RANGE
 
 
 async def test_slots_that_do_not_exist_are_errors() -> None:

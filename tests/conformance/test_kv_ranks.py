@@ -15,7 +15,7 @@ from baton.core.errors import DataLoss, Draining, InternalError, PeerRefused, Un
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import RankPair, heads_of, part_flows
-from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.leases import LeaseGrant, SegmentRefusal
 from tests.conformance.kv import (
     DEADLINE_S,
     as_bytes,
@@ -141,7 +141,7 @@ async def test_two_nodes_cannot_fill_one_lease() -> None:
         await eventually(lambda: decode.counters().peers[SENDER].bytes_total > 0)
         await prefill.send(job(0, blocks, 8, 9, peer=other_peer, sender_number=other_number))
         await eventually(lambda: len(nodes.decode.events.refused) == 2)
-        assert {refused.refusal for refused in nodes.decode.events.refused} == {Refusal.FOREIGN_SENDER}
+        assert {refused.refusal for refused in nodes.decode.events.refused} == {SegmentRefusal.FOREIGN_SENDER}
         assert await decode.disconnect(other_number) == ()
         assert await decode.disconnect(SENDER) == (0,)
         await decode.close_lease(0)

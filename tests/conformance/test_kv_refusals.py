@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.wire.gather_scatter import gather_to_wire
-from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.leases import LeaseGrant, SegmentRefusal
 from kvtransfer.segments import WARM_UP, Segment, Tag
 from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport
@@ -83,7 +83,7 @@ class Forger:
         await eventually(sent)
         assert request.failure() is None
 
-    async def assert_refused(self, refusal: Refusal) -> None:
+    async def assert_refused(self, refusal: SegmentRefusal) -> None:
         await eventually(lambda: len(self.events.refused) == 1)
         (refused,) = self.events.refused
         assert refused.refusal is refusal
@@ -131,7 +131,7 @@ async def test_a_flipped_bit(forger: Forger, position: int) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     payload[position] ^= 0x10
     await forger.send(segment, payload)
-    await forger.assert_refused(Refusal.DIGEST)
+    await forger.assert_refused(SegmentRefusal.DIGEST)
     forger.assert_untouched()
 
 
@@ -140,28 +140,28 @@ async def test_two_payloads_swapped(forger: Forger) -> None:
     await forger.send(one, second)
     await forger.send(other, first)
     await eventually(lambda: len(forger.events.refused) == 2)
-    assert forger.decode.counters().refusals == {Refusal.DIGEST: 2}
+    assert forger.decode.counters().refusals == {SegmentRefusal.DIGEST: 2}
     forger.assert_untouched()
 
 
 async def test_ranges_changed_on_the_way(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, 3)
     await forger.send(replace(segment, token_start=3, token_stop=6), payload)
-    await forger.assert_refused(Refusal.DIGEST)
+    await forger.assert_refused(SegmentRefusal.DIGEST)
     forger.assert_untouched()
 
 
 async def test_no_digest(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(replace(segment, digest=0), payload)
-    await forger.assert_refused(Refusal.DIGEST)
+    await forger.assert_refused(SegmentRefusal.DIGEST)
     forger.assert_untouched()
 
 
 async def test_a_lease_that_was_never_given(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
-    await forger.assert_refused(Refusal.UNKNOWN_LEASE)
+    await forger.assert_refused(SegmentRefusal.UNKNOWN_LEASE)
     forger.assert_untouched()
 
 
@@ -169,14 +169,14 @@ async def test_a_tag_that_names_another_lease_than_the_trailer(forger: Forger) -
     forger.decode.open_lease(LeaseGrant(LEASE + 1, forger.blocks, 0, TOKENS))
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
-    await forger.assert_refused(Refusal.MISLABELLED)
+    await forger.assert_refused(SegmentRefusal.MISLABELLED)
     forger.assert_untouched()
 
 
 async def test_another_incarnation(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(sealed(replace(segment, incarnation=DECODE_INCARNATION - 1), payload), payload)
-    await forger.assert_refused(Refusal.STALE_INCARNATION)
+    await forger.assert_refused(SegmentRefusal.STALE_INCARNATION)
     forger.assert_untouched()
 
 
@@ -184,35 +184,35 @@ async def test_more_tokens_than_the_lease_has(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     wrong = replace(segment, token_start=1, token_stop=TOKENS + 1)
     await forger.send(sealed(wrong, payload), payload)
-    await forger.assert_refused(Refusal.OUT_OF_RANGE)
+    await forger.assert_refused(SegmentRefusal.OUT_OF_RANGE)
     forger.assert_untouched()
 
 
 async def test_a_payload_of_another_size_than_its_ranges(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(sealed(replace(segment, token_stop=TOKENS - 1), payload), payload)
-    await forger.assert_refused(Refusal.WRONG_SIZE)
+    await forger.assert_refused(SegmentRefusal.WRONG_SIZE)
     forger.assert_untouched()
 
 
 async def test_a_sender_number_of_no_peer(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 0))
-    await forger.assert_refused(Refusal.UNKNOWN_SENDER)
+    await forger.assert_refused(SegmentRefusal.UNKNOWN_SENDER)
     forger.assert_untouched()
 
 
 @pytest.mark.parametrize("size", [1, 70, 71, 500])
 async def test_a_message_without_a_trailer(forger: Forger, size: int) -> None:
     await forger.send_raw(Tag(SENDER, LEASE, 0), b"\xff" * size)
-    await forger.assert_refused(Refusal.MALFORMED)
+    await forger.assert_refused(SegmentRefusal.MALFORMED)
     forger.assert_untouched()
 
 
 @pytest.mark.parametrize("size", [5_000, 3 << 20])
 async def test_a_message_larger_than_a_slot(forger: Forger, size: int) -> None:
     await forger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
-    await forger.assert_refused(Refusal.TOO_LARGE)
+    await forger.assert_refused(SegmentRefusal.TOO_LARGE)
     forger.assert_untouched()
 
 
@@ -220,7 +220,7 @@ async def test_a_duplicate(forger: Forger) -> None:
     await forger.send(*forger.right(0, 0, 3))
     segment, payload = forger.right(0, 3, 6)
     await forger.send(segment, payload)
-    await forger.assert_refused(Refusal.DUPLICATE)
+    await forger.assert_refused(SegmentRefusal.DUPLICATE)
     assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
 
 
@@ -229,7 +229,7 @@ async def test_tokens_that_have_come_before(forger: Forger) -> None:
     segment, _ = forger.right(1, 2, 6)
     other = torch.full((segment.payload_bytes,), 5, dtype=torch.uint8)
     await forger.send(sealed(segment, other), other)
-    await forger.assert_refused(Refusal.OVERLAP)
+    await forger.assert_refused(SegmentRefusal.OVERLAP)
     expected = tokens_of(forger.source, forger.source_blocks, TOKENS)
     assert torch.equal(tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, :3], expected[:, :, :3])
     assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
@@ -252,7 +252,7 @@ async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
     await eventually(lambda: forger.decode.counters().peers[SENDER].segments_total == 1)
     segment, payload = forger.right(1, 3, 6)
     await second.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
-    await forger.assert_refused(Refusal.FOREIGN_SENDER)
+    await forger.assert_refused(SegmentRefusal.FOREIGN_SENDER)
     assert forger.events.refused[-1].lease is None, "it costs the lease of the first sender nothing"
     assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
 
@@ -262,14 +262,14 @@ async def test_a_sender_of_another_incarnation_than_the_lease_is_for(forger: For
     segment, payload = forger.right(0, 0, TOKENS)
     named = replace(segment, lease=LEASE + 1)
     await forger.send(sealed(named, payload), payload, Tag(SENDER, LEASE + 1, 0))
-    await forger.assert_refused(Refusal.FOREIGN_SENDER)
+    await forger.assert_refused(SegmentRefusal.FOREIGN_SENDER)
     assert forger.events.refused[-1].lease is None
     forger.assert_untouched()
 
 
 async def test_a_refused_warm_up_message_costs_no_lease_whatever_number_it_has(forger: Forger) -> None:
     await forger.send_raw(Tag(SENDER, LEASE, WARM_UP), bytes(5_000))
-    await forger.assert_refused(Refusal.TOO_LARGE)
+    await forger.assert_refused(SegmentRefusal.TOO_LARGE)
     assert forger.events.refused[-1].lease is None
 
 
@@ -283,7 +283,7 @@ async def test_a_lease_has_more_bits_than_a_tag_and_all_of_them_count(forger: Fo
     if named.lease == number:
         await eventually(lambda: [totals.number for totals in forger.events.filled] == [number])
     else:
-        await forger.assert_refused(Refusal.MISLABELLED)
+        await forger.assert_refused(SegmentRefusal.MISLABELLED)
         forger.assert_untouched()
 
 
@@ -297,7 +297,7 @@ async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -
         pair = replace(forger, transport=transport, decode=trusting)
         segment, payload = forger.right(0, 0, TOKENS)
         await pair.send(replace(segment, digest=0, incarnation=1), payload)
-        await pair.assert_refused(Refusal.STALE_INCARNATION)
+        await pair.assert_refused(SegmentRefusal.STALE_INCARNATION)
         await pair.send(replace(segment, digest=0, number=1), payload)
         await eventually(lambda: len(forger.events.filled) == 1)
         transport.close()

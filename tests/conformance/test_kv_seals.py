@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.core.errors import UnknownLease
 from baton.kvcache.layout import KVCacheLayout
-from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.leases import LeaseGrant, SegmentRefusal
 from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment, Tag
 from kvtransfer.transports.table import open_transport
 from tests.conformance.kv import (
@@ -57,7 +57,7 @@ def whole(stranger: Forger, key: bytes) -> tuple[Segment, Tensor]:
     return sealed(replace(segment, key=key), payload), payload
 
 
-async def assert_refused_and_harmless(stranger: Forger, refusal: Refusal, count: int = 1) -> None:
+async def assert_refused_and_harmless(stranger: Forger, refusal: SegmentRefusal, count: int = 1) -> None:
     """It is counted and costs no lease; the lease's own sender still fills it, under the same number."""
     await eventually(lambda: len(stranger.events.refused) == count)
     assert {refused.refusal for refused in stranger.events.refused} == {refusal}
@@ -82,22 +82,22 @@ async def test_a_segment_sealed_with_the_leases_key_is_taken(stranger: Forger) -
 @pytest.mark.parametrize("key", [OTHER_KEY, KEY[:-1], b""], ids=["another's", "shorter", "none"])
 async def test_a_segment_without_the_leases_key_is_refused_and_costs_no_lease(stranger: Forger, key: bytes) -> None:
     await stranger.send(*whole(stranger, key))
-    await assert_refused_and_harmless(stranger, Refusal.SEAL)
+    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
 
 
 async def test_another_leases_key_never_opens_a_lease(stranger: Forger) -> None:
     stranger.decode.open_lease(LeaseGrant(LEASE + 1, stranger.blocks, 0, TOKENS, key=OTHER_KEY))
     await stranger.send(*whole(stranger, OTHER_KEY))
-    await assert_refused_and_harmless(stranger, Refusal.SEAL)
+    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
 
 
 async def test_noise_under_a_leases_tag_is_refused_and_costs_no_lease(stranger: Forger) -> None:
     await stranger.send_raw(Tag(SENDER, LEASE, 0), Random(1).randbytes(500))
-    await assert_refused_and_harmless(stranger, Refusal.SEAL)
+    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
 
 
-@pytest.mark.parametrize(("size", "refusal"), [(7, Refusal.MALFORMED), (5000, Refusal.TOO_LARGE)])
-async def test_messages_of_impossible_sizes_cost_no_lease(stranger: Forger, size: int, refusal: Refusal) -> None:
+@pytest.mark.parametrize(("size", "refusal"), [(7, SegmentRefusal.MALFORMED), (5000, SegmentRefusal.TOO_LARGE)])
+async def test_messages_of_impossible_sizes_cost_no_lease(stranger: Forger, size: int, refusal: SegmentRefusal) -> None:
     await stranger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
     await assert_refused_and_harmless(stranger, refusal)
 
@@ -110,7 +110,7 @@ async def test_no_changed_byte_of_a_trailer_is_accepted_and_none_of_its_head_cos
         trailer = bytearray(segment.encode(segment.digest))
         trailer[position] ^= 1 << position % 8
         await stranger.send_raw(Tag(SENDER, LEASE, 0), payload.numpy().tobytes() + bytes(trailer))
-    await assert_refused_and_harmless(stranger, Refusal.SEAL, count=len(positions))
+    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL, count=len(positions))
 
 
 async def test_no_changed_byte_of_a_payload_or_its_digest_is_accepted(stranger: Forger) -> None:
@@ -124,7 +124,7 @@ async def test_no_changed_byte_of_a_payload_or_its_digest_is_accepted(stranger: 
         damaged[position] ^= 1 << position % 8
         await stranger.send_raw(Tag(SENDER, LEASE, 0), bytes(damaged))
     await eventually(lambda: len(stranger.events.refused) == len(positions))
-    assert {refused.refusal for refused in stranger.events.refused} == {Refusal.DIGEST}
+    assert {refused.refusal for refused in stranger.events.refused} == {SegmentRefusal.DIGEST}
     assert {refused.lease for refused in stranger.events.refused} == {LEASE}
     stranger.assert_untouched()
 
@@ -135,7 +135,9 @@ async def test_a_repeated_segment_costs_no_lease(stranger: Forger) -> None:
     await assert_filled(stranger)
     await stranger.send(segment, payload)
     await eventually(lambda: len(stranger.events.refused) == 1)
-    assert [(refused.refusal, refused.lease) for refused in stranger.events.refused] == [(Refusal.DUPLICATE, None)]
+    assert [(refused.refusal, refused.lease) for refused in stranger.events.refused] == [
+        (SegmentRefusal.DUPLICATE, None)
+    ]
 
 
 @pytest.mark.parametrize("transport", ["loopback", "ucx"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.core.errors import ConfigError, DataLoss, PeerRefused
 from kvtransfer.transports import ucx_address
 from kvtransfer.transports.table import TRANSPORTS, open_transport
-from kvtransfer.transports.transport import Arrival, Request, Transport
+from kvtransfer.transports.transport import Arrival, TransferRequest, Transport
 
 NAMES = tuple(TRANSPORTS)
 # Long enough for any machine: only a hanging test takes that long.
@@ -59,7 +59,7 @@ class Link:
         assert self.pump(probe)
         return found
 
-    def complete(self, *requests: Request) -> None:
+    def complete(self, *requests: TransferRequest) -> None:
         assert self.pump(lambda: all(request.done for request in requests))
         assert [request.failure() for request in requests] == [None] * len(requests)
 

@@ -6,7 +6,7 @@ It reads selectors, `by` clauses and the suffixes of histograms; promtool checks
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, Role
+from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, ProcessRole
 
 # Prometheus adds them to every series that it scrapes.
 SCRAPED_LABELS = frozenset({"instance", "job"})
@@ -96,7 +96,7 @@ def _unknown_values(name: str, label: str, values: list[str]) -> Iterator[str]:
     metric = _metric(name)
     if metric is None:
         return
-    closed = (*metric.labels, Label("role", "", tuple(Role(role) for role in metric.roles)))
+    closed = (*metric.labels, Label("role", "", tuple(ProcessRole(role) for role in metric.roles)))
     for each in closed:
         if each.name == label and each.values:
             yield from (f"{name} has no {label} {value!r}" for value in values if value not in each.values)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.kvcache.layout import parse_layout
 from baton.protos.v1 import decode_pb2, generation_pb2, prefill_pb2
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.settings.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
@@ -55,8 +55,8 @@ def test_the_process_accepts_every_value(rendered: Rendered, role: str) -> None:
     given = rendered.settings(role)
     settings = SETTINGS[role].model_validate(given)
     assert isinstance(settings, CommonSettings)
-    Address.parse(given["advertise"], field="advertise")
-    Address.parse(given["listen"], field="listen")
+    ListenAddress.parse(given["advertise"], field="advertise")
+    ListenAddress.parse(given["listen"], field="listen")
 
 
 @pytest.mark.parametrize("role", NODE_ROLES)

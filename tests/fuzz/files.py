@@ -15,7 +15,7 @@ from baton.models.checkpoint.checkpoint import read_checkpoint
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.needs import kv_cache_spec
-from baton.rpc.server import Address, check_advertised
+from baton.rpc.server import ListenAddress, check_advertised
 from tests.fuzz import mutate
 from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets
@@ -128,7 +128,7 @@ def addresses(folder: Path, case: Case) -> None:
     given = case[0].decode(errors="surrogateescape")
     parse_places(given, field="decode")
     check_advertised(given)
-    where = Address.parse(given, field="listen")
+    where = ListenAddress.parse(given, field="listen")
     assert where.host
     assert 0 <= where.port <= 65535
 

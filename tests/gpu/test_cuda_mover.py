@@ -12,7 +12,7 @@ from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending
-from kvtransfer.parts import Place
+from kvtransfer.parts import PartPlace
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
 from tests.conformance.kv import DEADLINE_S
@@ -55,9 +55,9 @@ def segment_of(spec: KVCacheSpec) -> Segment:
     return Segment(11, 12, 13, 0, 3, TOKENS.start, TOKENS.stop, 0, spec.num_kv_heads, size, layer_step=2)
 
 
-def place_of(segment: Segment) -> Place:
+def place_of(segment: Segment) -> PartPlace:
     """Where a segment lies in a cache that has all heads."""
-    return Place(0, segment.layers, segment.token_start, segment.token_stop, segment.heads)
+    return PartPlace(0, segment.layers, segment.token_start, segment.token_stop, segment.heads)
 
 
 def slot_of(mover: CpuMover | CudaMover, num_bytes: int, *, through_host: bool = False) -> Slot:

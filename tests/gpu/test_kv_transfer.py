@@ -16,7 +16,7 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.kvcache.wire.gather_scatter import gather_to_wire
 from baton.node.doctor.link import measure
-from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.leases import LeaseGrant, SegmentRefusal
 from kvtransfer.records import LinkMeasure, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.transfer import KVTransfer
@@ -251,7 +251,7 @@ async def test_a_flipped_bit_is_refused_and_not_one_byte_written(
             got = tokens_of(copied(cache, "cpu"), blocks, tokens)
             assert torch.equal(as_bytes(got), as_bytes(tokens_of(source, source_blocks, tokens)))
         else:
-            assert [refused.refusal for refused in events.refused] == [Refusal.DIGEST]
+            assert [refused.refusal for refused in events.refused] == [SegmentRefusal.DIGEST]
             assert not cache.memory.any()
         forger.close()
 

@@ -11,7 +11,7 @@ from baton.models.formats import mxfp4
 from baton.models.formats.packed import PackedWeight, pack_halves, stacked
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import Product
-from baton.models.kernels.quantized.packed_many import Tile, multiply_many
+from baton.models.kernels.quantized.packed_many import PackedTile, multiply_many
 from baton.models.layers.common import silu_and_multiply
 from baton.models.layers.moe.experts import run_experts, weighted_sum
 from baton.tritonlib.hopper_check import is_hopper
@@ -83,7 +83,7 @@ def test_products_of_many_rows_are_those_of_the_dequantized_weight(
     x_TK = torch.randn(tokens, columns, device=DEVICE).bfloat16()
     bias_N = torch.randn(rows, device=DEVICE).bfloat16()
     expected = linear(x_TK.float(), weight.dequantized(torch.float32), bias_N.float())
-    for tile in (Tile(16), Tile(32), Tile(64), Tile(128)):
+    for tile in (PackedTile(16), PackedTile(32), PackedTile(64), PackedTile(128)):
         for splits in (None, 1, 3):
             for _ in range(3):
                 actual = multiply_many(

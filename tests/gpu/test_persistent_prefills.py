@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.triton_attn import TritonAttention
-from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
 from attention.platform import probe_platform
 from tests.conformance.attention.batches import batches
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.gpu
 HEADS = [(32, 8), (8, 8), (7, 1), (40, 1)]
 SIZES = [(64, 64), (128, 128), (192, 128), (80, 80), (256, 256)]
 FEATURES = {
-    "none": Features(),
-    "window": Features(sliding_window=200),
-    "chunks": Features(attention_chunk_size=96),
-    "soft cap": Features(logits_soft_cap=1.5),
+    "none": KernelFeatures(),
+    "window": KernelFeatures(sliding_window=200),
+    "chunks": KernelFeatures(attention_chunk_size=96),
+    "soft cap": KernelFeatures(logits_soft_cap=1.5),
 }
 CAUSAL = [setting for setting in SETTINGS if setting.causal and not setting.kv_dtype and not setting.blocksparse]
 
@@ -38,8 +38,8 @@ def starts_of(lens: list[int], first: int = 0) -> Tensor:
 
 def fresh_call(
     query_lens: list[int], *, heads: tuple[int, int] = (32, 8), sizes: tuple[int, int] = (128, 128),
-    features: Features = FEATURES["none"], first: int = 0,
-) -> Call:  # fmt: skip
+    features: KernelFeatures = FEATURES["none"], first: int = 0,
+) -> AttentionCall:  # fmt: skip
     """Prompts without context, over their own keys, after `first` tokens of others."""
     torch.manual_seed(0)
     num_tokens, starts = first + sum(query_lens), starts_of(query_lens, first)
@@ -49,10 +49,10 @@ def fresh_call(
     )
     keys = Keys(k.unsqueeze(0), v.unsqueeze(0), starts, None, None, expected_len=256)
     lse_HT = torch.full((heads[0], num_tokens), math.nan, device="cuda")
-    return Call(q, keys, starts, max(query_lens), sizes[0] ** -0.5, features, out.fill_(math.nan), lse_HT)
+    return AttentionCall(q, keys, starts, max(query_lens), sizes[0] ** -0.5, features, out.fill_(math.nan), lse_HT)
 
 
-def work_of(call: Call, seq_lens: Tensor) -> WorkList:
+def work_of(call: AttentionCall, seq_lens: Tensor) -> WorkList:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     tokens = 128 // min(call.group, 128)
     return list_work(
@@ -60,7 +60,7 @@ def work_of(call: Call, seq_lens: Tensor) -> WorkList:
     )
 
 
-def both(call: Call, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+def both(call: AttentionCall, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs with log-sum-exps, by one program per tile and by the persistent kernel, several times."""
     from attention.kernels.paged import hopper, persistent
 
@@ -76,7 +76,7 @@ def both(call: Call, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def lens_of(call: Call) -> Tensor:
+def lens_of(call: AttentionCall) -> Tensor:
     return call.query_start_loc.diff().int()
 
 

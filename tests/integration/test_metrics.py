@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, Role, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, ProcessRole, metrics_of
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
 
@@ -28,8 +28,10 @@ class Cluster(NamedTuple):
     decode: Process
     outputs: Path
 
-    def of(self, role: Role) -> Process:
-        return {Role.GATEWAY: self.gateway, Role.PREFILL: self.prefill, Role.DECODE: self.decode}[role]
+    def of(self, role: ProcessRole) -> Process:
+        return {ProcessRole.GATEWAY: self.gateway, ProcessRole.PREFILL: self.prefill, ProcessRole.DECODE: self.decode}[
+            role
+        ]
 
 
 class Scraped:
@@ -99,7 +101,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("role", ALL)
-def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(cluster: Cluster, role: Role) -> None:
+def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(
+    cluster: Cluster, role: ProcessRole
+) -> None:
     page = scrape(cluster.of(role))
     for metric in metrics_of(role):
         samples = page.samples(metric)

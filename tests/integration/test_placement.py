@@ -13,8 +13,8 @@ from baton.core.costs import StepCosts, StepWork
 from baton.core.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
 from baton.engine.step_meter import StepMeter
 from baton.gateway.fleet import fleet
-from baton.gateway.fleet.placement import Placement, Way, place
-from baton.gateway.fleet.router import NodeView, Wanted
+from baton.gateway.fleet.placement import Placement, Route, place
+from baton.gateway.fleet.router import NodeView, RoutedRequest
 from tests.integration.cluster import (
     DEADLINE_S,
     LLAMA,
@@ -32,12 +32,12 @@ DECODE: Flags = {**NODE, "local_prefill_tokens": 0}
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-def _split_all(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+def _split_all(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
     """In place of the choice by costs: every prompt is split in its middle."""
     placement = place(decodes, prefills, replace(wanted, policy=LocalPolicy.STRICT))
     if placement is None:
         return None
-    return replace(placement, way=Way.SPLIT, split_tokens=wanted.num_tokens // 64 * 32, why="half of it")
+    return replace(placement, way=Route.SPLIT, split_tokens=wanted.num_tokens // 64 * 32, why="half of it")
 
 
 def _known_costs(meter: StepMeter, work: StepWork, seconds: float) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
 from baton.gateway.fleet import fleet
-from baton.gateway.fleet.placement import Placement, Way, place
-from baton.gateway.fleet.router import NodeView, Wanted, usable_decodes
+from baton.gateway.fleet.placement import Placement, Route, place
+from baton.gateway.fleet.router import NodeView, RoutedRequest, usable_decodes
 from baton.protos.v1 import common_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
@@ -18,11 +18,13 @@ NODE: Flags = {"model": LLAMA, "max_batch_tokens": 64, "num_blocks": 256}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-def _whole_first(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+def _whole_first(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
     """In place of the choice by costs: a prefill node serves the whole request, if one can."""
     alone = usable_decodes([node for node in decodes if node.also_prefills], wanted)
     return (
-        Placement(Way.LOCAL, alone[0], None, 0, "the test says so", None) if alone else place(decodes, prefills, wanted)
+        Placement(Route.LOCAL, alone[0], None, 0, "the test says so", None)
+        if alone
+        else place(decodes, prefills, wanted)
     )
 
 

@@ -19,7 +19,7 @@ from baton.core.errors import ConfigError
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
-from baton.rpc.server import Address, connect, why_taken
+from baton.rpc.server import ListenAddress, connect, why_taken
 from baton.settings.config import DEMO_MODELS
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ async def test_workers_end_with_a_parent_that_is_killed_and_leave_their_ports(st
         async with asyncio.timeout(DEADLINE_S):
             while not all(map(_has_ended, workers)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            while why_taken(Address.parse(gateway.address, field="listen")) is not None:  # noqa: ASYNC110
+            while why_taken(ListenAddress.parse(gateway.address, field="listen")) is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 

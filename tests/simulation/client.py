@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 
-from baton.client.resumption import Progress
+from baton.client.resumption import AnswerProgress
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -44,7 +44,7 @@ class ClientCall:
         self._text = ""
         self._first = False  # whether the message at hand is the first one with tokens
         self.waits = False
-        self._progress = Progress(pb.GenerateRequest()) if client.resumes else None
+        self._progress = AnswerProgress(pb.GenerateRequest()) if client.resumes else None
 
     def receive(self, message: pb.GenerateResponse) -> None:
         if self.ended or self.finished:

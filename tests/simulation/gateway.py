@@ -10,8 +10,8 @@ from baton.core.types import LocalPolicy, SamplingParams, Slo
 from baton.gateway.core import events as e
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import DropSession, Fleet, FleetCommand
-from baton.gateway.fleet.placement import Placement, Way
-from baton.gateway.fleet.router import Wanted, usable_decodes
+from baton.gateway.fleet.placement import Placement, Route
+from baton.gateway.fleet.router import RoutedRequest, usable_decodes
 from baton.gateway.request import commands as c
 from baton.gateway.request.machine import RequestMachine
 from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
@@ -68,20 +68,20 @@ class _DrawingFleet(Fleet):
         super().__init__(MODEL, MAX_CONTEXT_TOKENS, world.scenario.policy)
         self._world = world
 
-    def place(self, wanted: Wanted, now_s: float) -> Placement | None:
+    def place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
         placement, random = super().place(wanted, now_s), self._world.random
         if wanted.policy is not LocalPolicy.ELASTIC:
             return placement
         alone = usable_decodes([node.decode_view() for node in self.decoding_nodes() if node.also_decodes], wanted)
         if alone and random.random() < _ALONE:
-            return Placement(Way.LOCAL, random.choice(alone), None, 0, "it was drawn", None)
-        if placement is None or placement.way is not Way.REMOTE:
+            return Placement(Route.LOCAL, random.choice(alone), None, 0, "it was drawn", None)
+        if placement is None or placement.way is not Route.REMOTE:
             return placement
-        way = random.choice((Way.REMOTE,) * 5 + (Way.LOCAL,) + (Way.SPLIT,) * 5)
-        if way is Way.SPLIT and not wanted.splittable:
+        way = random.choice((Route.REMOTE,) * 5 + (Route.LOCAL,) + (Route.SPLIT,) * 5)
+        if way is Route.SPLIT and not wanted.splittable:
             return placement
         # Now and then the decode node is asked for the impossible.
-        split = random.randint(1, wanted.num_tokens + 2) if way is Way.SPLIT else 0
+        split = random.randint(1, wanted.num_tokens + 2) if way is Route.SPLIT else 0
         return replace(placement, way=way, split_tokens=split, why="it was drawn")
 
 
@@ -151,7 +151,7 @@ class GatewayProcess:
     def cancel(self, call: ClientCall) -> None:
         for running in self.running:
             if running.call is call:
-                self._put(running, e.Cancelled(Cancelled("the client cancelled")))
+                self._put(running, e.ClientCancelled(Cancelled("the client cancelled")))
 
     def _put(self, running: _Running, event: e.Event) -> None:
         """Delivers events that come close together in one call."""

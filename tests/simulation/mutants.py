@@ -16,11 +16,11 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.state import RequestState
 from baton.gateway.fleet.fleet import Fleet, FleetCommand
 from baton.gateway.fleet.fleet_node import FleetNode, Role
-from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.node_messages import NodeMessages
-from baton.gateway.request.output import Output
+from baton.gateway.request.output import RequestOutput
 from baton.gateway.request.token_order import TokenOrder
 from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
 from baton.protos.v1.decode_pb2 import SubmitRequest
@@ -30,10 +30,10 @@ from decode_node.commands import Command as DecodeCommand
 from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
-from decode_node.lease_events import HandedOver, LeaseEvent, Lost
+from decode_node.lease_events import HandedOver, LeaseEvent, LeaseLost
 from decode_node.machine import DecodeMachine
 from kvtransfer.coverage import Coverage
-from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
+from kvtransfer.leases import LeaseTable, LeaseTotals, SegmentRefusal
 from kvtransfer.segments import Segment, Tag
 from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand
@@ -73,7 +73,7 @@ class Mutant:
 def _no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
     start_scatter = LeaseTable.start_scatter
 
-    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> SegmentRefusal | None:
         return start_scatter(self, tag, replace(segment, incarnation=self._incarnation), group=group)
 
     patch.setattr(LeaseTable, "start_scatter", mutated)
@@ -82,7 +82,7 @@ def _no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
 def _duplicates_count_twice(patch: pytest.MonkeyPatch) -> None:
     start_scatter = LeaseTable.start_scatter
 
-    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> SegmentRefusal | None:
         refusal = start_scatter(self, tag, segment, group=group)
         if refusal is None:
             self._leases[tag.lease].seen.clear()
@@ -172,7 +172,9 @@ def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _believes_any_peer(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: DecodeMachine, incarnation: int, event: HandedOver | Lost, now_s: float) -> list[DecodeCommand]:
+    def mutated(
+        self: DecodeMachine, incarnation: int, event: HandedOver | LeaseLost, now_s: float
+    ) -> list[DecodeCommand]:
         return self._lease_event(event, now_s)
 
     patch.setattr(DecodeMachine, "_from_peer", mutated)
@@ -302,7 +304,7 @@ def _hand_over_to_itself(patch: pytest.MonkeyPatch) -> None:
     submit = NodeMessages.submit
 
     def mutated(self: NodeMessages, output: Sequence[int], placement: Placement, **rest: Any) -> SubmitRequest:
-        return submit(self, output, replace(placement, way=Way.REMOTE), **rest)
+        return submit(self, output, replace(placement, way=Route.REMOTE), **rest)
 
     patch.setattr(NodeMessages, "submit", mutated)
 
@@ -315,13 +317,13 @@ def _resumed_tokens_come_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resumes_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    resume = Output.resume
+    resume = RequestOutput.resume
 
-    def mutated(self: Output) -> list[str]:
+    def mutated(self: RequestOutput) -> list[str]:
         self._request = replace(self._request, output=self._request.output[:-1])
         return resume(self)
 
-    patch.setattr(Output, "resume", mutated)
+    patch.setattr(RequestOutput, "resume", mutated)
 
 
 # ---- a prefill node that also decodes

@@ -11,7 +11,7 @@ from random import Random
 from baton.core.errors import BatonError, Cancelled, DataLoss, UnknownLease
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.cutting import segments_of
-from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
 from kvtransfer.parts import parts_of
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment, Tag
@@ -285,7 +285,7 @@ class Receiver:
         """Receives a message of that peer; returns whether it is scattered at once."""
         tag = message.tag
         refusal = (
-            Refusal.UNKNOWN_SENDER
+            SegmentRefusal.UNKNOWN_SENDER
             if tag.sender != peer or peer not in self.peers
             else self.leases.arrival(tag, self._clock.now_s, group=peer, incarnation=self.peers[peer])
         )
@@ -318,7 +318,7 @@ class Receiver:
         tag, segment = message.tag, message.segment
         if tag.sender not in self.peers:
             return  # its link was closed before the whole message had arrived
-        refusal = Refusal.DIGEST if message.damaged else self.leases.start_scatter(tag, segment)
+        refusal = SegmentRefusal.DIGEST if message.damaged else self.leases.start_scatter(tag, segment)
         if refusal is not None:
             self._refuse(tag, refusal)
             return
@@ -364,7 +364,7 @@ class Receiver:
         on_closed = self._closing.pop(totals.number)
         self.life.after(0.001 * self._random.random(), partial(on_closed, totals))
 
-    def _refuse(self, tag: Tag, refusal: Refusal) -> None:
-        if refusal is not Refusal.LATE:
+    def _refuse(self, tag: Tag, refusal: SegmentRefusal) -> None:
+        if refusal is not SegmentRefusal.LATE:
             error = DataLoss(f"segment {tag.number} of lease {tag.lease} was refused: {refusal}")
             self._on_refused(tag.lease, error)

@@ -30,7 +30,7 @@ _GOOD_FILLING = 0.9
 
 
 @dataclass(frozen=True)
-class DecodePartials:
+class SparseDecodePartials:
     """Memory for the pieces' results, shared by all layers and batches; used by one stream at a time.
 
     Attributes:
@@ -44,10 +44,10 @@ class DecodePartials:
 
 def new_decode_partials(
     *, num_heads: int, num_kv_heads: int, head_size: int, num_sms: int, device: torch.device
-) -> DecodePartials:
+) -> SparseDecodePartials:
     """Room for the pieces that `decode_pieces` gives for any number of requests."""
     num_pieces = triton.cdiv(_MAX_WAVES * _PROGRAMS_PER_SM * num_sms, num_kv_heads)
-    return DecodePartials(
+    return SparseDecodePartials(
         out=torch.empty(num_pieces, num_heads, head_size, dtype=torch.float32, device=device),
         lse2=torch.empty(num_pieces, num_heads, dtype=torch.float32, device=device),
     )
@@ -76,7 +76,7 @@ def blocksparse_decode(
     seq_lens: Tensor,
     block_table: Tensor,
     pieces: int,
-    partials: DecodePartials,
+    partials: SparseDecodePartials,
     scale: float,
     params: BlocksparseParams | None,
     k_scale: Tensor | None = None,

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, Results, attend, new_buffers
+from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentResults, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
 
@@ -125,7 +125,7 @@ def _decode_gathered(
     worker = gl.program_id(0) // head_blocks
     head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
     work = find_work(counts, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R)
-    results = Results(
+    results = LatentResults(
         out, lse, partial_output, partial_lse, worker, head_start, num_heads, out_stride_R, out_stride_H, lse_stride_H,
         lse_stride_R,
     )  # fmt: skip

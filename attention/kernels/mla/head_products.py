@@ -32,18 +32,18 @@ _MIN_OUTPUTS = 32
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """The part of the result that a program computes: some outputs of one head, from all of its inputs."""
 
     outputs: int
     num_warps: int
 
 
-def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> Tile:
+def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> HeadTile:
     """About one tile for each multiprocessor; more where tiles would be too large, fewer where too small."""
     outputs = triton.next_power_of_2(triton.cdiv(num_heads * num_outputs, num_sms))
     largest = _MAX_BYTES // (2 * triton.next_power_of_2(num_inputs))
-    return Tile(max(_MIN_OUTPUTS, min(outputs, largest, triton.next_power_of_2(num_outputs))), num_warps=4)
+    return HeadTile(max(_MIN_OUTPUTS, min(outputs, largest, triton.next_power_of_2(num_outputs))), num_warps=4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class HeadProducts:
             multiply_heads(x_HTI, weight_HIO, out_HTO, tile)
 
 
-def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: Tile) -> None:
+def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: HeadTile) -> None:
     """Launches the kernel for 1 to MAX_TOKENS tokens. A row's result is the same alone and among the rows of a block.
 
     Args:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, Results, attend, new_buffers
+from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentResults, attend, new_buffers
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
 from baton.tritonlib.launch import overlap
@@ -142,7 +142,7 @@ def _decode(
     worker = gl.program_id(0) // head_blocks
     head_start = (gl.program_id(0) % head_blocks) * BLOCK_H
     work = find_work(seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R)
-    results = Results(
+    results = LatentResults(
         out, lse, partial_output, partial_lse, worker, head_start, num_heads, out_stride_R, out_stride_H, lse_stride_H,
         lse_stride_R,
     )  # fmt: skip

@@ -29,7 +29,7 @@ STAGES = 2
 KEYS_FIRST_BELOW = gl.constexpr(64)
 
 
-class Buffers(NamedTuple):
+class LatentBuffers(NamedTuple):
     """Shared memory: a ring of tiles of keys, which serve as keys and, without their rotary channels, as values; the
     queries, a tile's weights, and the ring's barriers."""
 
@@ -42,7 +42,7 @@ class Buffers(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Results(NamedTuple):
+class LatentResults(NamedTuple):
     """Where a program's results go: those of `num_heads` from `head_start` on, and of requests that workers share into
     slots of the `worker`."""
 
@@ -85,7 +85,7 @@ def new_buffers(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    return Buffers(tiles_L, tiles_P, q_L, q_P, weights, full, empty)
+    return LatentBuffers(tiles_L, tiles_P, q_L, q_P, weights, full, empty)
 
 
 @gluon.jit

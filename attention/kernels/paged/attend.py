@@ -1,13 +1,13 @@
 """Attention of any mix of prefills and decodes, over the paged cache or over contiguous keys.
 
-Both entry points make one `Call` and start the fastest kernel that can run it.
+Both entry points make one `AttentionCall` and start the fastest kernel that can run it.
 """
 
 import torch
 from torch import Tensor
 
 from attention.kernels.paged import portable, probe
-from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
 from attention.kernels.paged.work_list import WorkList
 from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels
 
@@ -50,7 +50,7 @@ def unified_attention(
     """
     keys, values = kv_layer.unbind(0)
     _attend(
-        Call(
+        AttentionCall(
             q_THD,
             Keys(
                 keys,
@@ -63,7 +63,7 @@ def unified_attention(
             query_start_loc=query_start_loc,
             max_query_len=max_query_len,
             scale=scale,
-            features=Features(
+            features=KernelFeatures(
                 causal=causal,
                 sliding_window=sliding_window,
                 attention_chunk_size=attention_chunk_size,
@@ -114,7 +114,7 @@ def ragged_attention(
     """
     assert work is None or key_start_loc is query_start_loc
     _attend(
-        Call(
+        AttentionCall(
             q_THD,
             Keys(
                 k_SHD.unsqueeze(0),
@@ -127,7 +127,7 @@ def ragged_attention(
             query_start_loc=query_start_loc,
             max_query_len=max_query_len,
             scale=scale,
-            features=Features(
+            features=KernelFeatures(
                 causal=causal,
                 sliding_window=sliding_window,
                 attention_chunk_size=attention_chunk_size,
@@ -142,7 +142,7 @@ def ragged_attention(
     )
 
 
-def _attend(call: Call) -> None:
+def _attend(call: AttentionCall) -> None:
     if not call.q_THD.shape[0] or not call.num_reqs:
         return
     if _may_run_on_hopper(call):
@@ -155,7 +155,7 @@ def _attend(call: Call) -> None:
     portable.launch(call)
 
 
-def _may_run_on_hopper(call: Call) -> bool:
+def _may_run_on_hopper(call: AttentionCall) -> bool:
     q_THD = call.q_THD
     return (
         q_THD.dtype in (torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ LOG2E = 1.4426950408889634
 
 # NOTE: Triton specialises every member of a kernel's tuple argument and ignores `do_not_specialize` there. So numbers
 # that change from batch to batch are separate arguments, and the kernels group them (`LogSumExps`, `Requests`,
-# `Tiles`); otherwise a batch of other lengths would compile a kernel anew.
+# `AttentionTiles`); otherwise a batch of other lengths would compile a kernel anew.
 
 
 class Rows(NamedTuple):
@@ -48,7 +48,7 @@ class Requests(NamedTuple):
     table_stride: int
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """One program for each pair of a tile of tokens and a pack of query heads, `section` packs at a time."""
 
     num_tiles: int
@@ -86,7 +86,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Features:
+class KernelFeatures:
     """As `attention.parameters` defines them, and the scales of fp8 numbers."""
 
     causal: bool = True
@@ -101,7 +101,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention of queries [T, H, D] into `out` [T, H, V]; a request has at most `max_query_len` queries.
 
     Attributes:
@@ -114,7 +114,7 @@ class Call:
     query_start_loc: Tensor
     max_query_len: int
     scale: float
-    features: Features
+    features: KernelFeatures
     out: Tensor
     lse_HT: Tensor | None
     work: WorkList | None = None
@@ -153,7 +153,7 @@ class Call:
         features = self.features
         return Mask(features.causal, features.sliding_window or 0, features.attention_chunk_size or 0)
 
-    def tiles(self, rows: int, pack: int) -> Tiles:
+    def tiles(self, rows: int, pack: int) -> AttentionTiles:
         """Tiles of `rows` rows, which `pack` query heads of a kv head share.
 
         The number of tiles is an upper bound for any lengths of the requests.
@@ -161,7 +161,7 @@ class Call:
         packs_per_kv_head = -(-self.group // pack)
         channels = self.keys.keys.shape[-1] + self.keys.values.shape[-1]
         key_bytes = max(1, self.keys.expected_len) * channels * self.keys.keys.element_size()
-        return Tiles(
+        return AttentionTiles(
             num_tiles=self.q_THD.shape[0] // (rows // pack) + self.num_reqs,
             num_packs=self.num_kv_heads * packs_per_kv_head,
             section=min(self.num_kv_heads, max(1, L2_KEY_BYTES // key_bytes)) * packs_per_kv_head,

@@ -10,15 +10,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attention.kernels.paged.call import Call, LogSumExps, Requests, Tiles, rows_of
+from attention.kernels.paged.call import AttentionCall, AttentionTiles, LogSumExps, Requests, rows_of
 from attention.kernels.paged.hopper_attend import attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, HopperTiling, choose_tiling, prepare
-from attention.kernels.paged.hopper_load import RequestKeys, load_keys
-from attention.kernels.paged.hopper_tile import Tile, new_buffers, seen_by
+from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
+from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
 from attention.kernels.tma_rows import TmaPlaces
 
 
-def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
+def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
     """Launches the kernel. Does nothing and returns False if it does not support the sizes or the keys' addresses and
     strides."""
     tiling = tiling or choose_tiling(call)
@@ -83,7 +83,7 @@ def attend_tile(
     """One program: finds its tile of queries and divides the work among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
-    tiles = Tiles(num_tiles, num_packs, section)
+    tiles = AttentionTiles(num_tiles, num_packs, section)
     k_places, v_places = TmaPlaces(k_row_b, k_row_h, k_col_h), TmaPlaces(v_row_b, v_row_h, v_col_h)
     BLOCK_N: gl.constexpr = sizes.block_n
     PACK: gl.constexpr = sizes.pack
@@ -109,9 +109,9 @@ def attend_tile(
     heads_left = sizes.group - pack % PACKS * PACK
 
     buffers = new_buffers(k_A.dtype, sizes)
-    tile = Tile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key)
+    tile = AttentionTile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key)
     first_block, last_block = first_key // block_size, (seq_len - 1) // block_size
-    keys = RequestKeys(key_start, table_ptr, first_block, last_block, block_size)
+    keys = HopperRequestKeys(key_start, table_ptr, first_block, last_block, block_size)
     gl.warp_specialize(
         [
             (_attend, (0, q, out, lse, scoring, buffers, tile, sizes, mask, PAGED)),

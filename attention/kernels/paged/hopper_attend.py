@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attention.kernels.paged.hopper_tile import seen_by
 
 
-class Scoring(NamedTuple):
+class ScoreOptions(NamedTuple):
     """From products of queries and keys to scores, in powers of 2. None is not compiled.
 
     With a soft cap, a hyperbolic tangent, `scale2` has the factor 2 of its exponent.

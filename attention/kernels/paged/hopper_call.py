@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.kernels.paged.call import LOG2E, Call, split_channels
-from attention.kernels.paged.hopper_attend import Scoring
+from attention.kernels.paged.call import LOG2E, AttentionCall, split_channels
+from attention.kernels.paged.hopper_attend import ScoreOptions
 from attention.kernels.paged.hopper_tile import Sizes
 from attention.kernels.tma_rows import as_rows
 
@@ -33,7 +33,7 @@ class HopperTiling:
     pack: int
 
 
-def choose_tiling(call: Call) -> HopperTiling:
+def choose_tiling(call: AttentionCall) -> HopperTiling:
     """Measured on an H200: 128 keys and two buffers are best where they fit, and heads share tiles at no cost."""
     channels = max(call.q_THD.shape[-1], call.keys.values.shape[-1])
     fits = channels <= 192 and call.keys.values.shape[-1] <= 128
@@ -44,12 +44,12 @@ class HopperCall(NamedTuple):
     """The arguments that both kernels have."""
 
     matrices: tuple[TensorDescriptor, TensorDescriptor | None, TensorDescriptor]
-    scoring: Scoring
+    scoring: ScoreOptions
     places: tuple[int, ...]
     sizes: Sizes
 
 
-def prepare(call: Call, tiling: HopperTiling) -> HopperCall | None:
+def prepare(call: AttentionCall, tiling: HopperTiling) -> HopperCall | None:
     """None if the kernels do not support the sizes or the keys' addresses and strides."""
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
@@ -68,7 +68,7 @@ def prepare(call: Call, tiling: HopperTiling) -> HopperCall | None:
             _descriptor(k.rows, piece, block_p) if block_p else None,
             _descriptor(v.rows, piece, block_v),
         ),
-        scoring=Scoring(
+        scoring=ScoreOptions(
             call.scale * LOG2E * (2 / soft_cap if soft_cap else 1),
             soft_cap * LOG2E if soft_cap else None,
             features.alibi_slopes_H,

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
-class RequestKeys(NamedTuple):
+class HopperRequestKeys(NamedTuple):
     """Where the loading warp finds one request's keys: from `key_start` on, or in the blocks of its table."""
 
     key_start: gl.tensor

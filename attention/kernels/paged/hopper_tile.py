@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     stages: int
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """A program's queries, and keys [first_key, stop_key) that some of them see. `heads_left` of the kv head's query
     heads remain from `head` on."""
 
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     stop_key: gl.tensor
 
 
-class Buffers(NamedTuple):
+class TileBuffers(NamedTuple):
     """Shared memory: the warpgroups' queries, the rings of keys and values, and their barriers."""
 
     q_A: gl.shared_memory_descriptor
@@ -82,7 +82,7 @@ def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr):
         mbarrier.init(full_v.index(stage), count=1)
         mbarrier.init(empty_v.index(stage), count=2)
 
-    return Buffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v)
+    return TileBuffers(tiles_QA, tiles_QP, tiles_A, tiles_P, tiles_V, full_k, empty_k, full_v, empty_v)
 
 
 @gluon.jit

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attention.kernels.paged.call import Call, LogSumExps, rows_of
+from attention.kernels.paged.call import AttentionCall, LogSumExps, rows_of
 from attention.kernels.paged.hopper_attend import attend
 from attention.kernels.paged.hopper_call import TILE_ROWS, choose_tiling, prepare
-from attention.kernels.paged.hopper_load import RequestKeys, load_keys
-from attention.kernels.paged.hopper_tile import Tile, new_buffers, seen_by
+from attention.kernels.paged.hopper_load import HopperRequestKeys, load_keys
+from attention.kernels.paged.hopper_tile import AttentionTile, new_buffers, seen_by
 from attention.kernels.paged.work_list import ROW_NUMBERS, WorkList
 from attention.kernels.tma_rows import TmaPlaces
 
@@ -34,7 +34,7 @@ class _Work(NamedTuple):
     block_size: gl.tensor
 
 
-def launch(call: Call, work: WorkList) -> bool:
+def launch(call: AttentionCall, work: WorkList) -> bool:
     """Launches the kernel for the requests of the list, which are the call's. Does nothing and returns False if it does
     not support the call, or the list was made for other tiles."""
     tiling = choose_tiling(call)
@@ -220,8 +220,10 @@ def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.cons
     if PAGED:
         table_ptr += request.to(gl.int64) * work.table_stride
     first_block, last_block = first_key // work.block_size, (seq_len - 1) // work.block_size
-    keys = RequestKeys(query_start, table_ptr, first_block, last_block, work.block_size)
-    return Tile(query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key), keys
+    keys = HopperRequestKeys(query_start, table_ptr, first_block, last_block, work.block_size)
+    return AttentionTile(
+        query_start, query_len, first_token, kv_head, head, heads_left, seq_len, first_key, stop_key
+    ), keys
 
 
 @gluon.jit

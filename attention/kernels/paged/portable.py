@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.paged.call import Call, rows_of, split_channels
+from attention.kernels.paged.call import AttentionCall, rows_of, split_channels
 from attention.kernels.paged.portable_keys import KeyRows
 from attention.kernels.paged.portable_tile import attend_tile
 from baton.kvcache.fp8 import is_fp8
@@ -35,7 +35,7 @@ class Tiling:
     num_stages: int
 
 
-def choose_tiling(call: Call) -> Tiling:
+def choose_tiling(call: AttentionCall) -> Tiling:
     """The first shape that fits, fastest first, as measured on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
     rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
@@ -100,7 +100,7 @@ class _Types(NamedTuple):
     interpreted: bool
 
 
-def launch(call: Call, tiling: Tiling | None = None) -> None:
+def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
     tiling = tiling or choose_tiling(call)
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]

@@ -23,7 +23,7 @@ class KeyRows(NamedTuple):
     stride_h: int
 
 
-class RequestKeys(NamedTuple):
+class PortableRequestKeys(NamedTuple):
     """One kv head's keys of one request; `first_key` is the first that a query of the tile sees."""
 
     k: KeyRows

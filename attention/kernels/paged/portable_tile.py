@@ -6,8 +6,8 @@ Legend as in `attention.kernels.paged.portable`.
 import triton
 import triton.language as tl
 
-from attention.kernels.paged.call import LogSumExps, Requests, Tiles
-from attention.kernels.paged.portable_keys import KeyRows, Queries, RequestKeys, attend_keys, in_type, load_rows
+from attention.kernels.paged.call import AttentionTiles, LogSumExps, Requests
+from attention.kernels.paged.portable_keys import KeyRows, PortableRequestKeys, Queries, attend_keys, in_type, load_rows
 
 
 @triton.jit(
@@ -44,7 +44,7 @@ def attend_tile(
     """
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
-    tiles = Tiles(num_tiles, num_packs, section)
+    tiles = AttentionTiles(num_tiles, num_packs, section)
     GROUP: tl.constexpr = sizes.group
     PACK: tl.constexpr = sizes.pack
     BLOCK_M: tl.constexpr = sizes.block_m
@@ -139,7 +139,7 @@ def attend_tile(
     queries = Queries(q_MD, q_MP, positions_M, slopes_M)
     k_rows = KeyRows(k_ptr, k.stride_b, k.stride_n, k.stride_h)
     v_rows = KeyRows(v_ptr, v.stride_b, v.stride_n, v.stride_h)
-    keys = RequestKeys(k_rows, v_rows, table_ptr, first_key, seq_len)
+    keys = PortableRequestKeys(k_rows, v_rows, table_ptr, first_key, seq_len)
     for part in tl.static_range(3):
         if part != 0 or WINDOW or CHUNK:
             acc_MV, max_M, sum_M = attend_keys(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from attention.kernels.paged import portable
-from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
 from baton.tritonlib.hopper_check import Pair
 
@@ -20,13 +20,13 @@ _TILE_TOKENS = 128 * _KV_HEADS // _HEADS
 def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
     from attention.kernels.paged import hopper, persistent
 
-    def launch_persistent(call: Call) -> bool:
+    def launch_persistent(call: AttentionCall) -> bool:
         return persistent.launch(call, _work_of(call))
 
     return compare(device, hopper.launch, launch_persistent)
 
 
-def compare(device: torch.device, *launches: Callable[[Call], bool]) -> Iterator[Pair]:
+def compare(device: torch.device, *launches: Callable[[AttentionCall], bool]) -> Iterator[Pair]:
     """Outputs and log-sum-exps of each launch, and the portable kernel's."""
     expected = _small_call(device)
     portable.launch(expected)
@@ -43,14 +43,14 @@ def compare(device: torch.device, *launches: Callable[[Call], bool]) -> Iterator
             yield call.lse_HT, expected.lse_HT
 
 
-def _small_call(device: torch.device) -> Call:
+def _small_call(device: torch.device) -> AttentionCall:
     numbers = torch.Generator(device).manual_seed(0)
     num_tokens, num_blocks = sum(_QUERY_LENS), -(-max(_SEQ_LENS) // _BLOCK_SIZE)
     query_start_loc = torch.tensor([0, *_QUERY_LENS]).cumsum(0).to(device, torch.int32)
     shape = 2, num_blocks * len(_SEQ_LENS), _BLOCK_SIZE, _KV_HEADS, _CHANNELS
     k, v = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=numbers).unbind(0)
     q_THD = torch.randn(num_tokens, _HEADS, _CHANNELS, dtype=torch.bfloat16, device=device, generator=numbers)
-    return Call(
+    return AttentionCall(
         q_THD,
         Keys(
             k,
@@ -63,13 +63,13 @@ def _small_call(device: torch.device) -> Call:
         query_start_loc=query_start_loc,
         max_query_len=max(_QUERY_LENS),
         scale=_CHANNELS**-0.5,
-        features=Features(),
+        features=KernelFeatures(),
         out=torch.zeros_like(q_THD),
         lse_HT=torch.zeros(_HEADS, num_tokens, device=device),
     )
 
 
-def _work_of(call: Call) -> WorkList:
+def _work_of(call: AttentionCall) -> WorkList:
     assert call.keys.seq_lens is not None
     return list_work(
         call.query_start_loc,

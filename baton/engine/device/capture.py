@@ -83,11 +83,11 @@ class Recorder:
         """The captured step, whose result the next step overwrites."""
         results: list[Tensor] = []
         parts = self._record(lambda: results.append(step()), step)
-        return Replay(parts, unowned(results.pop()), step)
+        return GraphReplay(parts, unowned(results.pop()), step)
 
     def record_parts(
         self, step: Callable[[], None], cutting: Callable[[OnLayer], AbstractContextManager[None]]
-    ) -> "list[Part]":
+    ) -> "list[CapturedPart]":
         """The captured step as several graphs.
 
         Args:
@@ -100,21 +100,21 @@ class Recorder:
         step: Callable[[], object],
         warm_up: Callable[[], object],
         cutting: Callable[[OnLayer], AbstractContextManager[None]] | None = None,
-    ) -> "list[Part]":
+    ) -> "list[CapturedPart]":
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             warm_up()  # compiles kernels and makes one-time allocations
         current.wait_stream(self._stream)
         before = self._memory()
-        parts: list[Part] = []
+        parts: list[CapturedPart] = []
         with torch.cuda.stream(self._stream), _without_collections():
             graph = self._begin()
 
             def cut(layer_stop: int) -> None:
                 nonlocal graph
                 graph.capture_end()
-                parts.append(Part(graph, layer_stop))
+                parts.append(CapturedPart(graph, layer_stop))
                 graph = self._begin()
 
             try:
@@ -125,7 +125,7 @@ class Recorder:
                         step()
             finally:
                 graph.capture_end()
-        parts.append(Part(graph, None))
+        parts.append(CapturedPart(graph, None))
         self.taken.append(taken_bytes(before, self._memory()))
         return parts
 
@@ -141,17 +141,17 @@ class Recorder:
         return FreeMemory(torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device))
 
 
-class Part(NamedTuple):
+class CapturedPart(NamedTuple):
     """A graph, and how many layers are computed at its end; None: the whole step is."""
 
     graph: torch.cuda.CUDAGraph
     layer_stop: int | None
 
 
-class Replay:
+class GraphReplay:
     """A captured step. Keeps the step itself alive, because the graph reads its memory."""
 
-    def __init__(self, parts: Sequence[Part], result: Tensor, step: Callable[[], Tensor]) -> None:
+    def __init__(self, parts: Sequence[CapturedPart], result: Tensor, step: Callable[[], Tensor]) -> None:
         self._graphs = [part.graph for part in parts]
         self._result = result
         self._step = step

@@ -23,7 +23,7 @@ from baton.models.layers.expert_counts import FetchedCounts
 ExpertCounts: TypeAlias = Mapping[int, Sequence[int]]
 
 
-class Launched(Protocol):
+class LaunchedWork(Protocol):
     """A launched step: `baton.engine.device.runner.LaunchedStep`, or one on each of several ranks."""
 
     def wait(self) -> list[RowResult]: ...
@@ -45,7 +45,7 @@ class StepRunner(Protocol):
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None: ...
 
-    def launch(self, batch: Batch, on_mark: OnMark) -> Launched: ...
+    def launch(self, batch: Batch, on_mark: OnMark) -> LaunchedWork: ...
 
     def fetch_expert_counts(self) -> FetchedCounts | None: ...
 
@@ -86,7 +86,7 @@ Outcome = LayersDone | StepDone | StepRaised
 class _Launched(NamedTuple):
     """A message from the launching thread to the waiting one."""
 
-    step: Launched | Exception
+    step: LaunchedWork | Exception
     since_s: float
     launched_s: float
 
@@ -181,7 +181,7 @@ class DeviceThread:
                 batch()
                 continue
             since_s = self._clock()
-            step: Launched | Exception
+            step: LaunchedWork | Exception
             try:
                 step = self._runner.launch(batch, self._launched.put)
             except Exception as error:  # noqa: BLE001  the step's requests fail with it; the thread serves the others

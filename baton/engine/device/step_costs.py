@@ -34,7 +34,7 @@ _LONG_STEP_S = 0.25
 _BUDGET_S = 4.0
 
 
-class Launched(Protocol):
+class TimedLaunch(Protocol):
     def wait(self) -> list[RowResult]: ...
 
 
@@ -161,7 +161,7 @@ def _fits(step: ServedStep, most_tokens: int, most_requests: int, longest: int) 
 
 
 def measure_costs(
-    launch: Callable[[Batch], Launched],
+    launch: Callable[[Batch], TimedLaunch],
     facts: ModelFacts,
     steps: Sequence[ServedStep],
     *,
@@ -196,10 +196,10 @@ def measure_costs(
     return fit(measured)
 
 
-def _seconds(launch: Callable[[Batch], Launched], batches: Iterator[Batch], clock: Callable[[], float]) -> float:
+def _seconds(launch: Callable[[Batch], TimedLaunch], batches: Iterator[Batch], clock: Callable[[], float]) -> float:
     """The median time from the end of one step to the end of the next."""
     launch(next(batches)).wait()  # warms up
-    in_flight: deque[Launched] = deque()
+    in_flight: deque[TimedLaunch] = deque()
     ends_s = [clock()]
     for batch in batches:
         in_flight.append(launch(batch))

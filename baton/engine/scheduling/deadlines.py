@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from baton.core.costs import StepCosts, chunk_pairs
 from baton.engine.request import PATIENCE_S, QueuePlace
-from baton.engine.scheduling.slices import Pace
+from baton.engine.scheduling.slices import SlicePace
 from baton.engine.scheduling.state import RequestState
 
 
@@ -21,7 +21,7 @@ def place_of_late(state: RequestState) -> QueuePlace:
     return state.place._replace(due_s=state.place.due_s + PATIENCE_S)
 
 
-def is_late(state: RequestState, pace: Pace | None, *, start: int, now: float) -> bool:
+def is_late(state: RequestState, pace: SlicePace | None, *, start: int, now: float) -> bool:
     """Whether the first token comes after it is due, even if the prompt is computed before all others.
 
     Args:

@@ -12,7 +12,7 @@ from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.deadlines import backlog_s, is_late, place_of_late
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.slices import Pace, Slicer
+from baton.engine.scheduling.slices import SlicePace, Slicer
 from baton.engine.scheduling.state import Phase, RequestState
 from baton.engine.scheduling.steps import NextStep
 
@@ -112,7 +112,7 @@ class Prompts:
             untouched += roster.waiting[:1]
         return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
 
-    def _try_to_run(self, state: RequestState, step: NextStep, pace: Pace | None, now: float) -> bool:
+    def _try_to_run(self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
         start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
@@ -128,7 +128,7 @@ class Prompts:
         step.add_chunk(state)
         return True
 
-    def _pace(self, decodes: StepWork) -> Pace | None:
+    def _pace(self, decodes: StepWork) -> SlicePace | None:
         costs = self._meter.costs
         if costs is None:
             return None

@@ -18,7 +18,7 @@ from baton.engine.scheduling.request_states import RequestStates
 from baton.engine.scheduling.state import RequestState
 
 
-class Place(NamedTuple):
+class OwnerPlace(NamedTuple):
     """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it.
 
     Attributes:
@@ -168,7 +168,7 @@ class RequestBlocks:
 
     def place(
         self, state: RequestState, room: list[int], *, before: int = 0, arriving_tokens: int | None = None
-    ) -> Place | None:
+    ) -> OwnerPlace | None:
         """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
         that has most room left then. None: nowhere.
 
@@ -191,10 +191,10 @@ class RequestBlocks:
             held_anew = pool.num_free - pool.num_free_without(cached)
             left = room[number] - held_anew - (self.needed(state) - len(cached))
             if left >= 0 and left + len(cached) > most:
-                best, most = Place(number, cached, resumed), left + len(cached)
+                best, most = OwnerPlace(number, cached, resumed), left + len(cached)
         return best
 
-    def take(self, state: RequestState, place: Place) -> None:
+    def take(self, state: RequestState, place: OwnerPlace) -> None:
         """Gives the request all blocks that it needs; the cached ones come first."""
         pool, cached = self._pools[place.pool], place.cached
         known_blocks = len(self._matched(state, pool, None)) if self.states.unit else 0

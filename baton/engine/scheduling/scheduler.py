@@ -28,7 +28,7 @@ from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.open_blocks import stream_blocks
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import RETRY_AFTER_S, Prompts
-from baton.engine.scheduling.request_blocks import Place, RequestBlocks
+from baton.engine.scheduling.request_blocks import OwnerPlace, RequestBlocks
 from baton.engine.scheduling.roster import Roster
 from baton.engine.scheduling.state import NO_END, Phase, RequestState
 from baton.engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
@@ -381,7 +381,7 @@ class Scheduler:
         before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
         return self._roster.free_seats > before and self._place(state) is not None
 
-    def _place(self, state: RequestState, *, arriving_tokens: int | None = None) -> Place | None:
+    def _place(self, state: RequestState, *, arriving_tokens: int | None = None) -> OwnerPlace | None:
         """Where there are enough free blocks for `state` next to all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
         room = self._blocks.room(self._roster.decoders(), before)

@@ -65,7 +65,7 @@ class StepBound:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SlicePace:
     """How fast prompts are computed in steps that also decode.
 
     Args:
@@ -122,7 +122,7 @@ class Slicer:
         forced = self._skips >= _SKIPS_MAX
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
 
-    def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> Pace:
+    def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> SlicePace:
         """How fast prompts are computed next to these decodes, at best: the attention of long prompts makes no
         slice smaller, and streams without a TPOT allow steps of any length.
 
@@ -135,12 +135,12 @@ class Slicer:
         plain_s = costs.seconds(work) if work.decode_rows else 0.0
         bounds = _tpot_bounds(tpots, plain_s) if work.decode_rows else []
         if not bounds:
-            return Pace(costs, work, room)
+            return SlicePace(costs, work, room)
         without_pairs = replace(costs, pair_s=0.0)
         bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
         if slice_tokens := bound.tokens(work, 0, room):
-            return Pace(costs, work, slice_tokens)
-        return Pace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
+            return SlicePace(costs, work, slice_tokens)
+        return SlicePace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
 
     def launched(self, *, skipped: bool) -> None:
         """A step is launched. `skipped`: the first prompt got nothing of it for lack of time."""

@@ -76,7 +76,7 @@ class TimePassed:
 
 
 @dataclass(frozen=True)
-class Cancelled:
+class ClientCancelled:
     """The client cancelled, or the gateway ends the request with `error`."""
 
     error: BatonError
@@ -91,5 +91,5 @@ Event = (
     | PrefillEnded
     | FleetChanged
     | TimePassed
-    | Cancelled
+    | ClientCancelled
 )

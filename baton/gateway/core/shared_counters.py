@@ -9,7 +9,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Self
 
-from baton.metrics.declared import Outcome, Role
+from baton.metrics.declared import Outcome, ProcessRole
 from baton.metrics.tally import Layout, Tally
 
 _NUMBER_BYTES = 8
@@ -41,7 +41,7 @@ REFUSALS = MappingProxyType(
 )
 
 
-class Board:
+class SharedCounters:
     """The rows of all processes, and which one is this process's own.
 
     Args:
@@ -55,7 +55,7 @@ class Board:
 
     def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
         self.rows = rows
-        self.layout = Layout(Role.GATEWAY)
+        self.layout = Layout(ProcessRole.GATEWAY)
         self._width = len(Count) + self.layout.width
         self._memory = mmap.mmap(-1 if fd is None else fd, rows * self._width * _NUMBER_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
@@ -67,7 +67,7 @@ class Board:
     def create(cls, rows: int) -> "tuple[Self, int]":
         """A board that other processes can share, and the file descriptor to give to them."""
         fd = os.memfd_create("baton-gateway")
-        os.ftruncate(fd, rows * (len(Count) + Layout(Role.GATEWAY).width) * _NUMBER_BYTES)
+        os.ftruncate(fd, rows * (len(Count) + Layout(ProcessRole.GATEWAY).width) * _NUMBER_BYTES)
         return cls(rows, 0, fd), fd
 
     def add(self, count: Count, number: int) -> None:

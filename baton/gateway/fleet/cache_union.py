@@ -13,7 +13,7 @@ from baton.protos.v1 import node_pb2
 _TOKEN_BYTES = 4
 
 
-class Stored(NamedTuple):
+class StoredBlocks(NamedTuple):
     """A run of blocks, each the parent of the next one.
 
     Args:
@@ -25,10 +25,10 @@ class Stored(NamedTuple):
     blocks: list[tuple[int, bytes]]
 
 
-class Changes(NamedTuple):
+class UnionChanges(NamedTuple):
     """What to report after one message."""
 
-    stored: list[Stored]
+    stored: list[StoredBlocks]
     removed: list[int]
 
 
@@ -47,22 +47,22 @@ class CacheUnion:
         self._nodes: defaultdict[str, set[int]] = defaultdict(set)
         self._snapshots: dict[str, list[node_pb2.WatchCacheResponse]] = {}  # of which parts are missing
 
-    def take(self, node: str, message: node_pb2.WatchCacheResponse) -> Changes:
+    def take(self, node: str, message: node_pb2.WatchCacheResponse) -> UnionChanges:
         """A node's change or a part of its snapshot, with tokens. The parts of a snapshot count once all are here."""
         if message.snapshot:
             self._snapshots[node] = []
         parts = self._snapshots.get(node)
         if parts is None:
-            return Changes(
+            return UnionChanges(
                 self._store(node, _blocks([message], self._block_bytes)), self._remove(node, message.removed)
             )
         parts.append(message)
         if message.more:
-            return Changes([], [])
+            return UnionChanges([], [])
         del self._snapshots[node]
         blocks = _blocks(parts, self._block_bytes)
         gone = [block for block in self._nodes[node] if block not in blocks]
-        return Changes(self._store(node, blocks), self._remove(node, gone))
+        return UnionChanges(self._store(node, blocks), self._remove(node, gone))
 
     def forget(self, node: str) -> list[int]:
         """The node is lost; returns the blocks that no other node has."""
@@ -71,9 +71,9 @@ class CacheUnion:
         del self._nodes[node]
         return removed
 
-    def _store(self, node: str, blocks: dict[int, tuple[int, bytes]]) -> list[Stored]:
+    def _store(self, node: str, blocks: dict[int, tuple[int, bytes]]) -> list[StoredBlocks]:
         has, counts = self._nodes[node], self._counts
-        runs: list[Stored] = []
+        runs: list[StoredBlocks] = []
         for block, parent, tokens in self._in_order(blocks):
             if block in has:
                 continue
@@ -84,7 +84,7 @@ class CacheUnion:
             if runs and runs[-1].blocks[-1][0] == parent:
                 runs[-1].blocks.append((block, tokens))
             else:
-                runs.append(Stored(None if parent == self._root else parent, [(block, tokens)]))
+                runs.append(StoredBlocks(None if parent == self._root else parent, [(block, tokens)]))
         return runs
 
     def _in_order(self, blocks: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, int, bytes]]:

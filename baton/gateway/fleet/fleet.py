@@ -20,7 +20,7 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.prefix_index import PrefixIndex
 from baton.gateway.fleet.revisions import differs_from_copies
-from baton.gateway.fleet.router import NodeView, Wanted, pick_prefill
+from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_prefill
 from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
 from baton.rpc.convert import role_name
 
@@ -197,7 +197,7 @@ class Fleet:
 
     # ---- choices for one request
 
-    def place(self, wanted: Wanted, now_s: float) -> Placement | None:
+    def place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
         """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
@@ -210,7 +210,7 @@ class Fleet:
         return placement
 
     def pick_prefill(
-        self, decode: FleetNode, wanted: Wanted, now_s: float, *, placed: int | None = None
+        self, decode: FleetNode, wanted: RoutedRequest, now_s: float, *, placed: int | None = None
     ) -> FleetNode | None:
         """The prefill node, paired with the decode node, that fits the request best, or None.
 
@@ -223,7 +223,7 @@ class Fleet:
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
 
-    def prefill_views(self, wanted: Wanted, now_s: float) -> list[NodeView]:
+    def prefill_views(self, wanted: RoutedRequest, now_s: float) -> list[NodeView]:
         """All prefill nodes as they are now, with how much of the request's prompt their caches have."""
         self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
@@ -254,7 +254,7 @@ class Fleet:
         for identity, block_size in {node.cache_kind for node in self.nodes() if node.cache.known}:
             yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
-    def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: Wanted) -> dict[str, int]:
+    def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: RoutedRequest) -> dict[str, int]:
         """By address; nodes that have nothing are left out."""
         if wanted.prompt is None:
             return {}
@@ -270,12 +270,12 @@ class Fleet:
             cached.update((address, min(blocks, most) * block_size) for address, blocks in found.items())
         return cached
 
-    def _of_session(self, wanted: Wanted) -> Wanted:
+    def _of_session(self, wanted: RoutedRequest) -> RoutedRequest:
         if not wanted.session_id:
             return wanted
         return replace(wanted, session_nodes=self._affinity.nodes(wanted.session_id))
 
-    def _picked(self, node: FleetNode, view: NodeView, wanted: Wanted) -> FleetNode:
+    def _picked(self, node: FleetNode, view: NodeView, wanted: RoutedRequest) -> FleetNode:
         self._affinity.note(wanted.session_id, node.role, node.address)
         node.cached_tokens = view.cached_tokens
         return node

@@ -23,7 +23,7 @@ from baton.gateway.fleet.prediction import (
     prefill_s,
     transfer_s,
 )
-from baton.gateway.fleet.router import NodeView, Wanted, pick_decode, pick_prefill, usable_decodes
+from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_prefill, usable_decodes
 
 # Part of the TTFT that a first token from a prefill node may take before other ways are tried.
 _PRESSED = 0.25
@@ -37,7 +37,7 @@ _SPLITS_TRIED = 8
 _NODES_TRIED = 3
 
 
-class Way(Enum):
+class Route(Enum):
     """How a prompt is computed."""
 
     REMOTE = "remote"
@@ -50,14 +50,14 @@ class Placement:
     """The choice for one request.
 
     Args:
-        prefill: None for `Way.LOCAL`, and where the prefill node is not known to matter.
-        split_tokens: `Way.SPLIT`: the prefill node computes the tokens before this one; a multiple of both block sizes.
-        why: one sentence for the receipt.
+        prefill: None for `Route.LOCAL`, and where the prefill node is not known to matter.
+        split_tokens: `Route.SPLIT`: the prefill node computes the tokens before this one; a multiple of both block
+        sizes. why: one sentence for the receipt.
         predicted_ttft_s: from now to the first token; None: not known.
         meets: whether the prediction is within the TTFT; True where there is none.
     """
 
-    way: Way
+    way: Route
     decode: NodeView
     prefill: NodeView | None
     split_tokens: int
@@ -66,7 +66,7 @@ class Placement:
     meets: bool = True
 
 
-def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
     """The nodes and the way for a request; None: no node can take it.
 
     Args:
@@ -83,10 +83,10 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
         missing = f"is paired with {decode.label}" if any(node.open for node in prefills) else "is available"
         return _local_by_policy(decode, f"no prefill node {missing}", wanted)
     if prefill.costs is None:
-        return Placement(Way.REMOTE, decode, prefill, 0, "", None)
+        return Placement(Route.REMOTE, decode, prefill, 0, "", None)
     ttft_s, tpot_s = wanted.slo.ttft_s, wanted.slo.tpot_s
     remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, tpot_s)
-    remote = Placement(Way.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
+    remote = Placement(Route.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
     if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
         return remote
     gap_s = hand_over_s(prefill, decode, wanted)
@@ -105,17 +105,17 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
         why = _too_slow(prefill, remote_s, ttft_s)
         if is_soon:
             why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
-        return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s)
     split = _split(whole, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
     if not remote.meets and whole is not None and whole.first_token_s < remote_s:
         why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
-        return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s, meets=False)
+        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s, meets=False)
     return remote
 
 
-def _on_prefill_node(alone: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+def _on_prefill_node(alone: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
     """Without a decode node: the whole request on a prefill node that also decodes."""
     if wanted.policy is LocalPolicy.STRICT:
         return None
@@ -139,7 +139,7 @@ class _Whole:
     end_s: float
 
 
-def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: Wanted, *, grows: bool) -> _Whole | None:
+def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest, *, grows: bool) -> _Whole | None:
     """The node that would end the request first; on a tie `decode`, then the node that was chosen longest ago. Of many
     nodes the least busy ones are tried."""
     roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
@@ -160,7 +160,7 @@ def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: Wanted, *, 
     return found
 
 
-def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: Wanted) -> Placement:
+def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: RoutedRequest) -> Placement:
     """Without a TTFT: the prompt goes where it, and the streams that wait for it, lose the least time."""
     assert remote.predicted_ttft_s is not None
     more = _FIRST_WEIGHT - 1
@@ -172,10 +172,12 @@ def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: W
         f"{whole.node.label} alone would send the first token after {_s(whole.first_token_s)} and end a typical output "
         f"after {_s(whole.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
     )
-    return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+    return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s)
 
 
-def _split(whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: Wanted) -> Placement | None:
+def _split(
+    whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: RoutedRequest
+) -> Placement | None:
     """The smallest part on the prefill node, the bottleneck, with which the first token is in time."""
     if whole is None or not wanted.splittable or whole.node.incarnation not in prefill.ready_peers:
         return None
@@ -195,17 +197,17 @@ def _split(whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: flo
         first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
         if first_s <= ttft_s:
             why = _too_slow(prefill, remote_s, ttft_s)
-            return Placement(Way.SPLIT, node, prefill, split, why, first_s)
+            return Placement(Route.SPLIT, node, prefill, split, why, first_s)
     return None
 
 
-def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
+def _local_by_policy(decode: NodeView, why: str, wanted: RoutedRequest) -> Placement:
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
         first_s = steps.first_token_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
-    return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
+    return Placement(Route.LOCAL, decode, None, 0, why, first_s, meets)
 
 
 def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:

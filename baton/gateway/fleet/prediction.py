@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
-from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, Wanted, decode_s
+from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, RoutedRequest, decode_s
 
 # Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams alone this part of them.
 _TPOT_USED = 0.9
@@ -35,14 +35,14 @@ def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
     return (max(0, tokens) * prefill.kv_bytes_per_token + prefill.state_bytes) / speed
 
 
-def hand_over_s(prefill: NodeView, decode: NodeView, wanted: Wanted) -> float:
+def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest) -> float:
     """Between the first token, of the prefill node, and the second one, of the decode node: the last step's KV is sent,
     the step that runs there ends, and the next one computes."""
     tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
     return transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted)
 
 
-def output_s(node: NodeView, wanted: Wanted) -> float:
+def output_s(node: NodeView, wanted: RoutedRequest) -> float:
     """The time of a typical output on this node, without prompts in its steps, and until it has a seat there."""
     seats = node.max_batch_requests
     outputs_before = max(0, node.load + 1 - seats) / seats if seats else 0.0
@@ -114,7 +114,7 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, gro
     return None if tokens < _LEAST_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
 
 
-def leaves_time_for_prompts(node: NodeView, wanted: Wanted) -> bool:
+def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:
     """Whether a prefill node still computes prompts well while it keeps the request's TPOT. One stream bounds all steps
     of the node, and short steps with long contexts have hardly any room for prompts."""
     if node.costs is None or wanted.slo.tpot_s is None:

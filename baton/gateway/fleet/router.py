@@ -121,7 +121,7 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RoutedRequest:
     """What one request needs of its nodes.
 
     Args:
@@ -149,7 +149,7 @@ class Wanted:
     session_nodes: Set[str] = frozenset()
 
 
-def decode_s(view: NodeView, wanted: Wanted) -> float:
+def decode_s(view: NodeView, wanted: RoutedRequest) -> float:
     """Predicted time of one decode step of this node with the request as one more row. Infinite while its costs are not
     known."""
     costs = view.costs
@@ -161,7 +161,7 @@ def decode_s(view: NodeView, wanted: Wanted) -> float:
     return costs.dense_s(rows) + costs.key_s * keys + costs.decode_row_s * rows
 
 
-def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
+def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:
     """The decode node for the request: with room and a seat, with a prefill node where that matters, then the one that
     would serve it soonest, or the least loaded one."""
     partners = _usable(prefills, wanted, wanted.excluded_prefill)
@@ -182,12 +182,12 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
     return min(usable, key=cost, default=None)
 
 
-def usable_decodes(decodes: Sequence[NodeView], wanted: Wanted) -> list[NodeView]:
+def usable_decodes(decodes: Sequence[NodeView], wanted: RoutedRequest) -> list[NodeView]:
     """The decode nodes that could take the request, with or without room."""
     return _usable(decodes, wanted, wanted.excluded_decode)
 
 
-def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:
+def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest) -> NodeView | None:
     """A prefill node of those whose pair with the decode node is ready: of the nodes that are soon enough for the SLO,
     the one with the least work; if there are none, the soonest; without an SLO, the best of both.
     Without costs: the node with the least to compute."""
@@ -204,7 +204,7 @@ def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted)
     return min(usable, key=cost, default=None)
 
 
-def _usable(nodes: Sequence[NodeView], wanted: Wanted, excluded: Set[int]) -> list[NodeView]:
+def _usable(nodes: Sequence[NodeView], wanted: RoutedRequest, excluded: Set[int]) -> list[NodeView]:
     return [
         node
         for node in nodes
@@ -226,13 +226,13 @@ def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]
     ]
 
 
-def _decode_whole_s(node: NodeView, wanted: Wanted) -> float:
+def _decode_whole_s(node: NodeView, wanted: RoutedRequest) -> float:
     """A measure of how long the request takes at a decode node once its prompt is computed."""
     missing = wanted.num_tokens - node.cached_tokens
     return OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing
 
 
-def _least_work(nodes: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
+def _least_work(nodes: Sequence[NodeView], wanted: RoutedRequest) -> NodeView | None:
     times_s = [node.prefill_s(node.cached_tokens, wanted.num_tokens) for node in nodes]
     ttft_s, weight = wanted.slo.ttft_s, _WORK_WEIGHT
     if ttft_s is not None:
@@ -247,7 +247,7 @@ def _least_work(nodes: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
 def _least(
     nodes: Sequence[NodeView],
     scores: Sequence[float],
-    wanted: Wanted,
+    wanted: RoutedRequest,
     tie: Callable[[NodeView], tuple[float | str, ...]],
 ) -> NodeView | None:
     """The session's node if its score is nearly the best; else, of those whose scores count as equal to the best, the

@@ -24,7 +24,7 @@ _IDS_MAX = 4096
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
-class Call:
+class GrpcCall:
     """One call. `begin` decides its request id and sends it to the client."""
 
     def __init__(self, context: Context) -> None:
@@ -73,9 +73,9 @@ class Call:
 
 
 @asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[Call]:
+async def answering(context: Context) -> AsyncIterator[GrpcCall]:
     """The call; an error inside ends it with its status."""
-    call = Call(context)
+    call = GrpcCall(context)
     with client_may_leave():
         try:
             yield call

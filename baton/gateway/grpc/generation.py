@@ -13,7 +13,7 @@ from baton.gateway.grpc.tokenizer_archive import TokenizerArchive
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.role_change import switch_role
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import generation_pb2_grpc
@@ -50,7 +50,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> pb.CompleteResponse:
         async with answering(context) as call:
             request.request_id = await call.begin(request.request_id)
-            collector = Collector()
+            collector = AnswerCollector()
             await self._serving.generate(request, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
             response = collector.response(request.request_id)
             call.send_receipt(response.outputs[0].receipt)

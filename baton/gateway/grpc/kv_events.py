@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as smg
 
 from baton.core.block_keys import number_of, root_digest
 from baton.core.errors import InvalidRequest
-from baton.gateway.fleet.cache_union import CacheUnion, Changes
+from baton.gateway.fleet.cache_union import CacheUnion, UnionChanges
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.request.node_clients import NodeClient
@@ -90,7 +90,7 @@ class _Subscription:
                 look_at_s = now_s + _LOOK_S
                 for address in self._follow_fleet(kind):
                     if removed := union.forget(address):
-                        yield _to_events(Changes([], removed), kind.block_size)
+                        yield _to_events(UnionChanges([], removed), kind.block_size)
             try:
                 address, message = await asyncio.wait_for(self._queue.get(), look_at_s - now_s)
             except TimeoutError:
@@ -144,7 +144,7 @@ def _usable(node: FleetNode | None, kind: _Kind) -> bool:
     return node is not None and node.reachable and node.cache_kind == kind
 
 
-def _to_events(changes: Changes, block_size: int) -> list[smg.KvCacheEvent]:
+def _to_events(changes: UnionChanges, block_size: int) -> list[smg.KvCacheEvent]:
     events = []
     if changes.removed:
         hashes = [_signed(block) for block in changes.removed]

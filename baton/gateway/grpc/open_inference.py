@@ -11,17 +11,17 @@ import grpc
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.version import __version__
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.grpc.call import Call, answering, check_ids
+from baton.gateway.grpc.call import GrpcCall, answering, check_ids
 from baton.gateway.grpc.open_inference_messages import (
     INPUTS,
     OUTPUTS,
     VERSION,
-    Asked,
+    InferenceRequest,
     check_version,
     read_request,
     to_response,
 )
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.inference import open_inference_pb2_grpc
@@ -89,7 +89,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
                     failed.parameters["triton_final_response"].bool_param = True
                     await context.write(oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed))
 
-    async def _answer(self, request: oip.ModelInferRequest, call: Call, context: Context) -> None:
+    async def _answer(self, request: oip.ModelInferRequest, call: GrpcCall, context: Context) -> None:
         check_ids("id", [request.id])
         asked = read_request(request)
         if not asked.stream:
@@ -114,9 +114,9 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         await self._serving.generate(asked.message, write, budget_s=call.budget_s, caller_trace=call.trace)
 
     async def _whole(
-        self, request: oip.ModelInferRequest, asked: Asked, call: Call, *, final: bool | None = None
+        self, request: oip.ModelInferRequest, asked: InferenceRequest, call: GrpcCall, *, final: bool | None = None
     ) -> oip.ModelInferResponse:
-        collector = Collector()
+        collector = AnswerCollector()
         await self._serving.generate(asked.message, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
         whole = collector.response()
         if not whole.outputs:

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
-from baton.gateway.grpc.tensors import Output, read_inputs, write_outputs
+from baton.gateway.grpc.tensors import OutputTensors, read_inputs, write_outputs
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -34,7 +34,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Asked:
+class InferenceRequest:
     """A request as Baton's, and what its response must look like."""
 
     message: pb.GenerateRequest
@@ -43,7 +43,7 @@ class Asked:
     raw: bool
 
 
-def read_request(request: oip.ModelInferRequest) -> Asked:
+def read_request(request: oip.ModelInferRequest) -> InferenceRequest:
     """Raises:
     InvalidRequest: names the tensor or parameter that is wrong.
     """
@@ -66,7 +66,7 @@ def read_request(request: oip.ModelInferRequest) -> Asked:
     exclude = inputs.get("exclude_input_in_output", parameters.pop("exclude_input_in_output", True))
     message = pb.GenerateRequest(model=request.model_name, request_id=request.id, text=_text(inputs["text_input"]))
     _set_parameters(message, {name: value for name, value in parameters.items() if not name.startswith("triton_")})
-    return Asked(
+    return InferenceRequest(
         message,
         stream=stream,
         echo=not _boolean("exclude_input_in_output", exclude),
@@ -106,7 +106,7 @@ def to_response(
     if usage is not None:
         values |= {"num_input_tokens": usage.prompt_tokens, "num_output_tokens": usage.completion_tokens}
     wanted = [each.name for each in request.outputs] or list(OUTPUTS)
-    write_outputs(response, [Output(each, values[each]) for each in wanted if each in values], raw=raw)
+    write_outputs(response, [OutputTensors(each, values[each]) for each in wanted if each in values], raw=raw)
     if final is not None:
         response.parameters["triton_final_response"].bool_param = final
     return response

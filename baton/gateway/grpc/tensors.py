@@ -15,7 +15,7 @@ _LENGTH_BYTES = 4  # before each element of type BYTES
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputTensors:
     """One output of one element: text, or a number of type UINT32."""
 
     name: str
@@ -50,7 +50,7 @@ def read_inputs(request: oip.ModelInferRequest, datatypes: dict[str, str]) -> di
     return values
 
 
-def write_outputs(response: oip.ModelInferResponse, outputs: Sequence[Output], *, raw: bool) -> None:
+def write_outputs(response: oip.ModelInferResponse, outputs: Sequence[OutputTensors], *, raw: bool) -> None:
     """Adds the outputs, each of shape [1]."""
     for output in outputs:
         tensor = response.outputs.add(name=output.name, datatype=output.datatype, shape=[1])

@@ -18,11 +18,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.core.version import __version__
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.grpc.call import Call, answering, check_count, check_ids
+from baton.gateway.grpc.call import GrpcCall, answering, check_count, check_ids
 from baton.gateway.grpc.kv_events import KvEvents
 from baton.gateway.grpc.tokenizer_archive import TokenizerArchive
 from baton.gateway.grpc.vllm_messages import to_chunk, to_complete, to_generate
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -74,7 +74,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self,
         request: vllm.GenerateRequest,
         message: pb.GenerateRequest,
-        call: Call,
+        call: GrpcCall,
         context: Context,
         prompt_tokens: int,
     ) -> None:
@@ -106,9 +106,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         await self._serving.generate(message, write, budget_s=call.budget_s, caller_trace=call.trace)
 
     async def _complete(
-        self, request: vllm.GenerateRequest, message: pb.GenerateRequest, call: Call, context: Context
+        self, request: vllm.GenerateRequest, message: pb.GenerateRequest, call: GrpcCall, context: Context
     ) -> None:
-        collector = Collector()
+        collector = AnswerCollector()
         await self._serving.generate(message, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
         whole = collector.response()
         call.send_receipt(whole.outputs[0].receipt)

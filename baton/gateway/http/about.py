@@ -10,7 +10,7 @@ from baton.core.types import AdapterRef
 from baton.core.version import __version__
 from baton.gateway.fleet.revisions import serving_revisions
 from baton.gateway.http.bodies import DetokenizeBody, TokenizeBody
-from baton.gateway.http.call import Call
+from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
 from baton.gateway.http.counting import encode_chat
 from baton.gateway.request.node_choice import no_node
@@ -20,16 +20,16 @@ from baton.metrics.exposition import CONTENT_TYPE
 from baton.metrics.page import names_of
 
 
-async def models(call: Call) -> Response:
+async def models(call: HttpCall) -> Response:
     adapters = call.context.fleet.adapters()
     return _json({"object": "list", "data": [_card(call), *(_card(call, adapters[name]) for name in sorted(adapters))]})
 
 
-async def model(call: Call) -> Response:
+async def model(call: HttpCall) -> Response:
     return _json(_card(call, call.serving.check_name(call.request.path_params["model"])))
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: HttpCall) -> Response:
     body, chat = await call.read_as(_understand_tokenize)
     call.field_names = {"text": "prompt"}
     serving = call.serving
@@ -55,7 +55,7 @@ def _understand_tokenize(value: dict[str, Any]) -> tuple[TokenizeBody, ChatReque
     return body, None if body.messages is None else chat_request(dict(body))
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: HttpCall) -> Response:
     body = await call.read(DetokenizeBody)
     serving = call.serving
     serving.check_name(body.model)
@@ -63,16 +63,16 @@ async def detokenize(call: Call) -> Response:
     return _json({"prompt": await serving.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
 
 
-async def root(call: Call) -> Response:
+async def root(call: HttpCall) -> Response:
     return _json({"name": "baton", "gateway": call.context.view.name, "version": __version__, "docs": "/docs"})
 
 
-async def health(_: Call) -> Response:
+async def health(_: HttpCall) -> Response:
     """The process lives."""
     return _json({"status": "ok"})
 
 
-async def ready(call: Call) -> Response:
+async def ready(call: HttpCall) -> Response:
     """New requests can be served."""
     if call.context.draining:
         raise Draining("the gateway is draining")
@@ -81,17 +81,17 @@ async def ready(call: Call) -> Response:
     return _json({"status": "ready"})
 
 
-async def version(_: Call) -> Response:
+async def version(_: HttpCall) -> Response:
     return _json({"version": __version__})
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: HttpCall) -> Response:
     """What Prometheus scrapes."""
     names = names_of(call.request.url.query)
     return Response(await call.serving.metrics.page(names), media_type=CONTENT_TYPE)
 
 
-def _card(call: Call, adapter: AdapterRef | None = None) -> dict[str, Any]:
+def _card(call: HttpCall, adapter: AdapterRef | None = None) -> dict[str, Any]:
     """Of the served model, or of an adapter of it."""
     served, fleet = call.serving.model, call.context.fleet
     revisions = serving_revisions(fleet.nodes())

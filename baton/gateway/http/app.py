@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.version import __version__
 from baton.gateway.http.browsers import check_not_a_page
-from baton.gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
-from baton.gateway.http.errors import Refused, error_response
+from baton.gateway.http.call import RAW_SEND, REQUEST_ID, ClientLeft, Context, HttpCall, log_answer
+from baton.gateway.http.errors import HttpRefusal, error_response
 from baton.security.authorize import Right, check, rights_for_path
 from baton.security.door import bearer
 from baton.security.identity import NOBODY, enter
@@ -29,7 +29,7 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 log = logging.getLogger("baton")
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[HttpCall], Awaitable[Response]]
 
 
 class App:
@@ -63,7 +63,7 @@ class App:
         """
 
         async def endpoint(request: Request) -> Response:
-            call = Call(self.context, request)
+            call = HttpCall(self.context, request)
             try:
                 response = await handler(call)
             except BatonError as error:
@@ -154,10 +154,10 @@ class App:
             methods = set(Headers(error.headers).get("allow", "").split(", "))
             allowed = tuple(sorted(methods | {"HEAD"} if "GET" in methods else methods))
             headers = {"allow": ", ".join(allowed)}
-            refused = Refused(405, "method_not_allowed", message, allowed=allowed, headers=headers)
+            refused = HttpRefusal(405, "method_not_allowed", message, allowed=allowed, headers=headers)
             return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
-        return self._error(request.scope, Refused(error.status_code, "not_found", message, cure="see /docs"))
+        return self._error(request.scope, HttpRefusal(error.status_code, "not_found", message, cure="see /docs"))
 
     def _error(self, scope: Scope, error: Exception) -> Response:
         request_id = scope[REQUEST_ID]

@@ -9,7 +9,7 @@ from typing import Any
 from baton.core.errors import InvalidRequest
 from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
 from baton.gateway.http.checking import M, checked, short
-from baton.gateway.http.errors import Refused
+from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.head import check_content
 
 
@@ -41,14 +41,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = parse_json(body)
     except NotJson as error:
-        raise Refused(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+        raise HttpRefusal(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     except TooMuchJson as error:
         message, allowed = f"the body has {error}", (error.allowed,)
-        raise Refused(413, "body_too_large", message, allowed=allowed, cure="send less") from None
+        raise HttpRefusal(413, "body_too_large", message, allowed=allowed, cure="send less") from None
     except KeyTwice as error:
         raise InvalidRequest(f"the body has the key {short(error.key)} twice", field=error.field) from None
     if not isinstance(value, dict):
-        raise Refused(400, "invalid_json", "the body is not a JSON object")
+        raise HttpRefusal(400, "invalid_json", "the body is not a JSON object")
     return value
 
 
@@ -57,7 +57,7 @@ def parse(model: type[M], body: bytes) -> M:
     return checked(model, parse_object(body))
 
 
-def _too_large(bytes_max: int) -> Refused:
+def _too_large(bytes_max: int) -> HttpRefusal:
     headers = {"connection": "close"}  # the rest of the body is not read
     cure = "send less, or raise BATON_HTTP_BODY_MIB"
-    return Refused(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)
+    return HttpRefusal(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)

@@ -8,7 +8,7 @@ about origins, and answers have no CORS headers, so no page of another origin re
 import ipaddress
 from collections.abc import Mapping
 
-from baton.gateway.http.errors import Refused
+from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.head import JSON_TYPE, unsupported
 
 _CURE = "set keys (BATON_API_KEYS), or have the proxy send the address that it connects to as the host"
@@ -26,7 +26,7 @@ def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: st
     if listen_host is not None and not _is_own(headers.get("host", ""), listen_host):
         message = f"this gateway is not {headers.get('host', '')!r}"
         allowed = ("localhost", "an IP address")
-        raise Refused(403, "foreign_host", message, field="host", allowed=allowed, cure=_CURE)
+        raise HttpRefusal(403, "foreign_host", message, field="host", allowed=allowed, cure=_CURE)
     if method == "POST" and "content-type" not in headers:
         raise unsupported("the body has no type", JSON_TYPE, f"send the header content-type: {JSON_TYPE}")
 

@@ -19,14 +19,14 @@ from baton.core.log_lines import loggable
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.http.body import parse_object, read_body
 from baton.gateway.http.checking import M, checked, short
-from baton.gateway.http.errors import ErrorShape, Refused, error_response, openai_error
+from baton.gateway.http.errors import ErrorShape, HttpRefusal, error_response, openai_error
 from baton.gateway.http.extras import set_slo
 from baton.gateway.http.view import View
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving, Skip
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
-from baton.security.door import Door
+from baton.security.door import Authenticator
 from baton.security.exposure import is_loopback
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings
@@ -67,7 +67,7 @@ class Context:
     serving: Serving
     fleet: Fleet
     view: View
-    door: Door | None = None
+    door: Authenticator | None = None
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -83,7 +83,7 @@ class Context:
         return next(shapes, openai_error)
 
 
-class Encoder(Protocol):
+class ResponseEncoder(Protocol):
     """Writes one stream in an API's own events."""
 
     def push(self, message: pb.GenerateResponse) -> bytes:
@@ -99,7 +99,7 @@ class Encoder(Protocol):
         ...
 
 
-class ChatEncoder(Encoder, Protocol):
+class ChatEncoder(ResponseEncoder, Protocol):
     """Writes the stream of a chat."""
 
     def skip(self, message: pb.GenerateResponse) -> None:
@@ -108,7 +108,7 @@ class ChatEncoder(Encoder, Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class HttpJob:
     """One call of `Serving.generate`, and who takes its messages, and those that the client has already."""
 
     message: pb.GenerateRequest
@@ -117,7 +117,7 @@ class Job:
     skip: Skip | None = None
 
 
-class Call:
+class HttpCall:
     """One HTTP request.
 
     Attributes:
@@ -176,7 +176,9 @@ class Call:
         except ClientDisconnect:
             raise ClientLeft from None
         except TimeoutError:
-            raise Refused(408, "request_timeout", "the body took too long", headers={"connection": "close"}) from None
+            raise HttpRefusal(
+                408, "request_timeout", "the body took too long", headers={"connection": "close"}
+            ) from None
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> pb.CompleteResponse:
         """The request's whole outputs. A client that leaves cancels the request.
@@ -192,25 +194,25 @@ class Call:
         self, messages: Sequence[pb.GenerateRequest], chat: ChatRequest | None = None
     ) -> list[pb.CompleteResponse]:
         """As `collect`, for several requests at the same time."""
-        collectors = [Collector() for _ in messages]
-        jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
+        collectors = [AnswerCollector() for _ in messages]
+        jobs = [HttpJob(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
         await self.serve(jobs)
         return [collector.response() for collector in collectors]
 
-    async def serve(self, jobs: Sequence[Job]) -> None:
+    async def serve(self, jobs: Sequence[HttpJob]) -> None:
         """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
     def stream(self, message: pb.GenerateRequest, encoder: "ChatEncoder", chat: ChatRequest) -> Response:
         """The answer to a chat as server-sent events."""
-        return self.stream_all([Job(message, encoder.push, chat, encoder.skip)], encoder)
+        return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
 
-    def stream_all(self, jobs: Sequence[Job], encoder: Encoder) -> Response:
+    def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
         """As `stream`, for several requests at the same time; `encoder` ends the stream."""
         return EventStream(self, jobs, encoder)
 
-    async def generate(self, jobs: Sequence[Job], write: "WriteFor") -> None:
+    async def generate(self, jobs: Sequence[HttpJob], write: "WriteFor") -> None:
         """Serves the jobs at the same time; the first error ends all.
 
         Raises:
@@ -251,13 +253,13 @@ class Call:
         return error
 
 
-WriteFor = Callable[[Job], Callable[[pb.GenerateResponse], Awaitable[None]]]
+WriteFor = Callable[[HttpJob], Callable[[pb.GenerateResponse], Awaitable[None]]]
 
 
 class EventStream(Response):
     """Serves jobs while it answers. An error before the first event has its own status; later it is an event."""
 
-    def __init__(self, call: Call, jobs: Sequence[Job], encoder: Encoder) -> None:
+    def __init__(self, call: HttpCall, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> None:
         super().__init__(headers={**_EVENT_STREAM, "x-request-id": call.request_id})
         del self.headers["content-length"]
         self._call = call
@@ -297,7 +299,7 @@ class EventStream(Response):
             shape = self._call.context.error_shape(scope["path"])
             await error_response(error, self._call.request_id, shape)(scope, receive, send)
 
-    def _write_for(self, job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+    def _write_for(self, job: HttpJob) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
         push, send = job.push, self._send
 
         async def write(message: pb.GenerateResponse) -> None:
@@ -379,7 +381,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _ignore(job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+def _ignore(job: HttpJob) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
     async def write(message: pb.GenerateResponse) -> None:
         if not message.notice:
             job.push(message)

@@ -48,7 +48,7 @@ _CODES = {
 }
 
 
-class Refused(InvalidRequest):
+class HttpRefusal(InvalidRequest):
     """A request that HTTP itself lets us refuse: path, method, size, type, syntax.
 
     Args:
@@ -76,12 +76,12 @@ class Refused(InvalidRequest):
 
 
 def status_of(error: BatonError) -> int:
-    return error.status if isinstance(error, Refused) else _STATUSES.get(error.reason, 500)
+    return error.status if isinstance(error, HttpRefusal) else _STATUSES.get(error.reason, 500)
 
 
 def headers_of(error: BatonError) -> dict[str, str]:
     """Says when to try again, in whole seconds as HTTP wants it and in milliseconds as OpenAI's clients read it."""
-    headers = dict(error.headers) if isinstance(error, Refused) else {}
+    headers = dict(error.headers) if isinstance(error, HttpRefusal) else {}
     if status_of(error) == 401:
         headers["www-authenticate"] = "Bearer"
     retry_after_s = error.retry_after_s
@@ -110,7 +110,7 @@ def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
 def _code(error: BatonError) -> str:
     if isinstance(error, ContextOverflow):
         return "context_length_exceeded"  # OpenAI's, by which client libraries know it
-    return error.code if isinstance(error, Refused) else _CODES.get(error.reason, error.reason.lower())
+    return error.code if isinstance(error, HttpRefusal) else _CODES.get(error.reason, error.reason.lower())
 
 
 def error_response(error: BatonError, request_id: str, shape: ErrorShape = openai_error) -> Response:

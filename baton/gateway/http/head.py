@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from baton.gateway.http.errors import Refused
+from baton.gateway.http.errors import HttpRefusal
 
 _VERSIONS = ("1.0", "1.1")
 _HOST = re.compile(rb"(\[[0-9A-Fa-fVv:._~!$&'()*+,;=-]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?", re.ASCII)
@@ -20,20 +20,20 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
             server does not know; 505 for another version of HTTP.
     """
     if version not in _VERSIONS:
-        raise Refused(505, "http_version_not_supported", f"the request is of HTTP {version}", allowed=_VERSIONS)
+        raise HttpRefusal(505, "http_version_not_supported", f"the request is of HTTP {version}", allowed=_VERSIONS)
     if method == b"CONNECT":
-        raise Refused(501, "not_implemented", "this is no proxy: it has no method CONNECT")
+        raise HttpRefusal(501, "not_implemented", "this is no proxy: it has no method CONNECT")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         cure = "send one header host"
-        raise Refused(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", cure=cure)
+        raise HttpRefusal(400, "invalid_http", f"the request has {len(hosts)} hosts", field="host", cure=cure)
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
         allowed = ("host", "host:port")
-        raise Refused(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)
+        raise HttpRefusal(400, "invalid_http", f"host is {hosts[0].decode('latin-1')!a}", field="host", allowed=allowed)
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if codings and b",".join(codings).strip().lower() != b"chunked":
         message = f"the body's transfer-encoding is {codings[0].decode('latin-1')!a}"
-        raise Refused(501, "not_implemented", message, field="transfer-encoding", allowed=("chunked",))
+        raise HttpRefusal(501, "not_implemented", message, field="transfer-encoding", allowed=("chunked",))
 
 
 def check_content(headers: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ def check_content(headers: Mapping[str, str]) -> None:
             raise unsupported(f"the body's charset is {charset!r}", JSON_TYPE, "send UTF-8, which all JSON is")
 
 
-def unsupported(message: str, allowed: str, cure: str, *, header: str = "accept") -> Refused:
+def unsupported(message: str, allowed: str, cure: str, *, header: str = "accept") -> HttpRefusal:
     """Status 415; `header` says what is accepted."""
     headers = {header: allowed}
-    return Refused(415, "unsupported_media_type", message, allowed=(allowed,), cure=cure, headers=headers)
+    return HttpRefusal(415, "unsupported_media_type", message, allowed=(allowed,), cure=cure, headers=headers)

@@ -9,7 +9,7 @@ from baton.protos.v1 import common_pb2
 _LOWEST = -9999.0  # JSON has no infinity; OpenAI's value for a token that is impossible
 
 
-class TokenTexts(Protocol):
+class LogprobTexts(Protocol):
     """What a token is as bytes and as text, as `baton.gateway.text.tokenizer.TextTokenizer` knows it."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -27,7 +27,7 @@ class LogprobWriter:
         skip_special_tokens: the outputs' texts have none.
     """
 
-    def __init__(self, texts: TokenTexts, *, as_ids: bool, skip_special_tokens: bool = True) -> None:
+    def __init__(self, texts: LogprobTexts, *, as_ids: bool, skip_special_tokens: bool = True) -> None:
         self._texts = texts
         self._skip_special_tokens = skip_special_tokens
         self._as_ids = as_ids

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
-from baton.gateway.http.call import Call, Job
+from baton.gateway.http.call import HttpCall, HttpJob
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import (
     ChatChunks,
@@ -31,7 +31,7 @@ from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
 
-async def chat_completions(call: Call) -> Response:
+async def chat_completions(call: HttpCall) -> Response:
     body, message, chat = await call.read_as(partial(_understand_chat, call.request_id))
     call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
@@ -46,7 +46,7 @@ async def chat_completions(call: Call) -> Response:
     return _json(answer)
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: HttpCall) -> Response:
     limit = call.context.settings.max_concurrent_requests
     body, messages = await call.read_as(partial(_understand_completion, call.request_id, limit))
     call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
@@ -56,7 +56,7 @@ async def completions(call: Call) -> Response:
         if body.continuous_usage:
             shape = replace(shape, prompt_tokens=sum([await _count(call, message) for message in messages]))
         encoder = CompletionChunks(shape, echoes=echoes, hides_tokens=body.max_tokens == 0)
-        jobs = [Job(message, encoder.for_prompt(number)) for number, message in enumerate(messages)]
+        jobs = [HttpJob(message, encoder.for_prompt(number)) for number, message in enumerate(messages)]
         return call.stream_all(jobs, encoder)
     answers = await call.collect_all(messages)
     choices: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def _understand_completion(
     return body, completion_messages(body, request_id)
 
 
-def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
+def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
     return StreamShape(
         object_name=name,
         id=f"{prefix}-{call.request_id}",
@@ -103,7 +103,7 @@ def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_lo
     )
 
 
-def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
+def _writer(call: HttpCall, body: GenerationBody) -> LogprobWriter:
     return LogprobWriter(
         call.serving.model.tokenizer,
         as_ids=body.return_tokens_as_token_ids,
@@ -111,7 +111,7 @@ def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
     )
 
 
-async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
+async def _count(call: HttpCall, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
     """Prompt tokens. Tokenizes once more, which a stream with the usage in every chunk has to pay for."""
     special = not message.HasField("add_special_tokens") or message.add_special_tokens
     if chat is not None:
@@ -123,7 +123,7 @@ async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | No
     return min(len(tokens), message.truncate_prompt_tokens or len(tokens))
 
 
-async def _echo(call: Call, prompt: str | list[int]) -> str:
+async def _echo(call: HttpCall, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
     call.serving.model.check_token_ids("prompt", prompt)

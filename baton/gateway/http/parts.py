@@ -13,7 +13,7 @@ Kind = Literal["reasoning", "text", "tool_call"]
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """One piece of reasoning, of the answer's text, or one tool call with its arguments' JSON.
 
     Attributes:
@@ -38,13 +38,13 @@ class Part:
 class Growth:
     """What one message adds to one part; `tokens` are those that the part got with it."""
 
-    part: Part
+    part: AnswerPart
     text: str
     begins: bool
     tokens: Sequence[common_pb2.Token] = ()
 
 
-class Answer:
+class OutputParts:
     """Collects the messages of a chat's only output.
 
     Args:
@@ -55,7 +55,7 @@ class Answer:
     """
 
     def __init__(self, *, keeps_tokens: bool = False) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self.stop_reason = ""
         self.usage = common_pb2.Usage()
@@ -104,7 +104,7 @@ class Answer:
     def _grow(self, kind: Kind, text: str) -> Growth:
         begins = not self.parts or self.parts[-1].kind != kind
         if begins:
-            self.parts.append(Part(kind, len(self.parts)))
+            self.parts.append(AnswerPart(kind, len(self.parts)))
         part = self.parts[-1]
         part.pieces.append(text)
         return Growth(part, text, begins)
@@ -113,7 +113,7 @@ class Answer:
         begins = not self.parts or self.parts[-1].kind != "tool_call" or piece.index != self._tool_index
         if begins:
             self._tool_index = piece.index
-            self.parts.append(Part("tool_call", len(self.parts), piece.id, piece.name))
+            self.parts.append(AnswerPart("tool_call", len(self.parts), piece.id, piece.name))
         part = self.parts[-1]
         part.pieces.append(piece.arguments)
         return Growth(part, piece.arguments, begins)

@@ -8,7 +8,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.core.errors import BatonError
-from baton.gateway.http.errors import Refused, openai_error, status_of
+from baton.gateway.http.errors import HttpRefusal, openai_error, status_of
 from baton.gateway.http.head import check_head
 
 HEADER_BYTES_MAX = 64 << 10
@@ -64,7 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         try:
             check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
-        except Refused as error:
+        except HttpRefusal as error:
             self._refuse(error)
         if self._refused:  # requests that came with a refused one have no bodies, and would wait for them
             return
@@ -89,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._go_on_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
+            self._refuse(HttpRefusal(400, "invalid_http", "the request is not HTTP"))
 
     def _wants_upgrade(self) -> bool:
         """Whether the parser ends at this request's head. The HTTP client of Java asks for HTTP/2 in this way."""
@@ -113,7 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._patience = None
         if not self._refused:
             what = "no whole request" if self._in_headers else "no more of the request's body"
-            self._refuse(Refused(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
+            self._refuse(HttpRefusal(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
 
     def _stop_waiting(self) -> None:
         if self._patience is not None:
@@ -122,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse_headers(self) -> None:
         allowed = (f"up to {HEADER_BYTES_MAX} bytes",)
-        self._refuse(Refused(431, "headers_too_large", "the request's headers are too large", allowed=allowed))
+        self._refuse(HttpRefusal(431, "headers_too_large", "the request's headers are too large", allowed=allowed))
 
     def _refuse(self, error: BatonError) -> None:
         if self._refused:

@@ -18,7 +18,7 @@ from baton.gateway.http.ui.state import state
 
 
 @dataclass(frozen=True)
-class Route:
+class HttpRoute:
     """A path; one with a body is a POST, any other a GET. `listed`: /docs has it."""
 
     path: str
@@ -33,23 +33,25 @@ class Route:
 
 
 ROUTES = (
-    Route("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
-    Route("/v1/completions", openai.completions, "Continue a text", CompletionBody),
-    Route("/v1/responses", responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
-    Route("/v1/messages", anthropic.messages, "Continue a conversation, as Anthropic's", MessagesRequest),
-    Route("/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest),
-    Route("/v1/models", about.models, "The served model, as a list"),
-    Route("/v1/models/{model:path}", about.model, "The served model"),
-    Route("/tokenize", about.tokenize, "Token ids of a text or a conversation", TokenizeBody),
-    Route("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
-    Route("/", about.root, "What answers here"),
-    Route("/health", about.health, "200 as long as the process lives"),
-    Route("/ready", about.ready, "200 if a new request can be served, else 503 with the reason"),
-    Route("/version", about.version, "Baton's version"),
-    Route("/metrics", about.metrics, "Metrics in Prometheus' text format"),
-    Route("/ui", files.page, "The cluster in a browser", listed=False),
-    Route("/ui/state", state, "What /ui shows"),
-    *(Route(f"/ui/{name}", files.file, "A file of /ui", listed=False) for name in sorted(files.FILES)),
+    HttpRoute("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
+    HttpRoute("/v1/completions", openai.completions, "Continue a text", CompletionBody),
+    HttpRoute("/v1/responses", responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    HttpRoute("/v1/messages", anthropic.messages, "Continue a conversation, as Anthropic's", MessagesRequest),
+    HttpRoute(
+        "/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest
+    ),
+    HttpRoute("/v1/models", about.models, "The served model, as a list"),
+    HttpRoute("/v1/models/{model:path}", about.model, "The served model"),
+    HttpRoute("/tokenize", about.tokenize, "Token ids of a text or a conversation", TokenizeBody),
+    HttpRoute("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
+    HttpRoute("/", about.root, "What answers here"),
+    HttpRoute("/health", about.health, "200 as long as the process lives"),
+    HttpRoute("/ready", about.ready, "200 if a new request can be served, else 503 with the reason"),
+    HttpRoute("/version", about.version, "Baton's version"),
+    HttpRoute("/metrics", about.metrics, "Metrics in Prometheus' text format"),
+    HttpRoute("/ui", files.page, "The cluster in a browser", listed=False),
+    HttpRoute("/ui/state", state, "What /ui shows"),
+    *(HttpRoute(f"/ui/{name}", files.file, "A file of /ui", listed=False) for name in sorted(files.FILES)),
 )
 
 

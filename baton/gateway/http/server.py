@@ -17,7 +17,7 @@ from baton.gateway.http.routes import create_app
 from baton.gateway.http.view import View
 from baton.gateway.serving.serving import Serving
 from baton.rpc import sockets
-from baton.security.door import Door
+from baton.security.door import Authenticator
 from baton.security.http_tls import http_context
 from baton.security.pem import Pems
 from baton.security.watched import Watched
@@ -46,7 +46,7 @@ class HttpServer:
         view: View,
         bound: socket.socket,
         *,
-        door: Door | None = None,
+        door: Authenticator | None = None,
         pems: Watched[Pems] | None = None,
     ) -> None:
         self._socket = bound

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 
 STEP_S = 2.0
 WINDOW_STEPS = 5  # of one point
@@ -20,7 +20,7 @@ _NAMES = ("baton_time_to_first_token_seconds", "baton_inter_token_latency_second
 _TOKENS = "baton_generation_tokens_total"
 
 
-class Reading(NamedTuple):
+class LatencyReading(NamedTuple):
     """The cells of both histograms, and the tokens passed on, until then."""
 
     at_s: float
@@ -45,13 +45,13 @@ class Point(NamedTuple):
 class Latencies:
     """Reads a board every `STEP_S`: call `read`."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: SharedCounters) -> None:
         self._board = board
         metrics = [board.layout.metric(name) for name in _NAMES]
         self._bounds = [metric.bounds for metric in metrics]
         self._firsts = [board.layout.first(name, ()) for name in _NAMES]
         self._tokens = board.layout.first(_TOKENS, ())
-        self._readings: deque[Reading] = deque(maxlen=WINDOW_STEPS + 1)
+        self._readings: deque[LatencyReading] = deque(maxlen=WINDOW_STEPS + 1)
         self.points: deque[Point] = deque(maxlen=POINTS)
 
     def read(self) -> None:
@@ -61,7 +61,7 @@ class Latencies:
             tuple(totals[first : first + len(bounds) + 1])
             for first, bounds in zip(self._firsts, self._bounds, strict=True)
         )
-        now = Reading(time.time(), cells, totals[self._tokens])
+        now = LatencyReading(time.time(), cells, totals[self._tokens])
         self._readings.append(now)
         before = self._readings[0]
         values: list[float | None] = []

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from baton.gateway.core.shared_counters import REFUSALS, Board, Count
+from baton.gateway.core.shared_counters import REFUSALS, Count, SharedCounters
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.revisions import serving_revisions, serving_versions
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 
@@ -21,12 +21,12 @@ class GatewayMetrics:
         ready: whether new requests can be served.
     """
 
-    def __init__(self, board: Board, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
+    def __init__(self, board: SharedCounters, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
         self._board = board
         self._fleet = fleet
         self._ready = ready
         # Figures of one of several processes would jump with every scrape.
-        self._exposition = Exposition(Role.GATEWAY, board.layout, model_name, process=board.rows == 1)
+        self._exposition = Exposition(ProcessRole.GATEWAY, board.layout, model_name, process=board.rows == 1)
 
     async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""

@@ -20,7 +20,7 @@ Shown = dict[str, Any]  # JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """One request that has ended.
 
     Attributes:
@@ -59,9 +59,9 @@ class Recent:
 
     def __init__(self, process: int = 0, kept: int = KEPT) -> None:
         self._process = process
-        self._finished: deque[Finished] = deque(maxlen=kept)
+        self._finished: deque[FinishedRequest] = deque(maxlen=kept)
 
-    def add(self, finished: Finished) -> None:
+    def add(self, finished: FinishedRequest) -> None:
         self._finished.append(finished)
 
     def newest(self, most: int, client: str | None) -> list[Shown]:
@@ -85,7 +85,7 @@ def newest_of(processes: Iterable[list[Shown]], most: int) -> list[Shown]:
     return sorted(everything, key=lambda each: -float(each["ended_at_s"]))[:most]
 
 
-def shown(finished: Finished) -> Shown:
+def shown(finished: FinishedRequest) -> Shown:
     """As JSON. Times are rounded to microseconds; those of the waterfall are from the request's arrival."""
     timeline = _timeline(finished)
     receipt = None if finished.ended is None else finished.ended.receipt
@@ -145,7 +145,7 @@ def shown(finished: Finished) -> Shown:
     }
 
 
-def _timeline(finished: Finished) -> Timeline:
+def _timeline(finished: FinishedRequest) -> Timeline:
     if finished.journal is None:
         return Timeline()
     first_s = finished.first_token_s

@@ -12,9 +12,9 @@ from baton.core.errors import BatonError, Cancelled, InternalError
 from baton.core.log_lines import loggable
 from baton.core.logs import enter_request
 from baton.gateway.core.request import Request
-from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.core.shared_counters import Count, SharedCounters
 from baton.gateway.observe.meter import FAILURES, RequestMeter, outcome_of
-from baton.gateway.observe.recent import Finished, Recent
+from baton.gateway.observe.recent import FinishedRequest, Recent
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
@@ -37,7 +37,7 @@ class RequestRecords:
 
     def __init__(
         self,
-        board: Board,
+        board: SharedCounters,
         meter: RequestMeter,
         *,
         access_log: bool,
@@ -155,7 +155,7 @@ class RequestRecord:
 
     def _keep(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
         self._records.recent.add(
-            Finished(
+            FinishedRequest(
                 ended_at_s=time(),
                 started_at_s=self.started_at_s,
                 request_id=self.request_id,

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from baton.gateway.core import events as e
 from baton.gateway.observe.tracing.prefill_spans import merged
-from baton.gateway.request.journal import Called, Journal, PrefillHere, Submitted
+from baton.gateway.request.journal import CallMade, Journal, LocalPrefillOrdered, Submitted
 from baton.protos.v1 import decode_pb2, prefill_pb2
 
 _FAILURES_MAX = 8
@@ -76,12 +76,12 @@ class _Reader:
                 if self._attempt is not None:
                     self._failed(now_s)
                 self._attempt, self._call = mark.attempt, None
-            case Called():
+            case CallMade():
                 if self._call is not None:
                     self._failed(now_s)
                 self._call = mark.call
                 self._note(Moment.CALLED, now_s)
-            case PrefillHere():
+            case LocalPrefillOrdered():
                 if self._call is not None:
                     self._failed(now_s)
                 self._call = None

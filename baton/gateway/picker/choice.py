@@ -41,7 +41,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PickRequest:
     """What a request asks for.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Gateway:
         return report is not None and report.ready and self.doubted_s < report.asked_s >= now_s - stale_s
 
 
-class Choice:
+class GatewayChoice:
     """All gateways that were found.
 
     Args:
@@ -139,7 +139,7 @@ class Choice:
         ready = sum(gateway.is_ready(now_s, self._stale_s) for gateway in self._gateways.values())
         return ready, len(self._gateways) - ready
 
-    def pick(self, wanted: Wanted, now_s: float) -> Picked:
+    def pick(self, wanted: PickRequest, now_s: float) -> Picked:
         """The gateway for a request that goes there now.
 
         Raises:

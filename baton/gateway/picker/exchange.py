@@ -15,7 +15,7 @@ import orjson
 from baton.core.errors import BatonError
 from baton.gateway.http.anthropic.errors import anthropic_error
 from baton.gateway.http.errors import headers_of, openai_error, status_of
-from baton.gateway.picker.choice import Picked, Wanted
+from baton.gateway.picker.choice import Picked, PickRequest
 from baton.gateway.picker.prompt import LOOK_BYTES, look
 from baton.protos.ext_proc import external_processor_pb2 as pb
 
@@ -36,7 +36,7 @@ Response = pb.ProcessingResponse
 class Picks(Protocol):
     """Where gateways are picked."""
 
-    def pick(self, wanted: Wanted) -> Picked:
+    def pick(self, wanted: PickRequest) -> Picked:
         """Raises:
         BatonError: no gateway gets the request.
         """
@@ -154,7 +154,7 @@ class Exchange:
             session=self._headers.get(SESSION, ""),
         )
         sheddable = self._headers.get(OBJECTIVE) in self._sheddable
-        self._picked = self._picks.pick(Wanted(prompt.key, prompt.tokens, self._subset, sheddable))
+        self._picked = self._picks.pick(PickRequest(prompt.key, prompt.tokens, self._subset, sheddable))
         addresses = ",".join(self._picked.addresses)
         answer = Response(request_headers=pb.HeadersResponse(response=pb.CommonResponse(clear_route_cache=True)))
         _set(answer.request_headers.response.header_mutation, {ENDPOINT: addresses})

@@ -12,8 +12,8 @@ from baton.core.errors import ConfigError
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import FORMS, parse_places
-from baton.gateway.picker.choice import Choice, Report
-from baton.rpc.server import Address
+from baton.gateway.picker.choice import GatewayChoice, Report
+from baton.rpc.server import ListenAddress
 from baton.settings.gateway_config import PickerSettings
 
 log = logging.getLogger("baton")
@@ -32,7 +32,7 @@ class Gateways:
         upkeep: never ends, unless it fails.
     """
 
-    def __init__(self, settings: PickerSettings, choice: Choice) -> None:
+    def __init__(self, settings: PickerSettings, choice: GatewayChoice) -> None:
         """Raises:
         ConfigError: no gateways are named, or in no form that is known.
         """
@@ -104,9 +104,9 @@ class Gateways:
             pause_s = self._settings.poll_s
             await asyncio.sleep(self._pace.pause_s(pause_s) if address in self._silent else pause_s)
 
-    def _door(self, address: str) -> Address:
-        found = Address.parse(address, field="pool")
-        return Address(found.host.strip("[]"), self._settings.pool_metrics_port or found.port)
+    def _door(self, address: str) -> ListenAddress:
+        found = ListenAddress.parse(address, field="pool")
+        return ListenAddress(found.host.strip("[]"), self._settings.pool_metrics_port or found.port)
 
     def _note_known(self) -> None:
         if self._asking and self._asking.keys() <= self._asked:
@@ -122,7 +122,7 @@ class Gateways:
             log.warning("gateway %s gets no requests: %s", address, why)
 
 
-async def _get(door: Address) -> bytes:
+async def _get(door: ListenAddress) -> bytes:
     """The page of metrics.
 
     Raises:

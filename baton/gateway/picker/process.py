@@ -12,7 +12,7 @@ from baton.core.file_limit import raise_file_limit
 from baton.core.logs import set_up_logging, show_name
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
-from baton.gateway.picker.choice import Choice
+from baton.gateway.picker.choice import GatewayChoice
 from baton.gateway.picker.gateways import Gateways
 from baton.gateway.picker.service import SERVICE_NAME, CountedPicks, ExternalProcessor
 from baton.metrics.port import MetricsPort
@@ -20,7 +20,7 @@ from baton.protos.ext_proc import external_processor_pb2_grpc
 from baton.rpc import sockets
 from baton.rpc.guard import OpenGuard
 from baton.rpc.secure_server import Protection, watch_client_pems
-from baton.rpc.server import Address, GrpcServer, stop_on_signals
+from baton.rpc.server import GrpcServer, ListenAddress, stop_on_signals
 from baton.security.exposure import check_exposed
 from baton.security.pem import Files
 from baton.security.tls import client_server_credentials
@@ -49,13 +49,13 @@ def start(settings: PickerSettings) -> None:
         log.info("interrupted")
 
 
-def new_choice(settings: PickerSettings) -> Choice:
+def new_choice(settings: PickerSettings) -> GatewayChoice:
     """A report is from before the pause and the time of the answer that follow it."""
     stale_s = settings.poll_s + settings.stale_s
-    return Choice(stale_s=stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+    return GatewayChoice(stale_s=stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
 
 
-def serve_picks(settings: PickerSettings, choice: Choice) -> tuple[GrpcServer, CountedPicks]:
+def serve_picks(settings: PickerSettings, choice: GatewayChoice) -> tuple[GrpcServer, CountedPicks]:
     """The server with its service, not yet started; needs a running event loop.
 
     Raises:
@@ -63,7 +63,7 @@ def serve_picks(settings: PickerSettings, choice: Choice) -> tuple[GrpcServer, C
     """
     files = Files(settings.client_tls_cert, settings.client_tls_key, None, "client_tls_cert", "client_tls_key")
     pems = watch_client_pems(files)
-    where = Address.parse(settings.listen, field="listen")
+    where = ListenAddress.parse(settings.listen, field="listen")
     check_exposed(where, field="listen", tls=pems is not None, tls_field="client_tls_cert", insecure=settings.insecure)
     server = GrpcServer(
         settings.listen,

@@ -26,7 +26,7 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PickedPrompt:
     """Attributes:
     key: of the conversation; None: it shows none.
     tokens: of prompt and output, roughly.
@@ -36,7 +36,7 @@ class Prompt:
     tokens: int
 
 
-def look(body: bytes, *, whole: bool, length: int | None = None, session: str = "") -> Prompt:
+def look(body: bytes, *, whole: bool, length: int | None = None, session: str = "") -> PickedPrompt:
     """What a body shows.
 
     Args:
@@ -57,7 +57,7 @@ def look(body: bytes, *, whole: bool, length: int | None = None, session: str = 
         found = _TEXT.search(body, 0, LOOK_BYTES)
         shared = None if found is None else body[found.start() : found.start() + _RAW_BYTES]
     key = None if shared is None else blake2b(shared, digest_size=16).digest()
-    return Prompt(key, min(prompt_tokens + output_tokens, _TOKENS_MOST))
+    return PickedPrompt(key, min(prompt_tokens + output_tokens, _TOKENS_MOST))
 
 
 def _parse(body: bytes) -> Mapping[str, Any] | None:

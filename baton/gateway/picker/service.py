@@ -8,9 +8,9 @@ import grpc
 
 from baton.core.errors import BatonError, Overloaded
 from baton.core.logs import dropped_lines
-from baton.gateway.picker.choice import Choice, Picked, Wanted
+from baton.gateway.picker.choice import GatewayChoice, Picked, PickRequest
 from baton.gateway.picker.exchange import Exchange
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from baton.metrics.tally import Layout, Tally
@@ -23,15 +23,15 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 class CountedPicks:
     """A choice on this machine's clock, with counters."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: GatewayChoice) -> None:
         self._choice = choice
-        self._tally = Tally(Layout(Role.PICKER))
-        self._exposition = Exposition(Role.PICKER, self._tally.layout, "")
+        self._tally = Tally(Layout(ProcessRole.PICKER))
+        self._exposition = Exposition(ProcessRole.PICKER, self._tally.layout, "")
         self._outcomes = self._tally.counters("baton_picks_total")
         self._affinities = self._tally.counters("baton_picks_by_affinity_total")
         self._failovers = self._tally.counter("baton_pick_failovers_total")
 
-    def pick(self, wanted: Wanted) -> Picked:
+    def pick(self, wanted: PickRequest) -> Picked:
         try:
             picked = self._choice.pick(wanted, monotonic())
         except BatonError as error:

@@ -22,8 +22,8 @@ from baton.gateway.text.model import ServedModel
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets
 from baton.rpc.secure_server import protect_door, watch_client_pems
-from baton.rpc.server import Address, GrpcServer, stop_on_signals
-from baton.security.door import Door
+from baton.rpc.server import GrpcServer, ListenAddress, stop_on_signals
+from baton.security.door import Authenticator
 from baton.security.exposure import check_exposed
 from baton.security.pem import Files, Pems
 from baton.security.watched import Watched
@@ -42,7 +42,7 @@ _COLLECT_AT = (50_000, 5, 10)
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundSockets:
     """The ports of one process, and who may come in.
 
     Attributes:
@@ -54,7 +54,7 @@ class Bound:
     server: GrpcServer
     http: socket.socket | None
     metrics: socket.socket | None
-    door: Door
+    door: Authenticator
     pems: Watched[Pems] | None
 
 
@@ -75,7 +75,7 @@ class Addresses:
 OnReady = Callable[[Addresses], None]
 
 
-def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
+def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSockets:
     """Binds all ports; needs a running event loop.
 
     Args:
@@ -84,7 +84,7 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
     Raises:
         ConfigError: an address cannot be listened on, or other machines would reach it without TLS.
     """
-    door, pems = Door(settings), watch_client_pems(_client_files(settings))
+    door, pems = Authenticator(settings), watch_client_pems(_client_files(settings))
     check_doors(settings)
     server = GrpcServer(
         settings.listen,
@@ -96,7 +96,7 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
         bounded=True,
     )
     metrics = sockets.bind(settings.metrics_listen, field="metrics_listen", shared=shared)
-    return Bound(server, bind(settings.http_listen, shared=shared), metrics, door, pems)
+    return BoundSockets(server, bind(settings.http_listen, shared=shared), metrics, door, pems)
 
 
 def check_doors(settings: GatewaySettings) -> None:
@@ -108,7 +108,7 @@ def check_doors(settings: GatewaySettings) -> None:
         doors["http_listen"] = settings.http_listen
     for field, listen in doors.items():
         check_exposed(
-            Address.parse(listen, field=field),
+            ListenAddress.parse(listen, field=field),
             field=field,
             tls=settings.client_tls_cert is not None,
             tls_field="client_tls_cert",
@@ -123,7 +123,7 @@ def _client_files(settings: GatewaySettings) -> Files:
 async def run(
     settings: GatewaySettings,
     model: ServedModel,
-    bound: Bound | None,
+    bound: BoundSockets | None,
     on_ready: OnReady,
     *,
     colleagues: Colleagues | None = None,

@@ -12,7 +12,7 @@ from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
 from baton.gateway.process import process, workers
 from baton.gateway.text.model import read_served_model
-from baton.rpc.server import Address, check_advertised
+from baton.rpc.server import ListenAddress, check_advertised
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.model_source import find_model
 from baton.settings.reader import fail
@@ -29,7 +29,7 @@ def start(settings: GatewaySettings) -> None:
     try:
         raise_file_limit()
         check_ready_file(settings.ready_file)
-        Address.parse(settings.listen, field="listen")
+        ListenAddress.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -71,5 +71,5 @@ def _serve_with_workers(runner: asyncio.Runner, settings: GatewaySettings, super
         runner.run(workers.supervise(settings, supervisor))
 
 
-async def _bind(settings: GatewaySettings) -> process.Bound:
+async def _bind(settings: GatewaySettings) -> process.BoundSockets:
     return process.bind_ports(settings)

@@ -19,10 +19,10 @@ import uvloop
 
 from baton.core.errors import ConfigError
 from baton.core.logs import set_up_logging
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.observe.recent import Shown
 from baton.gateway.process import process
-from baton.gateway.process.worker_channel import Line, Message
+from baton.gateway.process.worker_channel import Message, WorkerChannel
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import read_served_model
 from baton.settings.gateway_config import GatewaySettings
@@ -52,14 +52,14 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
-        uvloop.run(_run(settings, end, Board(settings.workers, row, board_fd)))
+        uvloop.run(_run(settings, end, SharedCounters(settings.workers, row, board_fd)))
     except ConfigError as error:
         fail(program, error)
     except KeyboardInterrupt:
         log.info("interrupted")
 
 
-async def _run(settings: GatewaySettings, end: socket.socket, board: Board) -> None:
+async def _run(settings: GatewaySettings, end: socket.socket, board: SharedCounters) -> None:
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -76,9 +76,9 @@ async def _run(settings: GatewaySettings, end: socket.socket, board: Board) -> N
 class _Colleagues:
     """The other workers, through the parent."""
 
-    def __init__(self, end: socket.socket, board: Board) -> None:
+    def __init__(self, end: socket.socket, board: SharedCounters) -> None:
         self.board = board
-        self._line = Line(end, self._answer)
+        self._line = WorkerChannel(end, self._answer)
         self._serving: Serving | None = None
         self._tasks: set[asyncio.Task[object]] = set()
 

@@ -16,7 +16,7 @@ _LINE_BYTES_MAX = 16 << 20
 _ANSWER_TIMEOUT_S = 2.0
 
 
-class Line:
+class WorkerChannel:
     """One end of the pair. `run` reads until the other end is closed.
 
     Args:

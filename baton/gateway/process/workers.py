@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from baton.core.errors import ConfigError
 from baton.core.ready_file import write_ready_file
 from baton.core.supervisor import Supervisor
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.process.process import check_doors
-from baton.gateway.process.worker_channel import Line, Message
-from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken
+from baton.gateway.process.worker_channel import Message, WorkerChannel
+from baton.rpc.server import ListenAddress, listens_everywhere, stop_on_signals, why_taken
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings
 
@@ -95,8 +95,8 @@ class _Workers:
         self.addresses: Message = {}  # as a worker knows them
         self.all_ready = asyncio.Event()
         self._settings = settings
-        self._board, self._board_fd = Board.create(settings.workers)
-        self._lines: dict[int, Line] = {}  # by row
+        self._board, self._board_fd = SharedCounters.create(settings.workers)
+        self._lines: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()
         self._stopped = asyncio.Event()
@@ -159,7 +159,7 @@ class _Workers:
             _terminate(process)
         with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
             ours.sendall(json.dumps(self._settings.model_dump(mode="json", exclude_unset=True)).encode() + b"\n")
-        line = self._lines[row] = Line(ours, lambda question: self._answer(row, question))
+        line = self._lines[row] = WorkerChannel(ours, lambda question: self._answer(row, question))
         following = asyncio.create_task(line.run(), name=f"line-{row}")
         try:
             return await process.wait()
@@ -195,7 +195,7 @@ def _reserve(listen: str, field: str) -> socket.socket:
     Raises:
         ConfigError: another process has the port, or the address is not this machine's.
     """
-    where = Address.parse(listen, field=field)
+    where = ListenAddress.parse(listen, field=field)
     reason = why_taken(where)
     if reason is None:
         host = where.host.removeprefix("[").removesuffix("]")

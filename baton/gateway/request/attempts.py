@@ -19,7 +19,7 @@ from baton.gateway.request.commands import LeaveDecode, Respond, SubmitToDecode
 from baton.gateway.request.hand_over import HandOver
 from baton.gateway.request.node_choice import prefill_failure
 from baton.gateway.request.receipt import DECODE
-from baton.gateway.request.state import RequestState
+from baton.gateway.request.state import GatewayRequestState
 from baton.protos.v1 import generation_pb2 as pb
 
 
@@ -32,7 +32,7 @@ class Attempts:
         retry_at_s: when the next attempt begins after a pause; None: there is none.
     """
 
-    def __init__(self, state: RequestState, hand_over: HandOver) -> None:
+    def __init__(self, state: GatewayRequestState, hand_over: HandOver) -> None:
         self.present: Attempt | None = None
         self.wait_ends_at_s: float | None = None
         self.retry_at_s: float | None = None

@@ -18,7 +18,7 @@ from baton.gateway.fleet.discovery.sources import parse_places
 from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from baton.gateway.fleet.fleet_node import Role
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
-from baton.gateway.request.pairing import Connect, Pairing, PairingCommand
+from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.gateway.text.model import ServedModel
 from baton.protos.v1 import common_pb2, node_pb2
 from baton.security import roles as certified
@@ -278,7 +278,7 @@ class Connections:
                     self._clients[role][address].drop_session(reason)
                 case ChangeRole():
                     self._change_role(command)
-                case Connect():
+                case ConnectNodes():
                     self._tasks.create_task(self._connect(command), name="connect")
 
     def _notify(self) -> None:
@@ -292,7 +292,7 @@ class Connections:
             self._execute(self._pairing.check(self._now_s()))
             await asyncio.sleep(_PAIR_CHECK_S)
 
-    async def _connect(self, connect: Connect) -> None:
+    async def _connect(self, connect: ConnectNodes) -> None:
         client = self._clients[_PREFILL].get(connect.prefill_address)
         if client is None:
             return  # removed since the pairing asked for it

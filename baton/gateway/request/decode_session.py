@@ -23,7 +23,7 @@ Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
 @dataclass(frozen=True, slots=True)
-class Receiver:
+class TokenReceiver:
     """Receives the node's messages about one request, its tokens apart, and the end of the session."""
 
     token: Callable[[pb.StepToken], None]
@@ -48,7 +48,7 @@ class DecodeSession:
         self._on_message = on_message
         self._on_lost = on_lost
         self._keys = itertools.count(1)
-        self._receivers: dict[int, Receiver | None] = {}  # None: the request has left, `Released` is awaited
+        self._receivers: dict[int, TokenReceiver | None] = {}  # None: the request has left, `Released` is awaited
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(), name=f"session-{name}")
 
@@ -57,7 +57,7 @@ class DecodeSession:
         """Requests for which the node still holds something."""
         return len(self._receivers)
 
-    def submit(self, request: pb.SubmitRequest, receiver: Receiver) -> int:
+    def submit(self, request: pb.SubmitRequest, receiver: TokenReceiver) -> int:
         """Sends the request under a new key and returns the key; `receiver` gets all messages for it until `leave`."""
         key = next(self._keys)
         request.key = key

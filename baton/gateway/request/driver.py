@@ -12,7 +12,7 @@ from time import monotonic
 
 from baton.core.errors import BatonError, Draining
 from baton.gateway.core.events import (
-    Cancelled,
+    ClientCancelled,
     DecodeReplied,
     DecodeReply,
     Event,
@@ -37,11 +37,11 @@ from baton.gateway.request.commands import (
     SubmitToDecode,
 )
 from baton.gateway.request.connections import Connections
-from baton.gateway.request.decode_session import DecodeSession, Receiver
+from baton.gateway.request.decode_session import DecodeSession, TokenReceiver
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.node_clients import PrefillStream
-from baton.gateway.request.write_scheduler import Turns
+from baton.gateway.request.write_scheduler import WriteScheduler
 from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 
 _GONE = "it has changed its role, or is no longer listed"
@@ -57,7 +57,7 @@ class RequestDriver:
         request: Request,
         machine: RequestMachine,
         connections: Connections,
-        turns: Turns,
+        turns: WriteScheduler,
         write: Write,
         journal: Journal,
     ) -> None:
@@ -140,7 +140,7 @@ class RequestDriver:
     def end(self, error: BatonError) -> None:
         """Ends the request with this error, even while its client reads nothing."""
         if not self._writing:
-            self._put(Cancelled(error))
+            self._put(ClientCancelled(error))
         elif self._ended_by is None:
             assert self._task is not None
             self._ended_by = error
@@ -158,7 +158,7 @@ class RequestDriver:
                     return
                 session = client.session()
                 self._tokens = None
-                receiver = Receiver(
+                receiver = TokenReceiver(
                     partial(self._token_came, attempt),
                     partial(self._decode_replied, attempt),
                     partial(self._session_lost, attempt),

@@ -6,14 +6,14 @@ from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.request.attempt import Attempt, PrefillCall
 from baton.gateway.request.commands import AskDecode, CallPrefill, CancelPrefill
 from baton.gateway.request.receipt import PREFILL
-from baton.gateway.request.state import RequestState
+from baton.gateway.request.state import GatewayRequestState
 from baton.protos.v1 import common_pb2, decode_pb2
 
 
 class HandOver:
     """Gets the KV of the prompt to the decode node of the present attempt."""
 
-    def __init__(self, state: RequestState) -> None:
+    def __init__(self, state: GatewayRequestState) -> None:
         self._state = state
         self._num_calls = 0
 

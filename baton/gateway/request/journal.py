@@ -22,7 +22,7 @@ class Submitted(NamedTuple):
     num_given: int  # tokens that the client had by then
 
 
-class Called(NamedTuple):
+class CallMade(NamedTuple):
     call: int
     node: str
     address: str
@@ -37,15 +37,15 @@ class FirstToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillHere:
+class LocalPrefillOrdered:
     """The decode node was asked to prefill the prompt itself."""
 
 
 Mark = (
     Submitted
-    | Called
+    | CallMade
     | FirstToken
-    | PrefillHere
+    | LocalPrefillOrdered
     | e.DecodeReplied
     | e.PrefillReplied
     | e.PrefillEnded
@@ -56,7 +56,7 @@ Mark = (
 )
 
 
-class Chunk(NamedTuple):
+class ChunkDone(NamedTuple):
     """A part of a prompt, computed in this number of engine steps; who has it says which clock `ended_s` is of."""
 
     ended_s: float
@@ -66,7 +66,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LocalPrefill:
+class LocalPrefillDone:
     """The decode node has computed the prompt, or the rest of it, when its first token came.
 
     Attributes:
@@ -78,12 +78,14 @@ class LocalPrefill:
     at_s: float
     prefill_s: float
     queue_s: float
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[ChunkDone, ...] = ()
 
     @classmethod
-    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefill":
+    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefillDone":
         """As the first token reports it. The message, which may be large, is not kept."""
-        chunks = (Chunk(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks)
+        chunks = (
+            ChunkDone(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks
+        )
         return cls(now_s, first.prefill_s, first.queue_s, tuple(chunks))
 
 
@@ -126,9 +128,9 @@ class Journal:
                 self._add(now_s, Submitted(attempt, role, node or address, address, given))
             case c.CallPrefill(call, address, request, _, node):
                 ticket = request.ticket
-                self._add(now_s, Called(call, node or address, address, ticket.token_start, ticket.token_stop))
+                self._add(now_s, CallMade(call, node or address, address, ticket.token_start, ticket.token_stop))
             case c.AskDecode(_, decode_pb2.PrefillHere()):
-                self._add(now_s, PrefillHere())
+                self._add(now_s, LocalPrefillOrdered())
             case c.LeaveDecode() | c.CancelPrefill() | c.LoseNode():
                 self._add(now_s, command)
             case _:

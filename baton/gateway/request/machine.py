@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from baton.core.errors import BatonError, InternalError, NoNode
 from baton.core.types import Path
 from baton.gateway.core.events import (
-    Cancelled,
+    ClientCancelled,
     DecodeReplied,
     DecodeReply,
     Event,
@@ -33,10 +33,10 @@ from baton.gateway.request.attempt import Attempt, PrefillCall
 from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.commands import CancelPrefill, Command, Finish, LoseNode
 from baton.gateway.request.hand_over import HandOver
-from baton.gateway.request.journal import LocalPrefill
+from baton.gateway.request.journal import LocalPrefillDone
 from baton.gateway.request.output import Ended, NoMeter, TokenMeter
 from baton.gateway.request.receipt import Retry
-from baton.gateway.request.state import RequestState
+from baton.gateway.request.state import GatewayRequestState
 from baton.gateway.text.reply import Detokenizing
 from baton.protos.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
@@ -55,14 +55,14 @@ class RequestMachine:
     def __init__(
         self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter | None = None
     ) -> None:
-        self._state = state = RequestState(request, rules, fleet, detokenizer, meter or NoMeter())
+        self._state = state = GatewayRequestState(request, rules, fleet, detokenizer, meter or NoMeter())
         self._output, self._receipt = state.output, state.receipt
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
         if request.output or request.revision:
             self._attempts.note_gone("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
-        self.local_prefill: LocalPrefill | None = None
+        self.local_prefill: LocalPrefillDone | None = None
         self._over = False
         self._must_check = False  # an event may have made a wait shorter; tokens never do
         self._check_at_s = request.deadline_s
@@ -185,7 +185,7 @@ class RequestMachine:
             case Started() | FleetChanged():
                 if attempt is None:
                     self._attempts.begin()
-            case Cancelled(error):
+            case ClientCancelled(error):
                 self._finish(error)
             case TimePassed():
                 pass  # `_check` looks at the time
@@ -197,7 +197,7 @@ class RequestMachine:
             attempt.ended_by_node = self._must_check = True
         if first.HasField("prefill_s"):
             self._receipt.prefilled(first.prefill_s, first.queue_s)
-            self.local_prefill = LocalPrefill.reported(self._state.now_s, first)
+            self.local_prefill = LocalPrefillDone.reported(self._state.now_s, first)
         self._pass_on(attempt, tokens)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:

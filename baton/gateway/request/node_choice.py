@@ -11,8 +11,8 @@ from baton.gateway.core.request import Rules
 from baton.gateway.fleet.adapters import nodes_with
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
-from baton.gateway.fleet.placement import Placement, Way
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.placement import Placement, Route
+from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.attempt import Attempt
 from baton.protos.v1 import common_pb2
 from baton.rpc.revisions import answer_revision
@@ -108,7 +108,7 @@ class NodeChoice:
             raise NoNode(f"no node can take the request: {why}", cure=_CURE, retry_after_s=_RETRY_S)
         return None
 
-    def _place(self, wanted: Wanted, now_s: float) -> Placement | None:
+    def _place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
         """Without the nodes whose breakers are open, unless there are no others."""
         broken = self._fleet.breakers.open(now_s)
         if broken:
@@ -139,7 +139,7 @@ class NodeChoice:
         of the prefill node that counts a part."""
         decode.note_sent(num_tokens)
         cached = placement.decode.cached_tokens
-        here_from = {Way.REMOTE: num_tokens, Way.LOCAL: cached, Way.SPLIT: placement.split_tokens}[placement.way]
+        here_from = {Route.REMOTE: num_tokens, Route.LOCAL: cached, Route.SPLIT: placement.split_tokens}[placement.way]
         if here_from < num_tokens:
             decode.note_prompt(here_from, num_tokens, now_s)
         if placement.prefill is None:
@@ -193,8 +193,8 @@ class NodeChoice:
         """Clears the silent nodes: the fleet has marked them as lost, and may have reached them again since."""
         self._losing.clear()
 
-    def _wanted(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> Wanted:
-        return Wanted(
+    def _wanted(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> RoutedRequest:
+        return RoutedRequest(
             num_tokens=num_tokens,
             policy=self._policy,
             revision=self._revision,

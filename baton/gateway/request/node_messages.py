@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
-from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.fleet.placement import Placement, Route
 from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from baton.rpc.convert import adapter_to_proto, sampling_to_proto
 
@@ -18,9 +18,9 @@ _POLICIES = {
 
 
 _PLACEMENTS = {
-    Way.REMOTE: decode_pb2.PLACEMENT_REMOTE,
-    Way.LOCAL: decode_pb2.PLACEMENT_LOCAL,
-    Way.SPLIT: decode_pb2.PLACEMENT_SPLIT,
+    Route.REMOTE: decode_pb2.PLACEMENT_REMOTE,
+    Route.LOCAL: decode_pb2.PLACEMENT_LOCAL,
+    Route.SPLIT: decode_pb2.PLACEMENT_SPLIT,
 }
 
 
@@ -65,7 +65,7 @@ class NodeMessages:
             cache_salt=self._request.cache_salt,
             adapter=self._adapter,
             policy=_POLICIES[self._policy],
-            prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
+            prefill_available=placement.prefill is not None or placement.way is not Route.LOCAL,
             prefill_incarnation=prefill_incarnation,
             budget_s=budget_s,
             queue_s=queue_s,

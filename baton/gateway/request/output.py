@@ -44,7 +44,7 @@ class Ended:
     receipt: Receipt
 
 
-class Output:
+class RequestOutput:
     """The output of one request, from its first token to its last message.
 
     Attributes:

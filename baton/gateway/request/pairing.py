@@ -17,7 +17,7 @@ Pair = tuple[int, int]  # incarnations of a prefill node and a decode node
 
 
 @dataclass(frozen=True)
-class Connect:
+class ConnectNodes:
     """Ask the prefill node at this address to connect to the decode node; answer with `answered` or `failed`."""
 
     pair: Pair
@@ -25,7 +25,7 @@ class Connect:
     decode_address: str  # as the decode node advertises it
 
 
-PairingCommand = Connect | LogLine
+PairingCommand = ConnectNodes | LogLine
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Pairing:
             asked = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
             if not asked.asking and now_s >= asked.next_at_s:
                 asked.asking = True
-                commands.append(Connect(pair, prefill.address, decode.status.info.address))
+                commands.append(ConnectNodes(pair, prefill.address, decode.status.info.address))
         return commands
 
     def answered(self, pair: Pair, state: common_pb2.PeerState, now_s: float) -> list[LogLine]:

@@ -9,14 +9,14 @@ from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.commands import Command
 from baton.gateway.request.node_choice import NodeChoice
 from baton.gateway.request.node_messages import Due, NodeMessages
-from baton.gateway.request.output import Output, TokenMeter
+from baton.gateway.request.output import RequestOutput, TokenMeter
 from baton.gateway.request.receipt import ReceiptDraft
 from baton.gateway.text.reply import Detokenizing
 
 _SOON_S = 1e-3
 
 
-class RequestState:
+class GatewayRequestState:
     """The state of one request that has no owner among the parts.
 
     Attributes:
@@ -42,7 +42,7 @@ class RequestState:
             adapter=request.adapter,
         )
         self.messages = NodeMessages(request, rules.local_policy)
-        self.output = Output(request, detokenizer, meter)
+        self.output = RequestOutput(request, detokenizer, meter)
         self.receipt = ReceiptDraft()
         self.now_s = request.started_at_s
         self.commands: list[Command] = []

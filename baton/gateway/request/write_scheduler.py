@@ -18,7 +18,7 @@ _WRITES_MAX = 64
 _SLOW_S = 0.02
 
 
-class Turns:
+class WriteScheduler:
     """Gives out the turns of one event loop, on which it must be created.
 
     Attributes:

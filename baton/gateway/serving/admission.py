@@ -23,7 +23,7 @@ from math import exp, inf
 from baton.core.errors import Overloaded
 from baton.gateway.serving.fair_share import FairShare, Waiting
 from baton.gateway.serving.node_capacity import Room
-from baton.gateway.serving.stream_limit import Progress, StreamBound
+from baton.gateway.serving.stream_limit import StreamBound, StreamProgress
 
 # A decoded token costs a node about as much as so many tokens of a prompt.
 _PROMPT_TOKENS_PER_OUTPUT = 8
@@ -60,7 +60,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdmissionRequest:
     """What a request wants.
 
     Args:
@@ -84,7 +84,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Refused:
+class AdmissionRefusal:
     """A request that was waiting, and will not run."""
 
     key: int
@@ -112,7 +112,7 @@ class Estimate:
         return self._value if stale_s <= 0 else self._value * 0.5 ** min(60.0, stale_s / _FRESH_S)
 
 
-class Pace:
+class AdmissionPace:
     """How long requests take on the nodes, as measured here."""
 
     def __init__(self) -> None:
@@ -122,17 +122,17 @@ class Pace:
         self._live_ratio = Estimate(_LIVE_WEIGHT)  # the same, of streams that still run
         self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
 
-    def expected_tokens(self, asked: Asked) -> int:
+    def expected_tokens(self, asked: AdmissionRequest) -> int:
         expected = self._output_tokens.get(asked.output_tokens.bit_length(), _OUTPUT_TOKENS)
         return max(asked.certain_tokens, min(asked.output_tokens, round(expected)))
 
-    def cost(self, asked: Asked) -> float:
+    def cost(self, asked: AdmissionRequest) -> float:
         return _cost(asked, asked.outputs * self.expected_tokens(asked))
 
     def first_s(self, now_s: float) -> float:
         return self._first_s.at(now_s)
 
-    def service_s(self, asked: Asked, room: Room, now_s: float) -> float:
+    def service_s(self, asked: AdmissionRequest, room: Room, now_s: float) -> float:
         """Predicted time of a request that starts now."""
         first_s, token_s = self.times_s(room, now_s)
         return first_s + asked.prompt_tokens * room.prompt_token_s + self.expected_tokens(asked) * token_s
@@ -149,7 +149,7 @@ class Pace:
         """A request has got its first token so long after its start, or has waited so long in vain."""
         self._first_s.observe(max(0.0, seconds - prompt_tokens * room.prompt_token_s), now_s)
 
-    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+    def progressed(self, progress: StreamProgress, room: Room, now_s: float) -> None:
         """Running streams show a change of the nodes' speed seconds before they end."""
         if progress.tokens >= _LIVE_TOKENS and room.step_s:
             self._live_ratio.observe(progress.seconds / progress.tokens / room.step_s, now_s)
@@ -174,7 +174,7 @@ class Pace:
             self._output_tokens[size] = max(1.0, expected)
 
 
-def _cost(asked: Asked, tokens: int) -> float:
+def _cost(asked: AdmissionRequest, tokens: int) -> float:
     return tokens + asked.outputs * asked.prompt_tokens / _PROMPT_TOKENS_PER_OUTPUT
 
 
@@ -243,13 +243,13 @@ class Admission:
     """
 
     def __init__(self, *, most: int, queue_s: float) -> None:
-        self.pace = Pace()
+        self.pace = AdmissionPace()
         self.streams = StreamBound()
         self.counts: Counter[Reason] = Counter()
         self._most = most
         self._queue_s = queue_s
         self._queue = FairShare()
-        self._waiting: dict[int, Asked] = {}
+        self._waiting: dict[int, AdmissionRequest] = {}
         self._charged: dict[int, float] = {}  # of requests that run after waiting
         self._here: Counter[str] = Counter()  # outputs by client
         self._seen: dict[str, float] = {}  # when each client last asked
@@ -276,7 +276,7 @@ class Admission:
         light = self._largest >= 1 / _LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
         self._spares = light
 
-    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+    def progressed(self, progress: StreamProgress, room: Room, now_s: float) -> None:
         """The streams here have got so many tokens since the last call; call it several times a second."""
         self._look_at_clients(now_s)
         self.pace.progressed(progress, room, now_s)
@@ -284,7 +284,7 @@ class Admission:
 
     # ---- requests come and go
 
-    def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[Refused]:
+    def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[AdmissionRefusal]:
         """A client brings a request of so many outputs; `leave` must follow. Returns the requests that make way.
 
         Args:
@@ -295,7 +295,7 @@ class Admission:
         """
         self._seen[client] = now_s
         over = here + outputs - self._most
-        evicted: list[Refused] = []
+        evicted: list[AdmissionRefusal] = []
         if over > 0 and not self._may_exceed(client, outputs, here):
             last = self._queue.newest_of_largest()
             if last is None or not self._gives_way(last.client, to=client, outputs=outputs, over=over):
@@ -316,7 +316,7 @@ class Admission:
         if self._here[client] <= 0:
             del self._here[client]
 
-    def check_early(self, asked: Asked, room: Room, now_s: float) -> None:
+    def check_early(self, asked: AdmissionRequest, room: Room, now_s: float) -> None:
         """Before anything is done for a request: `asked` says the least that it can want.
 
         Raises:
@@ -329,7 +329,7 @@ class Admission:
             return
         self._check(asked, room, now_s)
 
-    def offer(self, asked: Asked, room: Room, now_s: float) -> bool:
+    def offer(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
         """True: it starts now. False: it waits, until `take` names it or `withdraw` removes it.
 
         Raises:
@@ -376,7 +376,7 @@ class Admission:
         self._forget(first.key, now_s)
         return first.key
 
-    def shed(self, room: Room, now_s: float) -> list[Refused]:
+    def shed(self, room: Room, now_s: float) -> list[AdmissionRefusal]:
         """Removes the waiting requests that have waited too long, or can no longer be finished in time."""
         refused = []
         first_s, token_s = self.pace.times_s(room, now_s)
@@ -395,7 +395,7 @@ class Admission:
             self._forget(each.key, now_s)
         return refused
 
-    def settle(self, asked: Asked, tokens: int) -> None:
+    def settle(self, asked: AdmissionRequest, tokens: int) -> None:
         """A request has ended with so many tokens in all: its client pays for these. What started without waiting is
         free."""
         charged = self._charged.pop(asked.key, None)
@@ -416,43 +416,43 @@ class Admission:
             return False
         return sum(asked.outputs for asked in self._waiting.values() if asked.client == victim) >= over
 
-    def _may_start(self, asked: Asked, room: Room, now_s: float) -> bool:
+    def _may_start(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
         self._look_at_clients(now_s)
         if not self._has_room(asked, room):
             return False
         return room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE)
 
-    def _overtakes(self, asked: Asked) -> bool:
+    def _overtakes(self, asked: AdmissionRequest) -> bool:
         """Whether those that wait do so only for the sake of light clients, of which this one is."""
         if not self._spares or asked.priority > 0 or self._queue.num_waiting(asked.client):
             return False
         return self.is_light(asked.client)
 
-    def _has_room(self, asked: Asked, room: Room) -> bool:
+    def _has_room(self, asked: AdmissionRequest, room: Room) -> bool:
         shared = self._spares and not self.is_light(asked.client)
         most = self.streams.most(room) if shared else inf
         return room.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
 
-    def _in_time(self, asked: Asked, room: Room, now_s: float, share: float) -> bool:
+    def _in_time(self, asked: AdmissionRequest, room: Room, now_s: float, share: float) -> bool:
         """Whether the predicted service takes at most that part of the time until the deadline."""
         if asked.deadline_s is None:
             return True
         return self.pace.service_s(asked, room, now_s) <= share * (asked.deadline_s - now_s)
 
-    def _stands_in_the_way(self, asked: Asked, room: Room, now_s: float) -> bool:
+    def _stands_in_the_way(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
         """Whether there is room for it, and it does not start only because of its deadline: time makes that no better,
         and others wait behind it."""
         if room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE):
             return False
         return self._has_room(asked, room)
 
-    def _late(self, asked: Asked, room: Room, now_s: float) -> float:
+    def _late(self, asked: AdmissionRequest, room: Room, now_s: float) -> float:
         """By how much its first token would be late if it started now; not above 0: it would not."""
         if asked.first_due_s is None:
             return -inf
         return now_s + self.pace.first_s(now_s) + asked.prompt_tokens * room.prompt_token_s - asked.first_due_s
 
-    def _check(self, asked: Asked, room: Room, now_s: float) -> None:
+    def _check(self, asked: AdmissionRequest, room: Room, now_s: float) -> None:
         """Raises Overloaded where a request should not even wait."""
         rate = self._rate.at(now_s)
         before = self._queue.cost_before(asked.client, asked.priority)
@@ -479,11 +479,11 @@ class Admission:
             self.counts[reason] += 1
             raise self._error(f"it would wait {_shown(wait_s)}", wait_s - most_s)
 
-    def _refuse_waiting(self, key: int, reason: Reason, error: Overloaded) -> Refused:
+    def _refuse_waiting(self, key: int, reason: Reason, error: Overloaded) -> AdmissionRefusal:
         self.counts[reason] += 1
         self._queue.remove(key)
         self._waiting.pop(key, None)
-        return Refused(key, reason, error)
+        return AdmissionRefusal(key, reason, error)
 
     def _forget(self, key: int, now_s: float) -> None:
         self._queue.remove(key)

@@ -12,15 +12,15 @@ from time import monotonic
 
 from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Outputs, Request
-from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.core.shared_counters import Count, SharedCounters
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.router import NodeView
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
 from baton.gateway.request.machine import RequestMachine
-from baton.gateway.serving.admission import Admission, Asked, Reason, Refused
+from baton.gateway.serving.admission import Admission, AdmissionRefusal, AdmissionRequest, Reason
 from baton.gateway.serving.node_capacity import Room, Rooms
-from baton.gateway.serving.stream_limit import Progress
+from baton.gateway.serving.stream_limit import StreamProgress
 from baton.protos.v1 import generation_pb2 as pb
 from baton.settings.gateway_config import GatewaySettings
 
@@ -40,7 +40,7 @@ _SEEN_S = 0.01  # with many nodes, a look at all of them costs more than a refus
 
 
 @dataclass(eq=False)
-class Output:
+class QueuedOutput:
     """One output that runs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Output:
             self.writes = False
             self.client_s += monotonic() - began_s
 
-    def look(self, progress: Progress, now_s: float) -> None:
+    def look(self, progress: StreamProgress, now_s: float) -> None:
         """Adds what it has got since the last look, unless its client reads too slowly."""
         first_s, tokens = self.machine.first_token_at_s, self.machine.new_tokens
         if first_s is None:
@@ -80,10 +80,10 @@ class Output:
         self.seen_s, self.seen_tokens = now_s, tokens
 
 
-class WaitingRoom:
+class AdmissionQueue:
     """One per process."""
 
-    def __init__(self, settings: GatewaySettings, connections: Connections, board: Board) -> None:
+    def __init__(self, settings: GatewaySettings, connections: Connections, board: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
         self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
         self._rooms = Rooms(ttft_s)
@@ -100,7 +100,7 @@ class WaitingRoom:
         self._published: Counter[Reason] = Counter()
         self._num_published = 0
         self._shed_at_s = 0.0
-        self._outputs: set[Output] = set()
+        self._outputs: set[QueuedOutput] = set()
         self._measured_s = 0.0
         self._seen: tuple[float, Room] | None = None  # the room and when it was found; None: it has changed since
 
@@ -133,7 +133,7 @@ class WaitingRoom:
         max_tokens = max(1, min(sampling.max_tokens, self._connections.fleet.max_context_tokens))
         prompt_tokens = len(message.token_ids.ids)
         now_s = monotonic()
-        asked = Asked(
+        asked = AdmissionRequest(
             key=0,
             client=client,
             prompt_tokens=min(prompt_tokens, message.truncate_prompt_tokens or prompt_tokens),
@@ -149,11 +149,11 @@ class WaitingRoom:
         finally:
             self._publish()
 
-    def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> Asked:
+    def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> AdmissionRequest:
         """What the request wants."""
         sampling = request.sampling
         ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else self._slo_ttft_s
-        return Asked(
+        return AdmissionRequest(
             key=next(self._keys),
             client=client,
             prompt_tokens=len(request.prompt),
@@ -166,7 +166,7 @@ class WaitingRoom:
             first_due_s=request.started_at_s + ttft_s if self._refuses_late and ttft_s is not None else None,
         )
 
-    def offer(self, asked: Asked) -> "asyncio.Future[None] | None":
+    def offer(self, asked: AdmissionRequest) -> "asyncio.Future[None] | None":
         """The request's turn, which gets an error where the request may not run; None: it runs now. `withdraw` must
         follow.
 
@@ -185,21 +185,21 @@ class WaitingRoom:
         self._look_soon()
         return waiter
 
-    def withdraw(self, asked: Asked) -> None:
+    def withdraw(self, asked: AdmissionRequest) -> None:
         """The request waits no longer."""
         if self._waiters.pop(asked.key, None) is not None:
             self._board.add(Count.WAITING, -asked.outputs)
         self._admission.withdraw(asked.key, monotonic())
 
-    def begins(self, machine: RequestMachine) -> Output:
+    def begins(self, machine: RequestMachine) -> QueuedOutput:
         """An output begins to run."""
         now_s = monotonic()
         room = self._room(now_s)
-        output = Output(now_s, room.step_s, machine, room.load <= _ALONE)
+        output = QueuedOutput(now_s, room.step_s, machine, room.load <= _ALONE)
         self._outputs.add(output)
         return output
 
-    def ran(self, output: Output, *, whole: bool, in_time: bool) -> None:
+    def ran(self, output: QueuedOutput, *, whole: bool, in_time: bool) -> None:
         """An output has ended."""
         self._outputs.discard(output)
         now_s, pace, machine = monotonic(), self._admission.pace, output.machine
@@ -214,7 +214,7 @@ class WaitingRoom:
         elif not in_time:
             pace.first_token(now_s - output.began_s, machine.prompt_tokens, room, now_s)
 
-    def settle(self, asked: Asked, tokens: int) -> None:
+    def settle(self, asked: AdmissionRequest, tokens: int) -> None:
         """The request has ended after so many tokens."""
         self._admission.settle(asked, tokens)
 
@@ -269,12 +269,12 @@ class WaitingRoom:
             self._timer, self._is_later = loop.call_later(_LOOK_S, self._look), True
 
     def _measure(self, room: Room, now_s: float) -> None:
-        self._measured_s, progress = now_s, Progress()
+        self._measured_s, progress = now_s, StreamProgress()
         for output in self._outputs:
             output.look(progress, now_s)
         self._admission.progressed(progress, room, now_s)
 
-    def _end(self, refused: Iterable[Refused]) -> None:
+    def _end(self, refused: Iterable[AdmissionRefusal]) -> None:
         for each in refused:
             if (waiter := self._waiters.get(each.key)) is not None and not waiter.done():
                 waiter.set_exception(each.error)

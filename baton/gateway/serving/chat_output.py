@@ -1,6 +1,6 @@
 """An output's text as parts of a chat's answer. Pure."""
 
-from baton.gateway.text.chat.types import ChatDelta, OutputParser
+from baton.gateway.text.chat.types import OutputParser, ParsedDelta
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -42,14 +42,14 @@ class ChatOutput:
         return _spread(message, parts, tokens_last=self._tokens_last)
 
 
-def _follows(part: pb.ChatDelta, delta: ChatDelta) -> bool:
+def _follows(part: pb.ChatDelta, delta: ParsedDelta) -> bool:
     """Whether the delta may join the part, which keeps no order between its fields."""
     after_reasoning = bool(part.content or part.tool_calls)
     after_content = bool(part.tool_calls)
     return not (delta.reasoning and after_reasoning) and not (delta.content and after_content)
 
 
-def _append(part: pb.ChatDelta, delta: ChatDelta) -> None:
+def _append(part: pb.ChatDelta, delta: ParsedDelta) -> None:
     if delta.content:
         part.content += delta.content
     if delta.reasoning:

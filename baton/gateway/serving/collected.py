@@ -34,7 +34,7 @@ class _Output:
         return self.message
 
 
-class Collector:
+class AnswerCollector:
     """Takes all messages of one request."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ _MESSAGES_COUNTED = 1000
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestCall:
     """A client's call: its message, and what it means whatever the message says.
 
     Attributes:
@@ -79,7 +79,12 @@ class _Prompt:
 
 
 async def prepare(
-    call: Call, model: ServedModel, texts: TextWork, *, max_context_tokens: int, adapter: AdapterRef | None = None
+    call: RequestCall,
+    model: ServedModel,
+    texts: TextWork,
+    *,
+    max_context_tokens: int,
+    adapter: AdapterRef | None = None,
 ) -> Prepared:
     """The request as it can be served.
 
@@ -150,7 +155,7 @@ def fewest_tokens(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
     return _size(message, chat) // CHARACTERS_PER_TOKEN
 
 
-async def _in_time(work: Awaitable[T], call: Call) -> T:
+async def _in_time(work: Awaitable[T], call: RequestCall) -> T:
     try:
         async with asyncio.timeout_at(call.started_at_s + call.timeout_s):
             return await work

@@ -16,7 +16,7 @@ from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining
 from baton.core.memory import memory_limit_bytes
 from baton.core.types import AdapterRef, Path
 from baton.gateway.core.request import Outputs, Request, Rules
-from baton.gateway.core.shared_counters import REFUSALS, Board, Count
+from baton.gateway.core.shared_counters import REFUSALS, Count, SharedCounters
 from baton.gateway.observe.meter import RequestMeter
 from baton.gateway.observe.metrics import GatewayMetrics
 from baton.gateway.observe.recent import Recent, Shown, newest_of
@@ -26,11 +26,18 @@ from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import RequestDriver, Write
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
-from baton.gateway.request.write_scheduler import Turns
-from baton.gateway.serving.admission_queue import WaitingRoom
+from baton.gateway.request.write_scheduler import WriteScheduler
+from baton.gateway.serving.admission_queue import AdmissionQueue
 from baton.gateway.serving.chat_output import ChatOutput
 from baton.gateway.serving.fan_out import fan_out
-from baton.gateway.serving.preparation import CHARACTERS_PER_TOKEN, Call, Prepared, encode, fewest_tokens, prepare
+from baton.gateway.serving.preparation import (
+    CHARACTERS_PER_TOKEN,
+    Prepared,
+    RequestCall,
+    encode,
+    fewest_tokens,
+    prepare,
+)
 from baton.gateway.serving.validate import check_outputs, check_request_id
 from baton.gateway.text.chat.types import ChatRequest
 from baton.gateway.text.model import ServedModel
@@ -38,7 +45,7 @@ from baton.gateway.text.text_work import TextWork, text_budget
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.security import identity
-from baton.security.limits import Prompt
+from baton.security.limits import LimitedPrompt
 from baton.settings.gateway_config import GatewaySettings
 from baton.tracing.context import TraceContext
 
@@ -69,7 +76,7 @@ class Colleagues(Protocol):
     """The processes that serve as one gateway; this one is among them."""
 
     @property
-    def board(self) -> Board: ...
+    def board(self) -> SharedCounters: ...
 
     def join(self, serving: "Serving") -> None:
         """From now on, the others' questions reach it."""
@@ -88,7 +95,7 @@ class Alone:
     """A gateway of one process."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.board = SharedCounters()
 
     def join(self, serving: "Serving") -> None:
         pass
@@ -179,8 +186,8 @@ class Serving:
         )
         self._connections = connections
         self.metrics = GatewayMetrics(self.board, model.name, connections.fleet, self._accepts)
-        self._turns = Turns()
-        self._waiting_room = WaitingRoom(settings, connections, self.board)
+        self._turns = WriteScheduler()
+        self._waiting_room = AdmissionQueue(settings, connections, self.board)
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -257,7 +264,7 @@ class Serving:
             with caller.budget.request(outputs=outputs.drawn, tokens=tokens) as charge:
                 message.cache_salt = caller.salt(message.cache_salt)
                 timeout_s = self._timeout_s(budget_s)
-                call = Call(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent, skip)
+                call = RequestCall(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent, skip)
                 await self._serve(call, write, outputs, charge, record, has_deadline=budget_s is not None)
         except BatonError as error:
             error.request_id = request_id
@@ -343,7 +350,14 @@ class Serving:
         return limit_s if budget_s is None else min(budget_s, limit_s)
 
     async def _serve(
-        self, call: Call, write: Write, outputs: Outputs, charge: Prompt, record: RequestRecord, *, has_deadline: bool
+        self,
+        call: RequestCall,
+        write: Write,
+        outputs: Outputs,
+        charge: LimitedPrompt,
+        record: RequestRecord,
+        *,
+        has_deadline: bool,
     ) -> None:
         client = record.client
         if not self._draining:

@@ -24,7 +24,7 @@ _ALONE_WEIGHT = 0.2
 
 
 @dataclass
-class Progress:
+class StreamProgress:
     """What streams have got since the last measurement.
 
     Args:
@@ -43,7 +43,7 @@ class StreamBound:
         self._bound: float | None = None  # None: not needed, or nothing is measured
         self._alone_s: float | None = None
         self._at_s = 0.0
-        self._progress = Progress()
+        self._progress = StreamProgress()
 
     def ended_alone(self, token_s: float) -> None:
         """An output has ended that had the nodes for itself."""
@@ -58,14 +58,14 @@ class StreamBound:
             return min(most, self._bound)
         return min(most, max(self._least(room), min(room.spared, _FIRST_SHARE * room.seats)))
 
-    def measured(self, progress: Progress, room: Room, now_s: float, *, spares: bool) -> None:
+    def measured(self, progress: StreamProgress, room: Room, now_s: float, *, spares: bool) -> None:
         """Streams have got so many tokens since the last call.
 
         Args:
             spares: streams are to be kept fast now.
         """
         if not spares:
-            self._bound, self._at_s, self._progress = None, now_s, Progress()
+            self._bound, self._at_s, self._progress = None, now_s, StreamProgress()
             return
         self._progress.seconds += progress.seconds
         self._progress.tokens += progress.tokens
@@ -73,7 +73,7 @@ class StreamBound:
         if now_s < self._at_s + _EVERY_S or self._progress.tokens < _LEAST_TOKENS or not alone_s:
             return
         wanted = _SLOWER * alone_s * self._progress.tokens / max(1e-9, self._progress.seconds)
-        self._at_s, self._progress = now_s, Progress()
+        self._at_s, self._progress = now_s, StreamProgress()
         bound = self.most(room)
         if wanted < 1:
             bound = min(bound, room.load) * max(_CUT, wanted)

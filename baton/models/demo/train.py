@@ -89,7 +89,7 @@ def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
     )
 
 
-class Text:
+class TrainingText:
     """Documents as one row of token ids, each ended by END_OF_TEXT, and the paragraphs in it."""
 
     def __init__(self, documents: list[str], tokenizer: Tokenizer, device: torch.device) -> None:
@@ -204,7 +204,9 @@ def optimizer_of(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def train(model: nn.Module, training: Text, held_out: Text, options: argparse.Namespace) -> list[dict[str, float]]:
+def train(
+    model: nn.Module, training: TrainingText, held_out: TrainingText, options: argparse.Namespace
+) -> list[dict[str, float]]:
     """Trains the model, leaves the last or best weights in it, and returns the losses of documents during training."""
     balance = RouterBalance(model, getattr(model.config, "num_experts_per_tok", 1))
     add_dropout(model, options.dropout)
@@ -278,7 +280,7 @@ def main() -> None:
         (options.corpus / name).read_text(encoding="utf-8").split(END_OF_TEXT) for name in ("train.txt", "heldout.txt")
     )
     tokenizer = train_tokenizer(documents)
-    training, held_out = Text(documents, tokenizer, device), Text(kept, tokenizer, device)
+    training, held_out = TrainingText(documents, tokenizer, device), TrainingText(kept, tokenizer, device)
     eos_token_id = tokenizer.token_to_id(END_OF_TEXT)
     model = AutoModelForCausalLM.from_config(
         shape(options.arch, eos_token_id), dtype=torch.float32, experts_implementation="eager"

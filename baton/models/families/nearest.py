@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from baton.models.families.table import Features
+from baton.models.families.table import ModelFeatures
 
 # Most typical first.
 _DENSE = ("LlamaForCausalLM",)
@@ -49,21 +49,21 @@ class Traits:
 
 
 def nearest(
-    architecture: str, fields: Mapping[str, object], supported: Iterable[str], features: Mapping[str, Features]
+    architecture: str, fields: Mapping[str, object], supported: Iterable[str], features: Mapping[str, ModelFeatures]
 ) -> str:
     """One sentence, without a full stop: which of `supported` is nearest to `architecture`, and in what they differ;
     or why none is near. "" where the fields do not say.
 
     Args:
         fields: of the model's config.json, as they are; they may have wrong types.
-        features: of the supported architectures; one without an entry has `Features()`.
+        features: of the supported architectures; one without an entry has `ModelFeatures()`.
     """
     if not architecture.endswith(_CAUSAL):
         return ""
     traits = traits_of(fields)
     if traits.encoder:
         return f"no supported architecture is near: this one has {traits.encoder}"
-    known = {name: features.get(name, Features()) for name in supported}
+    known = {name: features.get(name, ModelFeatures()) for name in supported}
     for said, by in _names(architecture, fields):
         relatives = [name for name in known if _akin(_word(said), _word(name)) and _alike(traits, known[name])]
         if relatives:
@@ -145,13 +145,13 @@ def _common(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _alike(traits: Traits, features: Features) -> bool:
+def _alike(traits: Traits, features: ModelFeatures) -> bool:
     """Whether a name that is the same means the same kind of layer."""
     norms_differ = traits.rms_norm if features.layer_norm else traits.layer_norm and not traits.rms_norm
     return traits.attention and not norms_differ and traits.latent == features.latent
 
 
-def _distance(said: str, traits: Traits, name: str, features: Features) -> tuple[bool, bool, float, int]:
+def _distance(said: str, traits: Traits, name: str, features: ModelFeatures) -> tuple[bool, bool, float, int]:
     wrapper = name.endswith("ForConditionalGeneration") != said.endswith("ForConditionalGeneration")
     versions = abs(_version(said) - _version(name))
     return traits.experts != features.experts, wrapper, versions, -_common(said.lower(), name.lower())
@@ -163,7 +163,7 @@ def _version(said: str) -> float:
     return float(f"{found[1]}.{found[2] or 0}") if found else 1.0
 
 
-def _differences(traits: Traits, features: Features) -> str:
+def _differences(traits: Traits, features: ModelFeatures) -> str:
     parts = [traits.unlike] if traits.unlike else []
     if traits.experts != features.experts:
         parts.append(f"{'a' if traits.experts else 'no'} mixture of experts")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.models.config.quantization.packed_config import WORD_BITS, PackedConfig, Role, Stored
+from baton.models.config.quantization.packed_config import WORD_BITS, PackedConfig, StoredPart, TensorRole
 
 RUN = 16  # inputs in the low halves of adjacent bytes, before those in the high halves
 
@@ -55,22 +55,22 @@ class PackedWeight:
         return weight_NK if self.order_K is None else weight_NK[:, self.order_K.argsort()]
 
 
-def numbers_of(tensors: Mapping[Role, Tensor], config: PackedConfig, rows: int, columns: int) -> PackedWeight:
+def numbers_of(tensors: Mapping[TensorRole, Tensor], config: PackedConfig, rows: int, columns: int) -> PackedWeight:
     """The weight that a layer's stored tensors hold."""
     layout = config.tensors
-    numbers_NK = unpack_words(tensors[Role.NUMBERS], layout[Role.NUMBERS], config.bits)[:rows, :columns]
-    scales_NG = _outputs_first(tensors[Role.SCALES], layout[Role.SCALES])
+    numbers_NK = unpack_words(tensors[TensorRole.NUMBERS], layout[TensorRole.NUMBERS], config.bits)[:rows, :columns]
+    scales_NG = _outputs_first(tensors[TensorRole.SCALES], layout[TensorRole.SCALES])
     zeros_GN = None
-    if Role.ZEROS in tensors:
-        zeros_NG = unpack_words(tensors[Role.ZEROS], layout[Role.ZEROS], config.bits)[:rows]
+    if TensorRole.ZEROS in tensors:
+        zeros_NG = unpack_words(tensors[TensorRole.ZEROS], layout[TensorRole.ZEROS], config.bits)[:rows]
         if config.zeros_are_less_one:
             zeros_NG = (zeros_NG + 1) & ((1 << config.bits) - 1)
         zeros_GN = zeros_NG.T.contiguous()
     group_size = config.group_size or columns
     order_K = groups_K = None
-    if Role.GROUPS in tensors:
+    if TensorRole.GROUPS in tensors:
         runs_K = torch.arange(columns, device=numbers_NK.device) // group_size
-        sorted_K, order_K = tensors[Role.GROUPS].long().sort(stable=True)
+        sorted_K, order_K = tensors[TensorRole.GROUPS].long().sort(stable=True)
         if torch.equal(order_K, torch.arange(columns, device=order_K.device)):
             order_K = None
         else:
@@ -81,7 +81,7 @@ def numbers_of(tensors: Mapping[Role, Tensor], config: PackedConfig, rows: int, 
     return PackedWeight(stored_NB, scales_GN, zeros_GN, config.bits, columns, group_size, order_K, groups_K)
 
 
-def unpack_words(words: Tensor, layout: Stored, bits: int) -> Tensor:
+def unpack_words(words: Tensor, layout: StoredPart, bits: int) -> Tensor:
     """uint8 [N, K] or [N, G] of the stored words."""
     assert layout.packed_dim is not None
     places = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
@@ -92,7 +92,7 @@ def unpack_words(words: Tensor, layout: Stored, bits: int) -> Tensor:
     return _outputs_first(numbers, layout)
 
 
-def _outputs_first(tensor: Tensor, layout: Stored) -> Tensor:
+def _outputs_first(tensor: Tensor, layout: StoredPart) -> Tensor:
     assert layout.outputs is not None
     return tensor if layout.outputs.dim == 0 else tensor.T
 

@@ -13,7 +13,7 @@ from baton.models.checkpoint.share import Share
 from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from baton.models.config.quantization.int8_config import Int8Config
-from baton.models.config.quantization.packed_config import PackedConfig, Stored
+from baton.models.config.quantization.packed_config import PackedConfig, StoredPart
 from baton.models.families.table import FAMILIES
 from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.share_table import experts_by_layer, share_table
@@ -67,7 +67,7 @@ class Shares:
         layer, expert = map(int, match.groups())
         return layer < len(self._experts) and expert not in self._experts[layer]
 
-    def _of_packed(self, share: Share, layout: Stored) -> Share | None:
+    def _of_packed(self, share: Share, layout: StoredPart) -> Share | None:
         """The share of a tensor of packed integers, given the share of the weight that they stand for."""
         assert self._packed is not None
         axis = layout.outputs if share.dim == 0 else layout.inputs

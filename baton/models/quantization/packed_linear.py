@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from baton.core.errors import ConfigError
 from baton.models.checkpoint.checkpoint import StoredTensor
 from baton.models.checkpoint.tensor_reader import TORCH_DTYPES
-from baton.models.config.quantization.packed_config import PackedConfig, Role, Stored
+from baton.models.config.quantization.packed_config import PackedConfig, StoredPart, TensorRole
 from baton.models.formats.packed import PackedWeight, numbers_of
 from baton.models.kernels.quantized import packed_gemm
 from baton.models.layers.linear import FusedLinear, Linear
@@ -40,12 +40,12 @@ class StoredLayer:
         stored: Mapping[str, StoredTensor],
     ) -> None:
         self.config, self.shape, self._name = config, shape, name
-        self._module, self._parameters = module, dict[Role, tuple[Stored, str]]()
+        self._module, self._parameters = module, dict[TensorRole, tuple[StoredPart, str]]()
         for role, layout in config.tensors.items():
             found = stored.get(f"{name}.{layout.suffix}")
             if layout.optional and found is None:
                 continue
-            if not stored and role is Role.GROUPS:
+            if not stored and role is TensorRole.GROUPS:
                 continue
             parameter = f"{key}_{layout.suffix}"
             kind = TORCH_DTYPES[layout.dtype] if layout.dtype else _float_of(found, dtype)
@@ -58,7 +58,10 @@ class StoredLayer:
             self._parameters[role] = (layout, parameter)
 
     def _groups_of_all_inputs(self, stored: Mapping[str, StoredTensor]) -> int:
-        groups, size = stored.get(f"{self._name}.{self.config.tensors[Role.GROUPS].suffix}"), self.config.group_size
+        groups, size = (
+            stored.get(f"{self._name}.{self.config.tensors[TensorRole.GROUPS].suffix}"),
+            self.config.group_size,
+        )
         return 1 if groups is None or size is None else -(-math.prod(groups.shape) // size)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,17 +81,19 @@ class StoredLayer:
         self._check(tensors)
         return numbers_of(tensors, self.config, *self.shape)
 
-    def _check(self, tensors: Mapping[Role, Tensor]) -> None:
-        name, layouts, scales = self._name, self.config.tensors, tensors[Role.SCALES]
+    def _check(self, tensors: Mapping[TensorRole, Tensor]) -> None:
+        name, layouts, scales = self._name, self.config.tensors, tensors[TensorRole.SCALES]
         if not bool(scales.isfinite().all()):
-            raise _damaged(f"{name}.{layouts[Role.SCALES].suffix} is not finite everywhere", "finite numbers")
-        groups = tensors.get(Role.GROUPS)
+            raise _damaged(f"{name}.{layouts[TensorRole.SCALES].suffix} is not finite everywhere", "finite numbers")
+        groups = tensors.get(TensorRole.GROUPS)
         if groups is not None:
-            inputs = layouts[Role.SCALES].inputs
+            inputs = layouts[TensorRole.SCALES].inputs
             assert inputs is not None
             last = scales.shape[inputs.dim] - 1
             if not bool(((groups >= 0) & (groups <= last)).all()):
-                raise _damaged(f"{name}.{layouts[Role.GROUPS].suffix} has groups outside 0 to {last}", f"0 to {last}")
+                raise _damaged(
+                    f"{name}.{layouts[TensorRole.GROUPS].suffix} has groups outside 0 to {last}", f"0 to {last}"
+                )
 
 
 def _damaged(problem: str, allowed: str) -> ConfigError:

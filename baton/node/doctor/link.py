@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.node.doctor.cures import THROUGH_HOST, cure_for
 from baton.node.doctor.verdict import Verdict, fail, ok
 from kvtransfer.transports.table import open_transport
-from kvtransfer.transports.transport import REACH_GPU_MEMORY, Arrival, Request, Transport
+from kvtransfer.transports.transport import REACH_GPU_MEMORY, Arrival, TransferRequest, Transport
 
 MIB = 1 << 20
 _PEER = 1
@@ -28,7 +28,7 @@ _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """Attributes:
     carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" if it does not reach GPU memory.
     round_trip_us: of a small message.
@@ -55,7 +55,7 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
     return ok(check, found)
 
 
-def measure(devices: tuple[str, str]) -> Link:
+def measure(devices: tuple[str, str]) -> MeasuredLink:
     """Raises:
     RuntimeError: bytes came back changed, or too late.
     """
@@ -72,7 +72,7 @@ def measure(devices: tuple[str, str]) -> Link:
         finally:
             transport.close()
         connection.send(None)
-    return Link(carrier, small_s * 1e6, 2 * _LARGE_BYTES / large_s / 1e9)
+    return MeasuredLink(carrier, small_s * 1e6, 2 * _LARGE_BYTES / large_s / 1e9)
 
 
 def open_as_a_node(device: str) -> Transport:
@@ -173,7 +173,7 @@ def _until_arrival(transport: Transport) -> Arrival:
     return found[0]
 
 
-def _until_done(transport: Transport, *requests: Request) -> None:
+def _until_done(transport: Transport, *requests: TransferRequest) -> None:
     _until(lambda: all(request.done for request in requests), transport)
 
 

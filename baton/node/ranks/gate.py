@@ -2,7 +2,7 @@
 
 It is a process of its own, so that neither steps nor calls wait for rank 0's Python. Rank 0 starts it through
 `baton.node.ranks.child`, with the number of an inherited socket, over which it gets its `GateSetup` and reports
-`Joined`, `Lost` and `Failed`.
+`Joined`, `RankLost` and `Failed`.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from baton.core.logs import set_up_logging
 from baton.core.version import __version__
 from baton.node.ranks.carry import HANDSHAKE_S, SHUTDOWN_S, Greeting, Stream, carry, notice_loss
 from baton.node.ranks.hosts import Hosts
-from baton.node.ranks.messages import Failed, GateSetup, Joined, Lost
-from baton.rpc.server import Address
+from baton.node.ranks.messages import Failed, GateSetup, Joined, RankLost
+from baton.rpc.server import ListenAddress
 from baton.security.peers import PeerTls
 
 log = logging.getLogger("baton")
@@ -131,10 +131,10 @@ class Gate:
         why = await carry(local, remote)
         # A rank that ends in order closes its calls first, and its steps with rank 0.
         if why and (channel == "steps" or not self._complete.is_set()):
-            self._control.send(Lost(rank, host, why))
+            self._control.send(RankLost(rank, host, why))
 
 
-def _is_address(leader: Address) -> bool:
+def _is_address(leader: ListenAddress) -> bool:
     """Whether host 0 listens there only. A name may be of an address that host 0 does not have itself."""
     host = leader.host.strip("[]")
     return host not in _EVERYWHERE and (":" in host or host.replace(".", "").isdigit())

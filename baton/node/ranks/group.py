@@ -27,7 +27,7 @@ from baton.node.ranks.child import child_command
 from baton.node.ranks.host import how_ended, worker_command
 from baton.node.ranks.hosts import JOIN_S, Hosts
 from baton.node.ranks.join import serve_store
-from baton.node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Lost, Meeting, Setup, Up
+from baton.node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Meeting, RankLost, Setup, Up
 from baton.node.ranks.stopped import StoppedFor
 from baton.security.roles import Role
 from baton.settings.config import NodeSettings
@@ -278,7 +278,7 @@ class RankGroup:
             match report:
                 case Joined(rank, host):
                     log.info("rank %d joined from %s", rank, host)
-                case Lost(rank, host, why):
+                case RankLost(rank, host, why):
                     self._of(rank).heard.wait(_EXPLAINED_S)
                     self.fail(f"rank {rank} on host {host} is gone ({why}): this node ends")
                 case Failed(error):

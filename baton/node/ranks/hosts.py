@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.errors import ConfigError
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.settings.config import NodeSettings, flag, variable
 
 # Hosts of a node start in any order, and each may have to find its model first. They wait so long for each other.
@@ -23,7 +23,7 @@ class Hosts:
     count: int
     rank: int
     ranks_each: int
-    leader: Address | None
+    leader: ListenAddress | None
 
     @classmethod
     def of(cls, settings: NodeSettings) -> "Hosts":
@@ -41,7 +41,7 @@ class Hosts:
             return cls(1, 0, ranks, None)
         if settings.leader_address is None:
             raise _wrong("leader_address", None, f"there are {count} hosts", cure="give host 0's host:port to all")
-        leader = Address.parse(settings.leader_address, field="leader_address")
+        leader = ListenAddress.parse(settings.leader_address, field="leader_address")
         if leader.port == 0:
             raise _wrong("leader_address", settings.leader_address, "other hosts cannot know a free port")
         return cls(count, rank, ranks // count, leader)

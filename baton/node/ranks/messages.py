@@ -10,7 +10,7 @@ from baton.settings.config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RankLost:
     """A rank that was connected is gone."""
 
     rank: int
@@ -94,7 +94,7 @@ class Failed:
     error: ConfigError
 
 
-GateReport = Joined | Lost | Failed
+GateReport = Joined | RankLost | Failed
 
 
 # ---- verbs
@@ -110,7 +110,7 @@ class Listen(Verb[bytes]):
 
 
 @dataclass(frozen=True)
-class Connect(Verb[None]):
+class RankConnect(Verb[None]):
     peer: int
     address: bytes
     message_bytes: int | None
@@ -146,7 +146,7 @@ class UseLink(Verb[None]):
 
 
 @dataclass(frozen=True)
-class Send(Verb[tuple[Segment, ...]]):
+class RankSend(Verb[tuple[Segment, ...]]):
     job: SendJob
 
 
@@ -157,12 +157,12 @@ class Quiet(Verb[None]):
 
 
 @dataclass(frozen=True)
-class OpenLease(Verb[None]):
+class RankOpenLease(Verb[None]):
     lease: LeaseGrant
 
 
 @dataclass(frozen=True)
-class CloseLease(Verb[LeaseTotals]):
+class RankCloseLease(Verb[LeaseTotals]):
     number: int
 
 
@@ -184,7 +184,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """Perform a verb. The answer has the same number."""
 
     number: int
@@ -207,7 +207,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """The outcome of a call, or of `Start`."""
 
     number: int
@@ -231,4 +231,4 @@ class LinkFailed:
     error: BatonError
 
 
-Report = Answer | LeaseTotals | SegmentRefused | LinkFailed | Heartbeat
+Report = RankAnswer | LeaseTotals | RefusedSegment | LinkFailed | Heartbeat

@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 from baton.core.errors import Draining
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
-    Answer,
     AwaitWarmUp,
-    Call,
     Cancel,
     Close,
-    CloseLease,
-    Connect,
     Disconnect,
     Heartbeat,
     LinkFailed,
     Listen,
-    OpenLease,
     Quiet,
+    RankAnswer,
+    RankCall,
+    RankCloseLease,
+    RankConnect,
+    RankOpenLease,
+    RankSend,
     Reopen,
     Report,
-    Send,
     SendWarmUp,
     Start,
     UseLink,
@@ -34,7 +34,7 @@ from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
-from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, RefusedSegment, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class RemoteTransfer(RankTransfer):
         incarnation: int = 0,
         sealed: bool = False,
     ) -> None:
-        await self._ask(Connect(peer, address, message_bytes, group, conversion, incarnation, sealed))
+        await self._ask(RankConnect(peer, address, message_bytes, group, conversion, incarnation, sealed))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         return await self._ask_unless_gone(Disconnect(peer), ())
@@ -124,16 +124,16 @@ class RemoteTransfer(RankTransfer):
         await self._ask(UseLink(peer, link))
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        return await self._ask(Send(job))
+        return await self._ask(RankSend(job))
 
     async def quiet(self, peer: int, lease: int) -> None:
         await self._ask_unless_gone(Quiet(peer, lease), None)
 
     def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
-        return asyncio.shield(self._post(OpenLease(lease))[1])
+        return asyncio.shield(self._post(RankOpenLease(lease))[1])
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        return await self._ask_unless_gone(CloseLease(number), LeaseTotals(number, 0, 0, 0.0))
+        return await self._ask_unless_gone(RankCloseLease(number), LeaseTotals(number, 0, 0, 0.0))
 
     def counters(self) -> TransferCounters:
         """At most a second old."""
@@ -168,7 +168,7 @@ class RemoteTransfer(RankTransfer):
         if self._gone:
             future.set_exception(self._is_gone())
         else:
-            self._send(Call(number, verb))
+            self._send(RankCall(number, verb))
         return number, future
 
     def _expect(self) -> tuple[int, asyncio.Future[Any]]:
@@ -177,7 +177,7 @@ class RemoteTransfer(RankTransfer):
         future.add_done_callback(lambda _: self._waiting.pop(number, None))
         return number, future
 
-    def _send(self, message: Call | Cancel) -> None:
+    def _send(self, message: RankCall | Cancel) -> None:
         assert self._channel is not None, "start comes first"
         self._channel.send(message)
 
@@ -198,7 +198,7 @@ class RemoteTransfer(RankTransfer):
 
     def _take(self, report: Report) -> None:
         match report:
-            case Answer(number=number, result=result, error=error):
+            case RankAnswer(number=number, result=result, error=error):
                 future = self._waiting.get(number)
                 if future is None or future.done():
                     return  # it was cancelled
@@ -208,7 +208,7 @@ class RemoteTransfer(RankTransfer):
                     future.set_exception(error)
             case LeaseTotals():
                 self._on_filled(report)
-            case SegmentRefused():
+            case RefusedSegment():
                 self._on_refused(report)
             case LinkFailed(peer=peer, error=error):
                 if self._on_link_failed is not None:

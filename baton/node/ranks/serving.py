@@ -11,21 +11,21 @@ from typing import Any
 from baton.core.errors import BatonError, InternalError
 from baton.node.ranks.channel import Channel
 from baton.node.ranks.messages import (
-    Answer,
     AwaitWarmUp,
-    Call,
     Cancel,
     Close,
-    CloseLease,
-    Connect,
     Disconnect,
     Heartbeat,
     LinkFailed,
     Listen,
-    OpenLease,
     Quiet,
+    RankAnswer,
+    RankCall,
+    RankCloseLease,
+    RankConnect,
+    RankOpenLease,
+    RankSend,
     Reopen,
-    Send,
     SendWarmUp,
     Start,
     UseLink,
@@ -74,7 +74,7 @@ class TransferServer:
             with self._guard():
                 async with transfer:
                     with self._guard():
-                        channel.send(Answer(start.number))
+                        channel.send(RankAnswer(start.number))
                         await self._follow(channel, transfer, failed)
         finally:
             await channel.close()
@@ -95,9 +95,9 @@ class TransferServer:
         while not isinstance(order := await channel.receive(), Close):
             self._take(order, channel, transfer)
 
-    def _take(self, order: Call | Cancel, channel: Channel, transfer: KVTransfer) -> None:
+    def _take(self, order: RankCall | Cancel, channel: Channel, transfer: KVTransfer) -> None:
         number = order.number
-        if isinstance(order, Call):
+        if isinstance(order, RankCall):
             name = f"call-{type(order.verb).__name__}"
             task = asyncio.create_task(self._answer(order, channel, transfer), name=name)
             self._tasks[number] = task
@@ -105,15 +105,15 @@ class TransferServer:
         elif task_or_none := self._tasks.get(number):
             task_or_none.cancel()
 
-    async def _answer(self, call: Call, channel: Channel, transfer: KVTransfer) -> None:
+    async def _answer(self, call: RankCall, channel: Channel, transfer: KVTransfer) -> None:
         try:
-            channel.send(Answer(call.number, await perform(transfer, call.verb)))
+            channel.send(RankAnswer(call.number, await perform(transfer, call.verb)))
         except BatonError as error:
-            channel.send(Answer(call.number, error=error))
+            channel.send(RankAnswer(call.number, error=error))
         except Exception as error:
             log.exception("%s failed", call.verb)
             failure = InternalError(f"{type(error).__name__} on rank {self._rank}", cure="see the node's log")
-            channel.send(Answer(call.number, error=failure))
+            channel.send(RankAnswer(call.number, error=failure))
 
     async def _send_heartbeats(self, channel: Channel, transfer: KVTransfer) -> None:
         while True:
@@ -130,7 +130,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
     match verb:
         case Listen():
             return transfer.listen(verb.peer)
-        case Connect():
+        case RankConnect():
             return transfer.connect(
                 verb.peer,
                 verb.address,
@@ -148,13 +148,13 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.warmed_up(verb.peer, verb.messages, verb.bytes, timeout_s=verb.timeout_s)
         case UseLink():
             return transfer.use_link(verb.peer, verb.link)
-        case Send():
+        case RankSend():
             return transfer.send(verb.job)
         case Quiet():
             return transfer.quiet(verb.peer, verb.lease)
-        case OpenLease():
+        case RankOpenLease():
             return transfer.open_lease(verb.lease)
-        case CloseLease():
+        case RankCloseLease():
             return transfer.close_lease(verb.number)
         case Reopen():
             return transfer.reopen(incarnation=verb.incarnation, receive_bytes_per_s=verb.receive_bytes_per_s)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attention.kernels.paged.call import Features
+from attention.kernels.paged.call import KernelFeatures
 from tests.device import DEVICE
 
 SCALE = 0.3
@@ -18,20 +18,20 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SLOPES_H = torch.linspace(0.5, 0.1, 4, device=DEVICE)
 SINKS_H = torch.linspace(-1.0, 2.0, 4, device=DEVICE)
 FEATURES = {
-    "none": Features(),
-    "not causal": Features(causal=False),
-    "window of 1": Features(sliding_window=1),
-    "window of 7": Features(sliding_window=7),
-    "window of 65": Features(sliding_window=65),
-    "window of 1, not causal": Features(causal=False, sliding_window=1),
-    "window of 9, not causal": Features(causal=False, sliding_window=9),
-    "window of 70, not causal": Features(causal=False, sliding_window=70),
-    "chunks of 32": Features(attention_chunk_size=32),
-    "chunks of 9": Features(attention_chunk_size=9),
-    "soft cap": Features(logits_soft_cap=1.5),
-    "ALiBi": Features(alibi_slopes_H=SLOPES_H),
-    "sinks": Features(sinks_H=SINKS_H),
-    "all": Features(
+    "none": KernelFeatures(),
+    "not causal": KernelFeatures(causal=False),
+    "window of 1": KernelFeatures(sliding_window=1),
+    "window of 7": KernelFeatures(sliding_window=7),
+    "window of 65": KernelFeatures(sliding_window=65),
+    "window of 1, not causal": KernelFeatures(causal=False, sliding_window=1),
+    "window of 9, not causal": KernelFeatures(causal=False, sliding_window=9),
+    "window of 70, not causal": KernelFeatures(causal=False, sliding_window=70),
+    "chunks of 32": KernelFeatures(attention_chunk_size=32),
+    "chunks of 9": KernelFeatures(attention_chunk_size=9),
+    "soft cap": KernelFeatures(logits_soft_cap=1.5),
+    "ALiBi": KernelFeatures(alibi_slopes_H=SLOPES_H),
+    "sinks": KernelFeatures(sinks_H=SINKS_H),
+    "all": KernelFeatures(
         sliding_window=40, attention_chunk_size=64, logits_soft_cap=1.5, alibi_slopes_H=SLOPES_H, sinks_H=SINKS_H
     ),
 }
@@ -66,7 +66,7 @@ class RaggedBatch:
         padding = self.q[0].new_full((PADDING, *self.q[0].shape[1:]), math.nan)
         return torch.cat([*self.q, padding]).to(DEVICE)
 
-    def check(self, features: Features) -> None:
+    def check(self, features: KernelFeatures) -> None:
         """Checks that the outputs equal the definition, and that memory past the batch is unchanged."""
         tolerance = TOLERANCE[self.out_THV.dtype]
         for request, (start, stop) in enumerate(pairwise(self.query_start_loc.tolist())):
@@ -102,7 +102,7 @@ def ragged_batch(
     )
 
 
-def attend_plainly(q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+def attend_plainly(q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, features: KernelFeatures) -> tuple[Tensor, Tensor]:
     """Output [T, H, V] and log-sum-exp [H, T] of one request, float64 on the CPU."""
     group = q_THD.shape[1] // k_SKD.shape[1]
     k_SHD, v_SHV = (kv.double().repeat_interleave(group, dim=1) for kv in (k_SKD, v_SKV))

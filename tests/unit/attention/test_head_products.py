@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.mla import head_products
-from attention.kernels.mla.head_products import MAX_TOKENS, HeadProducts, Tile, choose, multiply_heads
+from attention.kernels.mla.head_products import MAX_TOKENS, HeadProducts, HeadTile, choose, multiply_heads
 from tests.device import DEVICE
 
 HEADS, SMS = 3, 132
@@ -43,7 +43,7 @@ def test_queries_go_to_the_latent_space(num_tokens: int, sizes: tuple[int, int, 
     weight_HXL[:, query:] = torch.nan  # of values
     out_THC = poisoned(num_tokens, HEADS, latent + 8, dtype=dtype)
     out_HTL = out_THC[..., :latent].transpose(0, 1)
-    multiply_heads(q_THD[..., :query].transpose(0, 1), weight_HXL[:, :query], out_HTL, Tile(32, num_warps=4))
+    multiply_heads(q_THD[..., :query].transpose(0, 1), weight_HXL[:, :query], out_HTL, HeadTile(32, num_warps=4))
     check(q_THD[..., :query].transpose(0, 1), weight_HXL[:, :query], out_HTL)
     assert out_THC[..., latent:].isnan().all()
 
@@ -59,7 +59,7 @@ def test_attended_latents_become_values(num_tokens: int, sizes: tuple[int, int, 
     weight_HLV = weight_HXL[:, query:].transpose(1, 2)
     out_THV = poisoned(num_tokens + 1, HEADS, value, dtype=dtype)
     out_HTV = out_THV[:num_tokens].transpose(0, 1)
-    multiply_heads(attended_THL.transpose(0, 1), weight_HLV, out_HTV, Tile(16, num_warps=4))
+    multiply_heads(attended_THL.transpose(0, 1), weight_HLV, out_HTV, HeadTile(16, num_warps=4))
     check(attended_THL.transpose(0, 1), weight_HLV, out_HTV)
     assert out_THV[num_tokens:].isnan().all()
 
@@ -67,7 +67,7 @@ def test_attended_latents_become_values(num_tokens: int, sizes: tuple[int, int, 
 @pytest.mark.parametrize("outputs", [16, 64, 128])
 def test_tiles_of_other_widths_multiply(outputs: int) -> None:
     x_HTI, weight_HIO, out_HTO = random(2, 5, 32), random(2, 32, 104, seed=1), poisoned(2, 5, 104)
-    multiply_heads(x_HTI, weight_HIO, out_HTO, Tile(outputs, num_warps=4))
+    multiply_heads(x_HTI, weight_HIO, out_HTO, HeadTile(outputs, num_warps=4))
     check(x_HTI, weight_HIO, out_HTO)
 
 
@@ -75,7 +75,7 @@ def test_channels_of_any_stride() -> None:
     x_HTI = random(32, 2, 5).permute(1, 2, 0)
     weight_HIO = random(2, 32, 16, seed=1)
     out_HTO = poisoned(2, 16, 5).transpose(1, 2)
-    multiply_heads(x_HTI, weight_HIO, out_HTO, Tile(16, num_warps=4))
+    multiply_heads(x_HTI, weight_HIO, out_HTO, HeadTile(16, num_warps=4))
     check(x_HTI, weight_HIO, out_HTO)
 
 
@@ -83,7 +83,7 @@ def test_sums_are_kept_in_float32() -> None:
     # In bf16, 256 and 1 make 256.
     x_HTI, weight_HIO, out_HTO = torch.ones(1, 1, 512), torch.ones(1, 512, 16), poisoned(1, 1, 16)
     weight_HIO[:, -1] = -508
-    multiply_heads(x_HTI.to(out_HTO), weight_HIO.to(out_HTO), out_HTO, Tile(16, num_warps=4))
+    multiply_heads(x_HTI.to(out_HTO), weight_HIO.to(out_HTO), out_HTO, HeadTile(16, num_warps=4))
     assert out_HTO.unique().tolist() == [3.0]
 
 

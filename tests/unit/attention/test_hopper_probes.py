@@ -13,9 +13,9 @@ from attention.kernels.blocksparse.probe import compare as compare_blocksparse
 from attention.kernels.mla import portable as portable_mla
 from attention.kernels.mla.probe import compare as compare_mla
 from attention.kernels.paged import portable
-from attention.kernels.paged.call import Call
+from attention.kernels.paged.call import AttentionCall
 from attention.kernels.paged.probe import compare as compare_paged
-from baton.tritonlib.hopper_check import HopperKernels, Verdict, check
+from baton.tritonlib.hopper_check import HopperKernels, HopperVerdict, check
 from tests.device import DEVICE
 
 DEVICE_ = torch.device(DEVICE)
@@ -27,8 +27,8 @@ def clear_one(out: Tensor) -> None:
     out[1, 0, 3] = out.abs().max()
 
 
-def paged(*, wrong: bool) -> Verdict:
-    def launch(call: Call) -> bool:
+def paged(*, wrong: bool) -> HopperVerdict:
+    def launch(call: AttentionCall) -> bool:
         portable.launch(call)
         if wrong:
             clear_one(call.out)
@@ -37,7 +37,7 @@ def paged(*, wrong: bool) -> Verdict:
     return check(HopperKernels("paged", lambda device: compare_paged(device, launch)), DEVICE_)
 
 
-def mla(*, wrong: bool) -> Verdict:
+def mla(*, wrong: bool) -> HopperVerdict:
     def launch(q_RHC: Tensor, kv_layer: Tensor, *, out: Tensor, **options: Any) -> None:
         seq_lens, table, plan = options["seq_lens"], options["block_table"], options["plan"]
         scale, lse_HR = options["scale"], options["lse_HR"]
@@ -48,7 +48,7 @@ def mla(*, wrong: bool) -> Verdict:
     return check(HopperKernels("mla", lambda device: compare_mla(device, launch)), DEVICE_)
 
 
-def blocksparse(*, wrong: bool) -> Verdict:
+def blocksparse(*, wrong: bool) -> HopperVerdict:
     def launch(q_THD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, out: Tensor, **options: Any) -> bool:
         given = {name: options[name] for name in ("query_start_loc", "seq_lens", "block_table", "scale")}
         blocksparse_prefill(
@@ -67,7 +67,7 @@ def blocksparse(*, wrong: bool) -> Verdict:
 
 @pytest.mark.parametrize("probe", [paged, mla, blocksparse])
 def test_a_right_kernel_passes(probe: Any) -> None:
-    assert probe(wrong=False) == Verdict(0.0)
+    assert probe(wrong=False) == HopperVerdict(0.0)
 
 
 @pytest.mark.parametrize("probe", [paged, mla, blocksparse])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.paged.attend import ragged_attention
-from attention.kernels.paged.call import Features
+from attention.kernels.paged.call import KernelFeatures
 from tests.device import DEVICE
 from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragged_batch, starts_of
 
@@ -13,7 +13,9 @@ from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragg
 QUERIES, KEYS = [5, 16, 1, 3, 0, 40], [9, 16, 1, 0, 20, 105]
 
 
-def attend(batch: RaggedBatch, features: Features, *, k_SKD: Tensor | None = None, v_SKV: Tensor | None = None) -> None:
+def attend(
+    batch: RaggedBatch, features: KernelFeatures, *, k_SKD: Tensor | None = None, v_SKV: Tensor | None = None
+) -> None:
     ragged_attention(
         batch.queries,
         torch.cat(batch.k).to(DEVICE) if k_SKD is None else k_SKD,
@@ -59,15 +61,15 @@ def test_sixteen_bits_are_as_exact_as_they_can_be(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("sizes", [(192, 128), (80, 80), (96, 96), (112, 112), (256, 256), (16, 48)])
 def test_any_head_size_and_another_one_for_values(sizes: tuple[int, int]) -> None:
     batch = ragged_batch([40], [70], num_heads=2, head_size=sizes[0], value_size=sizes[1], dtype=torch.float16)
-    attend(batch, Features())
-    batch.check(Features())
+    attend(batch, KernelFeatures())
+    batch.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (40, 1)])
 def test_any_number_of_query_heads_shares_a_kv_head(heads: tuple[int, int]) -> None:
     batch = ragged_batch([20, 2], [50, 2], num_heads=heads[0], num_kv_heads=heads[1], head_size=64, dtype=torch.float16)
-    attend(batch, Features())
-    batch.check(Features())
+    attend(batch, KernelFeatures())
+    batch.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("head_size", [16, 64])
@@ -76,11 +78,11 @@ def test_keys_and_values_may_be_slices_of_wider_tensors(head_size: int) -> None:
     k_SKD, v_SKV = torch.cat(batch.k), torch.cat(batch.v)
     wide = torch.cat([torch.full_like(k_SKD, torch.nan), k_SKD, v_SKV], -1).to(DEVICE)
     k_heads_first = k_SKD.transpose(0, 1).contiguous().to(DEVICE).transpose(0, 1)
-    attend(batch, Features(), k_SKD=wide[..., head_size : 2 * head_size], v_SKV=wide[..., 2 * head_size :])
-    batch.check(Features())
+    attend(batch, KernelFeatures(), k_SKD=wide[..., head_size : 2 * head_size], v_SKV=wide[..., 2 * head_size :])
+    batch.check(KernelFeatures())
     batch.out_THV.fill_(torch.nan)
-    attend(batch, Features(), k_SKD=k_heads_first, v_SKV=wide[..., 2 * head_size :])
-    batch.check(Features())
+    attend(batch, KernelFeatures(), k_SKD=k_heads_first, v_SKV=wide[..., 2 * head_size :])
+    batch.check(KernelFeatures())
 
 
 def test_keys_at_any_address() -> None:
@@ -88,8 +90,8 @@ def test_keys_at_any_address() -> None:
     batch = ragged_batch([20, 40], [20, 60], head_size=64, dtype=torch.float16)
     k_SKD = torch.cat(batch.k)
     odd = torch.empty(k_SKD.numel() + 1, dtype=k_SKD.dtype, device=DEVICE)[1:].view(k_SKD.shape).copy_(k_SKD)
-    attend(batch, Features(), k_SKD=odd)
-    batch.check(Features())
+    attend(batch, KernelFeatures(), k_SKD=odd)
+    batch.check(KernelFeatures())
 
 
 def test_without_log_sum_exp() -> None:
@@ -124,7 +126,7 @@ def test_padded_requests_have_no_effect() -> None:
         out=batch.out_THV,
         lse_HT=batch.lse_HT,
     )
-    batch.check(Features())
+    batch.check(KernelFeatures())
 
 
 def test_requests_after_others_leave_those_alone() -> None:
@@ -144,7 +146,7 @@ def test_requests_after_others_leave_those_alone() -> None:
     )
     assert batch.out_THV[:300].isnan().all()
     assert batch.lse_HT[:, :300].isnan().all()
-    part(batch, slice(300, None), slice(300, None)).check(Features())
+    part(batch, slice(300, None), slice(300, None)).check(KernelFeatures())
 
 
 @pytest.mark.parametrize("name", ["none", "not causal"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.paged.attend import unified_attention
-from attention.kernels.paged.call import Features
+from attention.kernels.paged.call import KernelFeatures
 from baton.kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS
@@ -19,7 +19,7 @@ from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragg
 QUERIES, SEQ_LENS = [1, 5, 16, 0, 40], [33, 9, 16, 0, 105]
 
 
-def paged(batch: RaggedBatch, *, block_size: int, order: str, features: Features) -> tuple[Tensor, Tensor]:
+def paged(batch: RaggedBatch, *, block_size: int, order: str, features: KernelFeatures) -> tuple[Tensor, Tensor]:
     """The cache and its block table. Slots that no query sees are NaN, and a look-up past a request's blocks fails."""
     counts = [-(-len(keys) // block_size) for keys in batch.k]
     axes = ORDERS[order]
@@ -42,7 +42,7 @@ def paged(batch: RaggedBatch, *, block_size: int, order: str, features: Features
 
 def attend(
     batch: RaggedBatch,
-    features: Features,
+    features: KernelFeatures,
     *,
     block_size: int = 16,
     order: str = "NHD",
@@ -56,7 +56,7 @@ def attend_cache(
     batch: RaggedBatch,
     kv_layer: Tensor,
     block_table: Tensor,
-    features: Features,
+    features: KernelFeatures,
     *,
     q_THD: Tensor | None = None,
     max_query_len: int | None = None,
@@ -111,15 +111,15 @@ def test_sixteen_bits_are_as_exact_as_they_can_be(name: str, dtype: torch.dtype)
 )
 def test_any_block_size_in_any_layout(block_size: int, order: str) -> None:
     batch = ragged_batch([40, 1, 9], [100, 48, 128], num_heads=2, num_kv_heads=2, head_size=64, dtype=torch.float16)
-    attend(batch, Features(), block_size=block_size, order=order)
-    batch.check(Features())
+    attend(batch, KernelFeatures(), block_size=block_size, order=order)
+    batch.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("max_query_len", [1, 5, 16, 40])
 def test_few_queries_share_tiles_with_their_group(max_query_len: int) -> None:
     batch = ragged_batch([max_query_len, 1], [50, 20], num_heads=8, num_kv_heads=2)
-    attend(batch, Features(), max_query_len=max_query_len)
-    batch.check(Features())
+    attend(batch, KernelFeatures(), max_query_len=max_query_len)
+    batch.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("quantized_query", [False, True])
@@ -135,12 +135,12 @@ def test_an_fp8_cache_is_read_with_its_scales(dtype: torch.dtype, quantized_quer
         exact.out_THV.half(),
         exact.lse_HT,
     )
-    features = Features(q_scale=scales[0] if quantized_query else None, k_scale=scales[1], v_scale=scales[2])
+    features = KernelFeatures(q_scale=scales[0] if quantized_query else None, k_scale=scales[1], v_scale=scales[2])
     kv_layer, block_table = paged(as_stored, block_size=16, order="NHD", features=features)
     stored = torch.stack([quantize(kv_layer[0], scales[1], dtype), quantize(kv_layer[1], scales[2], dtype)])
     q_THD = quantize(as_stored.queries, scales[0], dtype) if quantized_query else as_stored.queries
     attend_cache(as_stored, stored, block_table, features, q_THD=q_THD)
-    as_stored.check(Features())
+    as_stored.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("name", ["none", "all"])
@@ -155,7 +155,7 @@ def test_a_query_may_be_a_view_and_a_request_padding(name: str) -> None:
 def test_requests_after_others_leave_those_alone() -> None:
     """As the prefills of a batch whose first requests are decodes, more of these than a tile has tokens."""
     batch = ragged_batch([1] * 300 + [4, 3], [3] * 300 + [20, 3], head_size=64, dtype=torch.float16)
-    kv_layer, block_table = paged(batch, block_size=16, order="NHD", features=Features())
+    kv_layer, block_table = paged(batch, block_size=16, order="NHD", features=KernelFeatures())
     unified_attention(
         batch.queries,
         kv_layer,
@@ -169,7 +169,7 @@ def test_requests_after_others_leave_those_alone() -> None:
     )
     assert batch.out_THV[:300].isnan().all()
     later = RaggedBatch(batch.q[300:], batch.k[300:], batch.v[300:], batch.out_THV[300:], batch.lse_HT[:, 300:])
-    later.check(Features())
+    later.check(KernelFeatures())
 
 
 @pytest.mark.parametrize("name", ["none", "all"])

@@ -8,10 +8,10 @@ from prometheus_client import parser
 from baton.core import errors
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Path
-from baton.metrics.declared import LOST, METRICS, REASONS, Kind, Metric, Role, metrics_of
+from baton.metrics.declared import LOST, METRICS, REASONS, Kind, Metric, ProcessRole, metrics_of
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.tally import Layout, Tally
-from kvtransfer.leases import Refusal
+from kvtransfer.leases import SegmentRefusal
 
 UNITS = {"seconds": "_seconds", "bytes": "_bytes", "bytes per second": "_bytes_per_second", "ratio": "_perc"}
 
@@ -39,8 +39,8 @@ def test_no_name_is_declared_twice() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_process_has_a_bounded_number_of_series(role: Role) -> None:
+@pytest.mark.parametrize("role", ProcessRole)
+def test_a_process_has_a_bounded_number_of_series(role: ProcessRole) -> None:
     assert sum(metric.series_max for metric in metrics_of(role)) < 600
 
 
@@ -50,17 +50,17 @@ def test_closed_labels_have_every_value_that_the_code_has() -> None:
     assert label_values("baton_request_retries_total", "reason") == {*REASONS, LOST}
     assert label_values("baton_request_success_total", "finished_reason") == set(FinishReason)
     assert label_values("baton_request_path_total", "path") == set(Path)
-    assert label_values("baton_kv_segments_refused_total", "reason") == {each.name.lower() for each in Refusal}
+    assert label_values("baton_kv_segments_refused_total", "reason") == {each.name.lower() for each in SegmentRefusal}
 
 
-def text_of(role: Role, tally: Tally, *figures: Figure, model: str = "m") -> str:
+def text_of(role: ProcessRole, tally: Tally, *figures: Figure, model: str = "m") -> str:
     exposition = Exposition(role, tally.layout, model, process=False)
     return b"".join(exposition.pages(tally.own(), figures)).decode()
 
 
 def test_a_reader_may_want_some_metrics_only() -> None:
-    tally = Tally(Layout(Role.GATEWAY))
-    exposition = Exposition(Role.GATEWAY, tally.layout, "m")
+    tally = Tally(Layout(ProcessRole.GATEWAY))
+    exposition = Exposition(ProcessRole.GATEWAY, tally.layout, "m")
     names = frozenset({"baton_ready", "baton_requests_total", "unknown"})
     text = b"".join(exposition.pages(tally.own(), [Figure("baton_ready", 1)], names)).decode()
     assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} == {
@@ -77,12 +77,12 @@ def value(text: str, name: str, **labels: str) -> float:
 
 
 def test_a_histogram_reads_back_as_what_was_observed() -> None:
-    tally = Tally(Layout(Role.GATEWAY))
+    tally = Tally(Layout(ProcessRole.GATEWAY))
     gaps = tally.histogram("baton_inter_token_latency_seconds")
     gaps.observe(0.01)
     gaps.observe(0.0101, 3)
     gaps.observe(7.5)
-    text = text_of(Role.GATEWAY, tally)
+    text = text_of(ProcessRole.GATEWAY, tally)
     bucket = "baton_inter_token_latency_seconds_bucket"
     assert [value(text, bucket, le=bound) for bound in ("0.005", "0.01", "0.015", "2.5", "+Inf")] == [0, 1, 4, 4, 5]
     assert value(text, "baton_inter_token_latency_seconds_count") == 5
@@ -90,27 +90,29 @@ def test_a_histogram_reads_back_as_what_was_observed() -> None:
 
 
 def test_series_do_not_share_cells() -> None:
-    tally = Tally(Layout(Role.GATEWAY))
+    tally = Tally(Layout(ProcessRole.GATEWAY))
     for number, (metric, labels, _) in enumerate(tally.layout.series(), 1):
         if metric.kind is Kind.COUNTER:
             tally.counter(metric.name, *labels).add(number)
         else:
             tally.histogram(metric.name, *labels).observe(1e9, number)
-    text = text_of(Role.GATEWAY, tally)
+    text = text_of(ProcessRole.GATEWAY, tally)
     for number, (metric, labels, _) in enumerate(tally.layout.series(), 1):
         name = metric.name if metric.kind is Kind.COUNTER else f"{metric.name}_count"
         assert value(text, name, **dict(zip((each.name for each in metric.labels), labels, strict=True))) == number
 
 
 def test_a_figure_stands_for_the_cell_of_its_series() -> None:
-    tally = Tally(Layout(Role.PREFILL))
-    text = text_of(Role.PREFILL, tally, Figure("baton_num_preemptions_total", 3))
+    tally = Tally(Layout(ProcessRole.PREFILL))
+    text = text_of(ProcessRole.PREFILL, tally, Figure("baton_num_preemptions_total", 3))
     assert value(text, "baton_num_preemptions_total") == 3
 
 
 def test_names_that_others_chose_stay_one_label_value_of_bounded_length() -> None:
     name = 'p"0\nbaton_forged 1\\' + "x" * 5000
-    text = text_of(Role.DECODE, Tally(Layout(Role.DECODE)), Figure("baton_link_latency_seconds", 0.5, (name,)))
+    text = text_of(
+        ProcessRole.DECODE, Tally(Layout(ProcessRole.DECODE)), Figure("baton_link_latency_seconds", 0.5, (name,))
+    )
     assert not any(line.startswith("baton_forged") for line in text.splitlines())
     (family,) = [
         each for each in parser.text_string_to_metric_families(text) if each.name == "baton_link_latency_seconds"

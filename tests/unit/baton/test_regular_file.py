@@ -20,7 +20,7 @@ from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.regular_file import check_can_write, write_regular_file
 from baton.load.command import bench
 from baton.load.plots import check_plot
-from baton.load.results import Results
+from baton.load.results import LoadResults
 from baton.security.certificates import write_set
 
 DEADLINE_S = 60.0
@@ -94,7 +94,7 @@ def test_no_door_of_a_process_or_a_command_replaces_anything_else(something: Pat
     with pytest.raises(ConfigError, match="it is a"):
         write_ready_file(something, address="127.0.0.1:1")
     with pytest.raises(InvalidRequest, match="it is a"):
-        Results([]).write(something)
+        LoadResults([]).write(something)
     with pytest.raises(InvalidRequest, match="it is a"):
         check_plot(something)
     for app, command in (

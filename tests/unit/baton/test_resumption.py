@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.client.resumption import Progress, prepare_to_resume
+from baton.client.resumption import AnswerProgress, prepare_to_resume
 from baton.core.errors import NoNode
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -89,7 +89,7 @@ class Had:
 def answer(request: pb.GenerateRequest, random: Random, *, lives: list[int], chat: bool) -> dict[int, Had]:
     """Args: lives: after how many messages each gateway is lost; the last one is not."""
     had: dict[int, Had] = {}
-    progress = Progress(request)
+    progress = AnswerProgress(request)
     for life in [*lives, 1000]:
         for count, message in enumerate(gateway(progress.request(), random, chat=chat)):
             if count == life:
@@ -124,7 +124,7 @@ def message(text: str, *, revision: str = "", index: int = 0) -> pb.GenerateResp
 
 
 def test_the_next_gateway_is_asked_for_the_weights_of_what_the_client_has() -> None:
-    progress = Progress(pb.GenerateRequest())
+    progress = AnswerProgress(pb.GenerateRequest())
     assert progress.request().revision == ""
     progress.take(message("a", revision="aa"))
     progress.take(message("b"))
@@ -133,7 +133,7 @@ def test_the_next_gateway_is_asked_for_the_weights_of_what_the_client_has() -> N
 
 def test_text_of_other_weights_is_not_passed_on() -> None:
     """An old gateway does not read the request's revision."""
-    progress = Progress(pb.GenerateRequest())
+    progress = AnswerProgress(pb.GenerateRequest())
     progress.take(message("a", revision="aa"))
     progress.request()
     with pytest.raises(NoNode, match="began with revision aa"):
@@ -141,7 +141,7 @@ def test_text_of_other_weights_is_not_passed_on() -> None:
 
 
 def test_outputs_of_several_revisions_may_only_go_on_as_they_were() -> None:
-    progress = Progress(pb.GenerateRequest(n=2))
+    progress = AnswerProgress(pb.GenerateRequest(n=2))
     progress.take(message("a", revision="aa"))
     progress.take(message("b", revision="bb", index=1))
     assert progress.request().revision == ""

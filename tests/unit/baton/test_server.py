@@ -20,7 +20,7 @@ from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode
 from baton.node import waiting
 from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.reflection import V1, V1_ALPHA
-from baton.rpc.server import MESSAGE_BYTES_MAX, Address, GrpcServer, connect
+from baton.rpc.server import MESSAGE_BYTES_MAX, GrpcServer, ListenAddress, connect
 from baton.rpc.status import from_rpc_error
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings
@@ -407,18 +407,18 @@ async def test_a_stream_without_a_message_gets_a_status_of_ours() -> None:
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "", "a b", "unix:/tmp", "a\0b", "\u2028"])
 def test_a_name_that_no_resolver_takes_is_no_address(host: str) -> None:
     with pytest.raises(ConfigError, match=r"listen is .*allowed: host:port"):
-        Address.parse(f"{host}:1", field="listen")
+        ListenAddress.parse(f"{host}:1", field="listen")
 
 
 @pytest.mark.parametrize("port", ["²", "٣", "65536", "-1", "", "1" * 5000, " 1"])
 def test_a_port_that_is_no_number_up_to_65535_is_no_address(port: str) -> None:
     with pytest.raises(ConfigError, match=r"listen is .*allowed: host:port"):
-        Address.parse(f"127.0.0.1:{port}", field="listen")
+        ListenAddress.parse(f"127.0.0.1:{port}", field="listen")
 
 
 @pytest.mark.parametrize(
     "text", ["127.0.0.1:0", "[::1]:7000", "gateway.example.org.:1", "bücher.example:65535", "a_b:1"]
 )
 def test_addresses_of_every_kind_are_taken(text: str) -> None:
-    where = Address.parse(text, field="listen")
+    where = ListenAddress.parse(text, field="listen")
     assert f"{where.host}:{where.port}" == text

@@ -5,15 +5,15 @@ from random import Random
 import pytest
 
 from baton.gateway.fleet.placement import place
-from baton.load.workload import Planned
-from baton.planner.cluster import Choose, Outcome
+from baton.load.workload import PlannedRequest
+from baton.planner.cluster import Choose, SimulatedOutcome
 from baton.planner.rivals import in_turn, shortest_queue
 from bench.routing import LLAMA_8B, faster, prefilled
 
 BLOCK_SIZE = 512
 
 
-def conversations(seed: int, *, requests: int) -> list[Planned]:
+def conversations(seed: int, *, requests: int) -> list[PlannedRequest]:
     """Turns of conversations that come and go, as in chats: each turn repeats all turns before it, and half of all
     conversations begin with one of three long system prompts."""
     random, blocks = Random(seed), iter(range(1 << 30))
@@ -27,7 +27,7 @@ def conversations(seed: int, *, requests: int) -> list[Planned]:
         turns = random.choice(open_ones)
         turns += [next(blocks) for _ in range(1 + int(random.expovariate(1 / 8)))]
         tokens = len(turns) * BLOCK_SIZE - random.randrange(BLOCK_SIZE)
-        arrivals.append(Planned(0, now_s, tokens, 1, tuple(turns), BLOCK_SIZE))
+        arrivals.append(PlannedRequest(0, now_s, tokens, 1, tuple(turns), BLOCK_SIZE))
         if random.random() < 0.2 or len(turns) > 150:
             open_ones.remove(turns)
     return arrivals
@@ -36,12 +36,14 @@ def conversations(seed: int, *, requests: int) -> list[Planned]:
 ARRIVALS = conversations(1, requests=1500)
 
 
-def served(choose: Choose = place, *, ttft_s: float | None = None, rate: float = 1.5, nodes: int = 4) -> Outcome:
+def served(
+    choose: Choose = place, *, ttft_s: float | None = None, rate: float = 1.5, nodes: int = 4
+) -> SimulatedOutcome:
     requests = faster(ARRIVALS, rate)
     return prefilled(requests, LLAMA_8B, nodes=nodes, cache_tokens=500_000, ttft_s=ttft_s, choose=choose)
 
 
-def hits(outcome: Outcome) -> float:
+def hits(outcome: SimulatedOutcome) -> float:
     """In the second half, when caches are full."""
     return outcome.hit_share(outcome.jobs[len(outcome.jobs) // 2 :])
 

@@ -21,7 +21,7 @@ from decode_node import events as e
 from decode_node.lease_numbers import lease_numbers
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
-from kvtransfer.leases import LeaseTable, Refusal
+from kvtransfer.leases import LeaseTable, SegmentRefusal
 from kvtransfer.parts import parts_of
 from kvtransfer.segments import PING, WARM_UP, Segment, Tag, lease_field
 
@@ -132,7 +132,7 @@ class HostilePeers(RuleBasedStateMachine):
     def arrives(self, sender: int, tag: Tag, segment: Segment, content: int) -> None:
         """As the receiver does: looks the tag up, checks the trailer, scatters, and reports what it costs."""
         incarnation = INCARNATIONS[sender]
-        refusal = Refusal.UNKNOWN_SENDER if tag.sender != sender else None
+        refusal = SegmentRefusal.UNKNOWN_SENDER if tag.sender != sender else None
         refusal = refusal or self.table.arrival(tag, 0.0, group=sender, incarnation=incarnation)
         refusal = refusal or self.table.start_scatter(tag, segment)
         if refusal is None:
@@ -142,7 +142,7 @@ class HostilePeers(RuleBasedStateMachine):
             outcome = self.table.finish_scatter(segment, 0.0)
             if outcome.filled is not None:
                 self.on(e.LeaseFilled(outcome.filled))
-        elif refusal is not Refusal.LATE and tag.number < PING:
+        elif refusal is not SegmentRefusal.LATE and tag.number < PING:
             own = Tag(sender, tag.lease, tag.number)
             if (lease := self.table.filled_by(own, group=sender, incarnation=incarnation)) is not None:
                 self.on(e.SegmentRefused(lease, DataLoss(str(refusal))))

@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import Overloaded
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.request_blocks import Place
+from baton.engine.scheduling.request_blocks import OwnerPlace
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.state import Phase
 from tests.unit.engine.limits import limits
@@ -79,7 +79,7 @@ def with_two_reserved(scheduler: Scheduler) -> None:
     """A stream of 16 tokens loses its 4 blocks, because the other 3 are reserved."""
     for name, length in (("large", 7), ("small", 3)):
         state = scheduler._new_state(stream(name, length), 0.0)
-        scheduler._blocks.take(state, Place(0, [], 0))
+        scheduler._blocks.take(state, OwnerPlace(0, [], 0))
         scheduler._roster.enter(state, Phase.RESERVED)
     while not scheduler.load().preemptions:
         batch = scheduler.schedule(0.0)

@@ -4,7 +4,7 @@ from baton.core.types import LocalPolicy, SamplingParams
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet, FleetCommand
 from baton.gateway.fleet.fleet_node import FleetNode
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.v1 import common_pb2, node_pb2
 
 MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
@@ -61,7 +61,7 @@ class SmallFleet(Fleet):
         return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)
 
 
-def decoding_node(fleet: Fleet, wanted: Wanted) -> FleetNode | None:
+def decoding_node(fleet: Fleet, wanted: RoutedRequest) -> FleetNode | None:
     """The node on which the request would be placed."""
     placement = fleet.place(wanted, 0.0)
     return None if placement is None else fleet.decoding_node(placement.decode)

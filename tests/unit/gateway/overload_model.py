@@ -10,9 +10,9 @@ from itertools import count
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import Overloaded
 from baton.gateway.fleet.router import NodeView
-from baton.gateway.serving.admission import Admission, Asked
+from baton.gateway.serving.admission import Admission, AdmissionRequest
 from baton.gateway.serving.node_capacity import Room, Rooms
-from baton.gateway.serving.stream_limit import Progress
+from baton.gateway.serving.stream_limit import StreamProgress
 
 REPORT_S = 0.1
 MEASURE_S = 0.25
@@ -41,7 +41,7 @@ class Result:
 
 @dataclass
 class _Job:
-    asked: Asked
+    asked: AdmissionRequest
     client: Client
     started_s: float = 0.0
     first_s: float = 0.0
@@ -143,7 +143,9 @@ class World:
             self._at(self._rng.expovariate(client.rate), "arrive", client)
         deadline_s = None if client.deadline_s is None else self.now_s + client.deadline_s
         tokens = client.output_tokens
-        asked = Asked(next(self._keys), client.name, PROMPT_TOKENS, tokens, 0, self.now_s, deadline_s=deadline_s)
+        asked = AdmissionRequest(
+            next(self._keys), client.name, PROMPT_TOKENS, tokens, 0, self.now_s, deadline_s=deadline_s
+        )
         gateway = self._gateway_of[asked.key] = asked.key % len(self._admissions)
         job, admission = _Job(asked, client, left=tokens), self._admissions[gateway]
         if not self._admits:
@@ -187,7 +189,7 @@ class World:
 
     def _on_measure(self, _: object) -> None:
         for gateway, admission in enumerate(self._admissions):
-            progress = Progress()
+            progress = StreamProgress()
             for job in self.nodes.rows:
                 if job.first_s and self._gateway_of[job.asked.key] == gateway:
                     progress.seconds += self.now_s - (job.seen_s or job.first_s)

@@ -8,7 +8,7 @@ from baton.core.errors import InvalidRequest, NoNode
 from baton.core.types import AdapterRef, LocalPolicy
 from baton.gateway.core.events import FleetChanged, Started
 from baton.gateway.core.prompt_blocks import PromptBlocks
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.commands import Finish, SubmitToDecode
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.node_choice import NodeChoice
@@ -51,12 +51,12 @@ def test_all_nodes_of_a_request_have_its_adapter(policy: LocalPolicy) -> None:
     fleet = SmallFleet(2, 3, policy)
     give(fleet, "p2", OLD)
     give(fleet, "d3", OLD, OTHER)
-    placement = fleet.place(Wanted(num_tokens=64, policy=policy, adapter=OLD), 0.0)
+    placement = fleet.place(RoutedRequest(num_tokens=64, policy=policy, adapter=OLD), 0.0)
     assert placement is not None
     assert placement.decode.address == "d3"
     assert placement.prefill is None or placement.prefill.address == "p2"
     assert (placement.prefill is None) == (policy is LocalPolicy.LOCAL)
-    assert decoding_node(fleet, Wanted(num_tokens=64, policy=policy, adapter=NEW)) is None
+    assert decoding_node(fleet, RoutedRequest(num_tokens=64, policy=policy, adapter=NEW)) is None
 
 
 def test_a_request_without_a_pair_for_its_adapter_ends_with_the_nodes_that_have_it() -> None:

@@ -6,19 +6,29 @@ from itertools import count
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.gateway.serving.admission import Admission, Asked, Estimate, Pace, Reason, StandingQueue, StartRate
+from baton.gateway.serving.admission import (
+    Admission,
+    AdmissionPace,
+    AdmissionRequest,
+    Estimate,
+    Reason,
+    StandingQueue,
+    StartRate,
+)
 from baton.gateway.serving.node_capacity import DecodeRoom, Room
-from baton.gateway.serving.stream_limit import Progress
+from baton.gateway.serving.stream_limit import StreamProgress
 
 FREE = Room((DecodeRoom(load=10, most=20, most_shared=16, slots=10_000),), step_s=0.01)
 FULL = replace(FREE, decodes=(DecodeRoom(load=20, most=20, most_shared=16, slots=10_000),))
 _keys = count(1)
 
 
-def asked(client: str = "a", *, now_s: float = 0.0, left_s: float | None = None, **given: int | float) -> Asked:
+def asked(
+    client: str = "a", *, now_s: float = 0.0, left_s: float | None = None, **given: int | float
+) -> AdmissionRequest:
     deadline_s = None if left_s is None else now_s + left_s
     values: dict[str, int | float] = {"prompt_tokens": 80, "output_tokens": 90, "certain_tokens": 90, **given}
-    return Asked(next(_keys), client, arrived_s=now_s, deadline_s=deadline_s, **values)  # type: ignore[arg-type]
+    return AdmissionRequest(next(_keys), client, arrived_s=now_s, deadline_s=deadline_s, **values)  # type: ignore[arg-type]
 
 
 def make(*, most: int = 100, queue_s: float = 10.0) -> Admission:
@@ -303,7 +313,7 @@ def test_a_request_that_waited_pays_for_the_tokens_that_it_got() -> None:
 
 
 def test_expected_tokens_follow_what_requests_of_that_size_had() -> None:
-    pace, chat = Pace(), asked(output_tokens=4096, certain_tokens=0)
+    pace, chat = AdmissionPace(), asked(output_tokens=4096, certain_tokens=0)
     assert pace.expected_tokens(chat) == 200
     for _ in range(200):
         pace.ended(50, 4096, 1.0, None, 0.0, whole=True)
@@ -315,10 +325,10 @@ def test_expected_tokens_follow_what_requests_of_that_size_had() -> None:
 
 
 def test_running_streams_show_that_the_nodes_have_become_slow() -> None:
-    pace = Pace()
+    pace = AdmissionPace()
     assert pace.times_s(FREE, 0.0)[1] == 0.01
     for number in range(8):
-        pace.progressed(Progress(seconds=5.0, tokens=100), FREE, 0.25 * number)
+        pace.progressed(StreamProgress(seconds=5.0, tokens=100), FREE, 0.25 * number)
     assert pace.times_s(FREE, 2.0)[1] == pytest.approx(0.05, rel=0.05)
     assert pace.times_s(FREE, 30.0)[1] == 0.01, "nothing runs any more"
 
@@ -351,7 +361,7 @@ def test_an_estimate_fades_while_nothing_is_measured() -> None:
 
 def test_long_prompts_do_not_make_short_ones_look_slow() -> None:
     room = replace(FREE, prompt_token_s=0.001)
-    pace = Pace()
+    pace = AdmissionPace()
     pace.first_token(20.1, 20_000, room, 0.0)
     short, long = asked(prompt_tokens=100), asked(prompt_tokens=20_000)
     assert pace.service_s(short, room, 0.0) == pytest.approx(0.1 + 0.1 + 0.9)
@@ -362,8 +372,8 @@ def test_a_deadline_that_is_too_tight_holds_up_nobody() -> None:
     """There is room, but the first request would take more than a safe part of its time: it makes way."""
     admission = Admission(most=1000, queue_s=10.0)
     busy = Room((DecodeRoom(load=200, most=640, most_shared=640, slots=1 << 30),), step_s=0.009)
-    tight = Asked(1, "x", 100, 4000, 4000, 0.0, deadline_s=0.009 * 4000 / 0.8)
-    patient = Asked(2, "y", 100, 100, 100, 0.0)
+    tight = AdmissionRequest(1, "x", 100, 4000, 4000, 0.0, deadline_s=0.009 * 4000 / 0.8)
+    patient = AdmissionRequest(2, "y", 100, 100, 100, 0.0)
     assert not admission.offer(tight, busy, 0.0)
     assert not admission.offer(patient, busy, 0.0)
     assert admission.take(busy, 0.01) is None
@@ -375,4 +385,4 @@ def test_a_burst_before_anything_was_started_is_not_refused() -> None:
     admission = Admission(most=1000, queue_s=10.0)
     full = Room((DecodeRoom(load=64, most=64, most_shared=64, slots=1 << 30),))
     for number in range(20):
-        assert not admission.offer(Asked(number, "x", 100, 100, 100, 0.1 * number), full, 0.1 * number)
+        assert not admission.offer(AdmissionRequest(number, "x", 100, 100, 100, 0.1 * number), full, 0.1 * number)

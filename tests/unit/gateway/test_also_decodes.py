@@ -8,15 +8,15 @@ from baton.core.errors import Draining, NoNode, Overloaded
 from baton.core.types import LocalPolicy
 from baton.gateway.core.events import FleetChanged, SessionLost, Started, TimePassed
 from baton.gateway.fleet.fleet import DropSession, LogLine
-from baton.gateway.fleet.placement import Way
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.placement import Route
+from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode
-from baton.gateway.request.pairing import Connect, Pairing
+from baton.gateway.request.pairing import ConnectNodes, Pairing
 from baton.protos.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, peer, status
 from tests.unit.gateway.served import LENGTH, Served, accepted, failed, of, only, reserved, token
 
-WANTED = Wanted(num_tokens=64, policy=LocalPolicy.ELASTIC)
+WANTED = RoutedRequest(num_tokens=64, policy=LocalPolicy.ELASTIC)
 GONE = "gone"
 
 
@@ -48,7 +48,7 @@ def test_it_is_listed_once_and_pairs_as_a_prefill_node_only() -> None:
     assert [(p.address, d.address) for p, d in fleet.reachable_pairs()] == [("p1", "d1"), ("p2", "d1")]
     for node in fleet.prefills.values():
         node.peers.clear()
-    asked = [command for command in Pairing(fleet, 10.0).check(1.0) if isinstance(command, Connect)]
+    asked = [command for command in Pairing(fleet, 10.0).check(1.0) if isinstance(command, ConnectNodes)]
     assert [each.pair for each in asked] == [(11, 21), (12, 21)]
     assert fleet.prefills["p1"].decode_view().ready_peers == frozenset()
 
@@ -73,7 +73,7 @@ def test_without_a_usable_decode_node_it_serves_requests_alone_unless_the_policy
     assert fleet.serves() is (placement is not None) is (policy is not LocalPolicy.STRICT)
     if placement is not None:
         assert fleet.decoding_node(placement.decode) is fleet.prefills["p2"]
-        assert (placement.way, placement.prefill, placement.why) == (Way.LOCAL, None, "no decode node is available")
+        assert (placement.way, placement.prefill, placement.why) == (Route.LOCAL, None, "no decode node is available")
 
 
 def test_a_restarted_process_that_only_computes_prompts_gets_no_more_requests_of_its_own() -> None:

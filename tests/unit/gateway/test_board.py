@@ -2,12 +2,12 @@
 
 import os
 
-from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.core.shared_counters import Count, SharedCounters
 
 
 def test_every_process_sees_the_sum_of_all_rows() -> None:
-    parent, fd = Board.create(2)
-    workers = [Board(2, row, fd) for row in range(2)]
+    parent, fd = SharedCounters.create(2)
+    workers = [SharedCounters(2, row, fd) for row in range(2)]
     os.close(fd)
     workers[0].add(Count.RUNNING, 3)
     workers[1].add(Count.RUNNING, 2)
@@ -19,8 +19,8 @@ def test_every_process_sees_the_sum_of_all_rows() -> None:
 
 
 def test_what_ran_in_a_process_that_is_gone_has_failed_and_its_counts_stay() -> None:
-    parent, fd = Board.create(2)
-    worker = Board(2, 1, fd)
+    parent, fd = SharedCounters.create(2)
+    worker = SharedCounters(2, 1, fd)
     os.close(fd)
     worker.add(Count.RUNNING, 3)
     worker.add(Count.FINISHED, 4)

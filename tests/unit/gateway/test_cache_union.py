@@ -2,7 +2,7 @@
 
 import random
 
-from baton.gateway.fleet.cache_union import CacheUnion, Changes
+from baton.gateway.fleet.cache_union import CacheUnion, UnionChanges
 from baton.protos.v1 import node_pb2
 
 ROOT, SALTED = 1000, 2000
@@ -29,7 +29,7 @@ class Subscriber:
         self.union = CacheUnion(ROOT, 2)
         self.has: set[int] = set()
 
-    def take(self, node: str, batch: node_pb2.WatchCacheResponse) -> Changes:
+    def take(self, node: str, batch: node_pb2.WatchCacheResponse) -> UnionChanges:
         changes = self.union.take(node, batch)
         for run in changes.stored:
             assert run.parent is None or run.parent in self.has
@@ -62,7 +62,7 @@ def test_parents_come_first_whatever_the_order_of_a_snapshot() -> None:
     for seed in range(20):
         random.Random(seed).shuffle(pairs)
         subscriber = Subscriber()
-        assert subscriber.take("a", message(*pairs[:3], snapshot=True, more=True)) == Changes([], [])
+        assert subscriber.take("a", message(*pairs[:3], snapshot=True, more=True)) == UnionChanges([], [])
         subscriber.take("a", message(*pairs[3:]))
         assert subscriber.has == {1, 2, 3, 4, 5, 6}
 
@@ -71,7 +71,7 @@ def test_blocks_with_a_salt_or_without_their_parents_are_not_reported() -> None:
     subscriber = Subscriber()
     subscriber.take("a", message((SALTED, 1, 2), (7, 8), (ROOT, 3), snapshot=True))
     assert subscriber.has == {3}
-    assert subscriber.take("a", message(removed=[1, 8])) == Changes([], [])
+    assert subscriber.take("a", message(removed=[1, 8])) == UnionChanges([], [])
 
 
 def test_a_new_snapshot_replaces_what_the_node_had() -> None:

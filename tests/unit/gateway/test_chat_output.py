@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from baton.gateway.serving.chat_output import ChatOutput
-from baton.gateway.text.chat.types import ChatDelta, ToolCallDelta
+from baton.gateway.text.chat.types import ParsedDelta, ToolCallDelta
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -13,16 +13,16 @@ STOP = common_pb2.FINISH_REASON_STOP
 class Scripted:
     """A parser that answers each text with the next of the given deltas."""
 
-    def __init__(self, *pushed: Sequence[ChatDelta], held: Sequence[ChatDelta] = ()) -> None:
+    def __init__(self, *pushed: Sequence[ParsedDelta], held: Sequence[ParsedDelta] = ()) -> None:
         self._pushed = list(pushed)
         self._held = list(held)
         self.texts: list[str] = []
 
-    def push(self, text: str) -> list[ChatDelta]:
+    def push(self, text: str) -> list[ParsedDelta]:
         self.texts.append(text)
         return list(self._pushed.pop(0))
 
-    def finish(self, *, cut: bool) -> list[ChatDelta]:
+    def finish(self, *, cut: bool) -> list[ParsedDelta]:
         self.cut = cut
         return self._held
 
@@ -32,7 +32,7 @@ def message(text: str = "", **fields: object) -> pb.GenerateResponse:
 
 
 def test_deltas_that_follow_each_other_are_one() -> None:
-    parser = Scripted([ChatDelta(reasoning="so"), ChatDelta(content="yes"), ChatDelta(content="!")])
+    parser = Scripted([ParsedDelta(reasoning="so"), ParsedDelta(content="yes"), ParsedDelta(content="!")])
     (given,) = ChatOutput(parser).messages(message("so</think>yes!"))
     assert given == message("so</think>yes!", chat=pb.ChatDelta(reasoning="so", content="yes!"))
 
@@ -45,7 +45,7 @@ def test_tokens_flow_while_the_parser_holds_text_back() -> None:
 
 
 def test_the_last_message_has_what_was_held_back() -> None:
-    parser = Scripted([], held=[ChatDelta(content="<tool")])
+    parser = Scripted([], held=[ParsedDelta(content="<tool")])
     output = ChatOutput(parser)
     output.messages(message("<tool"))
     (last,) = output.messages(message(finish_reason=STOP))
@@ -56,15 +56,15 @@ def test_the_last_message_has_what_was_held_back() -> None:
 def test_pieces_of_one_tool_call_are_joined() -> None:
     first, more = ToolCallDelta(0, "call-1", "add", "{"), ToolCallDelta(0, arguments='"a": 1}')
     second = ToolCallDelta(1, "call-2", "add", "{}")
-    (given,) = ChatOutput(Scripted([ChatDelta(tool_calls=(first,)), ChatDelta(tool_calls=(more, second))])).messages(
-        message("calls")
-    )
+    (given,) = ChatOutput(
+        Scripted([ParsedDelta(tool_calls=(first,)), ParsedDelta(tool_calls=(more, second))])
+    ).messages(message("calls"))
     calls = [(call.index, call.id, call.name, call.arguments) for call in given.chat.tool_calls]
     assert calls == [(0, "call-1", "add", '{"a": 1}'), (1, "call-2", "add", "{}")]
 
 
 def test_an_answer_before_reasoning_keeps_its_place() -> None:
-    deltas = [ChatDelta(content="a"), ChatDelta(reasoning="b"), ChatDelta(content="c")]
+    deltas = [ParsedDelta(content="a"), ParsedDelta(reasoning="b"), ParsedDelta(content="c")]
     given = ChatOutput(Scripted(deltas)).messages(
         message("abc", request_id="r", finish_reason=STOP, usage=common_pb2.Usage(prompt_tokens=3), index=2)
     )

@@ -5,20 +5,20 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.gateway.process.worker_channel import Line, Message
+from baton.gateway.process.worker_channel import Message, WorkerChannel
 
 
 @asynccontextmanager
-async def lines(count: int = 2) -> AsyncIterator[tuple[list[Line], list["asyncio.Task[None]"]]]:
+async def lines(count: int = 2) -> AsyncIterator[tuple[list[WorkerChannel], list["asyncio.Task[None]"]]]:
     """Two ends, each of which answers with its own number and what it was asked."""
 
-    def answering(number: int) -> Line:
+    def answering(number: int) -> WorkerChannel:
         async def answer(question: Message) -> Message:
             if question.get("slow"):
                 await asyncio.sleep(0)
             return {"from": number, "asked": question["what"]}
 
-        return Line(ends[number], answer)
+        return WorkerChannel(ends[number], answer)
 
     ends = socket.socketpair()
     both = [answering(number) for number in range(count)]

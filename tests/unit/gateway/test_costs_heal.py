@@ -9,8 +9,8 @@ import pytest
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet_node import FleetNode
-from baton.gateway.fleet.placement import Placement, Way
-from baton.gateway.fleet.router import Wanted, pick_prefill
+from baton.gateway.fleet.placement import Placement, Route
+from baton.gateway.fleet.router import RoutedRequest, pick_prefill
 from baton.protos.v1 import common_pb2
 from baton.rpc.convert import costs_to_proto
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, status
@@ -72,14 +72,14 @@ class _Cluster:
             self.fleet.status_received(role, address, report, now_s)
 
     def send(self, now_s: float) -> Placement:
-        placement = self.fleet.place(Wanted(PROMPT, LocalPolicy.ELASTIC), now_s)
+        placement = self.fleet.place(RoutedRequest(PROMPT, LocalPolicy.ELASTIC), now_s)
         assert placement is not None
         decode = self.fleet.decoding_node(placement.decode)
         decode.note_sent(PROMPT)
         prompt_s = TRUE.seconds(StepWork(prompt_tokens=PROMPT, pairs=chunk_pairs(0, PROMPT)))
         output_s = OUTPUT * TRUE.seconds(StepWork(1, PROMPT))
         ready_s = now_s
-        if placement.way is Way.REMOTE:
+        if placement.way is Route.REMOTE:
             assert placement.prefill is not None
             self.fleet.prefills[placement.prefill.address].note_sent(PROMPT)
             ready_s = self._work(placement.prefill.address, prompt_s, now_s)
@@ -119,7 +119,7 @@ def test_no_request_waits_for_a_node_next_to_an_equal_one_that_is_empty() -> Non
     for waits_s in (0.02, 0.1, 0.95):
         cluster.nodes["p1"].free_at_s = 1.0 + waits_s
         cluster.report(1.0)
-        placement = fleet.place(Wanted(PROMPT, LocalPolicy.ELASTIC), 1.0)
+        placement = fleet.place(RoutedRequest(PROMPT, LocalPolicy.ELASTIC), 1.0)
         assert placement is not None
         assert "p1" not in (placement.decode.address, placement.prefill and placement.prefill.address)
 
@@ -158,15 +158,15 @@ def test_a_prefix_that_saves_more_than_the_queue_costs_still_wins() -> None:
         report.info.max_context_tokens = 100_000
         fleet.status_received(PREFILL, f"p{number}", report, 1.0)
 
-    views = fleet.prefill_views(Wanted(512, LocalPolicy.STRICT), 1.0)
+    views = fleet.prefill_views(RoutedRequest(512, LocalPolicy.STRICT), 1.0)
     hit = [each.with_cached(448) if each.address == "p1" else each for each in views]
     decode = fleet.decodes["d1"].view()
-    assert address_of(pick_prefill(hit, decode, Wanted(512, LocalPolicy.STRICT))) == "p1"
-    assert address_of(pick_prefill(views, decode, Wanted(512, LocalPolicy.STRICT))) == "p2"
+    assert address_of(pick_prefill(hit, decode, RoutedRequest(512, LocalPolicy.STRICT))) == "p1"
+    assert address_of(pick_prefill(views, decode, RoutedRequest(512, LocalPolicy.STRICT))) == "p2"
 
 
 def _decoding(fleet: SmallFleet) -> FleetNode:
-    placement = fleet.place(Wanted(64, LocalPolicy.LOCAL), 0.0)
+    placement = fleet.place(RoutedRequest(64, LocalPolicy.LOCAL), 0.0)
     assert placement is not None
     return fleet.decoding_node(placement.decode)
 

@@ -13,14 +13,14 @@ from baton.core.errors import ConfigError
 from baton.gateway.fleet.discovery import directory as directory_module
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile, ServicePort, parse_places
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 
 BOUND_S = 60.0
 
 
 def test_addresses_are_separated_by_commas() -> None:
     parsed = parse_places(" a:1, b:2,,", field="prefill")
-    assert parsed == (Address("a", 1), Address("b", 2))
+    assert parsed == (ListenAddress("a", 1), ListenAddress("b", 2))
 
 
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:b", "a:70000", ":::7", "::1:7000"])
@@ -50,7 +50,7 @@ def test_files_and_services_are_places_too() -> None:
         ListFile(Path("/etc/nodes")),
         ServicePort("ns", "decode", "grpc"),
         ServicePort("", "decode", 7002),
-        Address("a", 1),
+        ListenAddress("a", 1),
     )
 
 

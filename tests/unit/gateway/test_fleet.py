@@ -7,11 +7,11 @@ import pytest
 
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.v1 import common_pb2, node_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
 
-WANTED = Wanted(num_tokens=64, policy=LocalPolicy.PREFER)
+WANTED = RoutedRequest(num_tokens=64, policy=LocalPolicy.PREFER)
 
 
 def lines(commands: list[FleetCommand]) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
-from baton.gateway.fleet.router import Wanted
+from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.v1 import node_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
@@ -12,9 +12,9 @@ PROMPT = list(range(100))
 BLOCKS = PromptBlocks(PROMPT, cache_salt="").numbers("", 16).up_to(6)
 
 
-def wanted(salt: str = "", **changes: object) -> Wanted:
+def wanted(salt: str = "", **changes: object) -> RoutedRequest:
     prompt = PromptBlocks(PROMPT, cache_salt=salt)
-    return replace(Wanted(len(PROMPT), LocalPolicy.PREFER, prompt=prompt), **changes)  # type: ignore[arg-type]
+    return replace(RoutedRequest(len(PROMPT), LocalPolicy.PREFER, prompt=prompt), **changes)  # type: ignore[arg-type]
 
 
 def changed(fleet: SmallFleet, address: str, sequence: int, **fields: object) -> bool:
@@ -25,7 +25,7 @@ def changed(fleet: SmallFleet, address: str, sequence: int, **fields: object) ->
     return fleet.cache_changed(role, address, batch)
 
 
-def cached(fleet: SmallFleet, request: Wanted | None = None) -> dict[str, int]:
+def cached(fleet: SmallFleet, request: RoutedRequest | None = None) -> dict[str, int]:
     return {view.address: view.cached_tokens for view in fleet.prefill_views(request or wanted(), 0.0)}
 
 

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from baton.client.client import Client
 from baton.client.outputs import Notice, Piece, collect_all
 from baton.core.errors import Overloaded
-from baton.gateway.grpc.call import Call
+from baton.gateway.grpc.call import GrpcCall
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
@@ -131,7 +131,7 @@ async def test_a_traceparent_is_kept_if_it_is_well_formed(given: str, kept: bool
     seen: list[bool] = []
 
     async def look(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        seen.append(Call(context).trace is not None)
+        seen.append(GrpcCall(context).trace is not None)
         return b""
 
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:

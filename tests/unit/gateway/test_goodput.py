@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.placement import Way
+from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.lengths import Lognormal, Uniform
-from baton.load.workload import Span, Synthetic
-from baton.planner.cluster import ClusterSpec, Outcome, simulate
+from baton.load.workload import LengthSpan, Synthetic
+from baton.planner.cluster import ClusterSpec, SimulatedOutcome, simulate
 from baton.planner.measured import LLAMA_8B_H200
 from baton.planner.node import NodeSpec
 
@@ -20,8 +20,10 @@ LONG, LONG_TTFT_S = Synthetic(Uniform(4096, 8192), Uniform(128, 256)), 2.0
 PAIR = ClusterSpec(1, 1, NODE, NODE)
 
 
-def run(load: Synthetic, goal: Goal, rate: float, *, seconds: float = 3.0, cluster: ClusterSpec = PAIR) -> Outcome:
-    return simulate(cluster, goal, load.plan(rate, Span(duration_s=seconds, warmup_s=seconds), 1))
+def run(
+    load: Synthetic, goal: Goal, rate: float, *, seconds: float = 3.0, cluster: ClusterSpec = PAIR
+) -> SimulatedOutcome:
+    return simulate(cluster, goal, load.plan(rate, LengthSpan(duration_s=seconds, warmup_s=seconds), 1))
 
 
 def modes(cluster: ClusterSpec) -> tuple[ClusterSpec, ClusterSpec]:
@@ -67,7 +69,7 @@ def test_prefill_nodes_that_do_not_decode_are_no_worse_than_static_ones() -> Non
     ):
         elastic = run(load, goal, rate, seconds=seconds, cluster=only_prefill)
         assert elastic.share() >= 0.9
-        assert not any(job.way is Way.LOCAL and job.decode == 1 for job in elastic.jobs)
+        assert not any(job.way is Route.LOCAL and job.decode == 1 for job in elastic.jobs)
 
 
 def test_without_an_slo_neither_first_tokens_nor_further_ones_suffer() -> None:
@@ -92,5 +94,5 @@ def test_twice_the_load_is_served_no_worse_than_by_colocated_nodes() -> None:
     assert elastic.mean_ttft_s <= 1.2 * colocated.mean_ttft_s
 
 
-def _end_s(outcome: Outcome) -> float:
+def _end_s(outcome: SimulatedOutcome) -> float:
     return sum(job.last_s - job.arrived_s for job in outcome.counted)

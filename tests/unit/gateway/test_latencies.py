@@ -1,6 +1,6 @@
 """Percentiles of the charts come from histograms, as Prometheus finds them."""
 
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.observe.latencies import Latencies, quantile
 from baton.gateway.observe.meter import RequestMeter
 
@@ -12,7 +12,7 @@ def test_a_percentile_lies_in_its_bucket_and_nothing_counted_has_none() -> None:
 
 
 def test_a_point_has_what_came_since_the_window_began() -> None:
-    board = Board()
+    board = SharedCounters()
     latencies = Latencies(board)
     latencies.read()
     RequestMeter(board.tally).first(0.2, 1, 10)

@@ -21,7 +21,7 @@ from baton.core.types import FinishReason, Path, Receipt, Usage
 from baton.gateway.observe.meter import RequestMeter, outcome_of
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, ReceiptDraft, Retry
-from baton.metrics.declared import Outcome, Role
+from baton.metrics.declared import Outcome, ProcessRole
 from baton.metrics.tally import Layout, Tally
 
 
@@ -29,7 +29,7 @@ class Metered:
     """A meter, and what it has counted."""
 
     def __init__(self) -> None:
-        self.tally = Tally(Layout(Role.GATEWAY))
+        self.tally = Tally(Layout(ProcessRole.GATEWAY))
         self.meter = RequestMeter(self.tally)
 
     def counter(self, name: str, *labels: str) -> int:

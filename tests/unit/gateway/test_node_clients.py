@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.gateway.request import node_clients
-from baton.gateway.request.decode_session import Receiver
+from baton.gateway.request.decode_session import TokenReceiver
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.protos.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.rpc.server import channel_options
@@ -124,7 +124,7 @@ async def test_a_node_that_ended_its_statuses_is_lost_once_its_session_has_ended
         node, WatchCallbacks(lambda _: reported.set(), note_lost, lambda _: True, lambda: None)
     ) as client:
         await asyncio.wait_for(reported.wait(), BOUND_S)
-        receiver = Receiver(lambda _: None, lambda _: happened.append("released"), happened.append)
+        receiver = TokenReceiver(lambda _: None, lambda _: happened.append("released"), happened.append)
         client.session().submit(decode_pb2.SubmitRequest(), receiver)
         await asyncio.wait_for(node.submitted.wait(), BOUND_S)
         await asyncio.wait([asyncio.create_task(lost.wait())], timeout=0.2)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from baton.core.types import LocalPolicy, SamplingParams
-from baton.gateway.fleet.placement import Placement, Way
+from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.node_messages import Due, NodeMessages
 from baton.protos.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.fleets import SmallFleet, request
@@ -15,15 +15,15 @@ REQUEST = replace(
 DUE = Due(first_token_s=0.25, tpot_s=0.01)
 
 
-def placed(way: Way) -> Placement:
+def placed(way: Route) -> Placement:
     fleet = SmallFleet(1, 1)
-    prefill = None if way is Way.LOCAL else fleet.prefills["p1"].view()
-    return Placement(way, fleet.decodes["d1"].view(), prefill, 32 if way is Way.SPLIT else 0, "why", None)
+    prefill = None if way is Route.LOCAL else fleet.prefills["p1"].view()
+    return Placement(way, fleet.decodes["d1"].view(), prefill, 32 if way is Route.SPLIT else 0, "why", None)
 
 
 def test_a_submission_has_the_prompt_and_the_output_so_far() -> None:
     messages = NodeMessages(REQUEST, LocalPolicy.STRICT)
-    submission = messages.submit([5, 6], placed(Way.REMOTE), due=DUE, budget_s=9.0, queue_s=2.0)
+    submission = messages.submit([5, 6], placed(Route.REMOTE), due=DUE, budget_s=9.0, queue_s=2.0)
     assert list(submission.prompt_token_ids) == REQUEST.prompt
     assert list(submission.output_token_ids) == [5, 6]
     assert (submission.request_id, submission.cache_salt, submission.sampling.seed) == ("r", "salt", 7)
@@ -41,16 +41,16 @@ def test_a_prefill_has_the_ticket() -> None:
 
 def test_a_submission_says_where_the_prompt_is_prefilled() -> None:
     messages = NodeMessages(REQUEST, LocalPolicy.PREFER)
-    split = messages.submit([], placed(Way.SPLIT), due=DUE, budget_s=1.0, queue_s=1.0)
+    split = messages.submit([], placed(Route.SPLIT), due=DUE, budget_s=1.0, queue_s=1.0)
     assert (split.placement, split.split_tokens, split.placement_why) == (decode_pb2.PLACEMENT_SPLIT, 32, "why")
     assert (split.first_token_s, split.tpot_s, split.prefill_available) == (0.25, 0.01, True)
-    local = messages.submit([], placed(Way.LOCAL), due=Due(None, None), budget_s=1.0, queue_s=1.0)
+    local = messages.submit([], placed(Route.LOCAL), due=Due(None, None), budget_s=1.0, queue_s=1.0)
     assert (local.placement, local.prefill_available) == (decode_pb2.PLACEMENT_LOCAL, False)
     assert not local.HasField("first_token_s")
 
 
 def test_nodes_get_no_stop_strings() -> None:
     messages = NodeMessages(REQUEST, LocalPolicy.PREFER)
-    submission = messages.submit([], placed(Way.LOCAL), due=DUE, budget_s=1.0, queue_s=1.0)
+    submission = messages.submit([], placed(Route.LOCAL), due=DUE, budget_s=1.0, queue_s=1.0)
     assert not submission.sampling.stop
     assert not messages.prefill([], common_pb2.Ticket(), due=DUE, refuse_late=False).sampling.stop

@@ -2,7 +2,7 @@
 
 from baton.core.errors import NoNode
 from baton.gateway.fleet.fleet import LogLine
-from baton.gateway.request.pairing import Connect, Pairing, PairingCommand
+from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.protos.v1 import common_pb2
 from tests.unit.gateway.fleets import SmallFleet, peer
 
@@ -22,8 +22,8 @@ def pairing(prefills: int = 1, decodes: int = 1) -> Pairing:
     return Pairing(unpaired(prefills, decodes), link_retry_s=60.0)
 
 
-def connects(commands: list[PairingCommand]) -> list[Connect]:
-    return [command for command in commands if isinstance(command, Connect)]
+def connects(commands: list[PairingCommand]) -> list[ConnectNodes]:
+    return [command for command in commands if isinstance(command, ConnectNodes)]
 
 
 def refused(*fields: str) -> common_pb2.PeerState:

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from baton.core.types import Grammar, GrammarKind
-from baton.gateway.serving.preparation import Call, Prepared, prepare
+from baton.gateway.serving.preparation import Prepared, RequestCall, prepare
 from baton.gateway.text.chat.checkpoint import Checkpoint
 from baton.gateway.text.chat.model import ChatModel
 from baton.gateway.text.chat.renderer import ChatRenderer
@@ -38,7 +38,7 @@ def model() -> Iterator[ServedModel]:
 async def prepared(
     model: ServedModel, message: pb.GenerateRequest, chat: ChatRequest | None = None, *, timeout_s: float = 1e9
 ) -> Prepared:
-    call = Call(message, chat, "r", started_at_s=0.0, timeout_s=timeout_s)
+    call = RequestCall(message, chat, "r", started_at_s=0.0, timeout_s=timeout_s)
     return await prepare(call, model, TextWork(), max_context_tokens=CONTEXT_TOKENS)
 
 
@@ -165,7 +165,7 @@ async def test_a_crowd_of_huge_texts_costs_little_memory_and_delays_no_small_one
     ended: list[int] = []
 
     async def refused(number: int) -> None:
-        call = Call(pb.GenerateRequest(text=f"{number}{LONG}"), None, "r", started_at_s=0.0, timeout_s=1e9)
+        call = RequestCall(pb.GenerateRequest(text=f"{number}{LONG}"), None, "r", started_at_s=0.0, timeout_s=1e9)
         with pytest.raises(InvalidRequest, match="your prompt has at least"):
             await prepare(call, model, texts, max_context_tokens=LONG_CONTEXT_TOKENS)
         ended.append(number)
@@ -173,7 +173,7 @@ async def test_a_crowd_of_huge_texts_costs_little_memory_and_delays_no_small_one
     crowd = [asyncio.create_task(refused(number)) for number in range(CROWD)]
     await asyncio.sleep(0)
     with peak_bytes() as peak:
-        call = Call(pb.GenerateRequest(text="a light user's"), None, "r", started_at_s=0.0, timeout_s=1e9)
+        call = RequestCall(pb.GenerateRequest(text="a light user's"), None, "r", started_at_s=0.0, timeout_s=1e9)
         await prepare(call, model, texts, max_context_tokens=LONG_CONTEXT_TOKENS)
         assert len(ended) < CROWD
         await asyncio.gather(*crowd)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.core.errors import DataLoss, InternalError, NoNode, Overloaded
 from baton.core.types import LocalPolicy
 from baton.gateway.core.events import (
-    Cancelled,
+    ClientCancelled,
     DecodeReplied,
     Event,
     FleetChanged,
@@ -318,5 +318,5 @@ def test_cancelling_at_any_point_closes_everything(steps: list[tuple[str, int]])
         if world.live:
             world.step(action, which)
     if world.live:
-        world.give(Cancelled(NoNode("the client is gone")))
+        world.give(ClientCancelled(NoNode("the client is gone")))
     assert not world.live

@@ -773,7 +773,7 @@ def is_closed(commands: list[Command]) -> bool:
 def test_cancelling_closes_everything(phase: str) -> None:
     served = PHASES[phase]()
     gone = Cancelled("the client is gone")
-    served.handle(events.Cancelled(gone))
+    served.handle(events.ClientCancelled(gone))
     assert served.error is gone
     assert is_closed(served.commands)
     assert served.machine.deadline_s is None

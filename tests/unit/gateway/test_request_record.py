@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidRequest, NoNode
-from baton.gateway.core.shared_counters import Board, Count
+from baton.gateway.core.shared_counters import Count, SharedCounters
 from baton.gateway.observe.meter import RequestMeter
 from baton.gateway.observe.request_record import RequestRecord, RequestRecords
 from baton.metrics.declared import Outcome
@@ -16,7 +16,7 @@ class Recorded:
     """Records of one process, and what they have counted."""
 
     def __init__(self, *, access_log: bool = False) -> None:
-        self.board = Board()
+        self.board = SharedCounters()
         self._records = RequestRecords(self.board, RequestMeter(self.board.tally), access_log=access_log)
 
     def begin(self) -> RequestRecord:

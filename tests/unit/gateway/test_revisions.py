@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import NoNode
 from baton.core.version import __version__
 from baton.gateway.core.events import FleetChanged, Started, TimePassed
-from baton.gateway.core.shared_counters import Board
+from baton.gateway.core.shared_counters import SharedCounters
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.revisions import serving_revisions, serving_versions
 from baton.gateway.observe.metrics import GatewayMetrics
@@ -96,7 +96,7 @@ def test_other_weights_and_older_nodes_are_no_damaged_copies() -> None:
 
 def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
     fleet = mixed()
-    metrics = GatewayMetrics(Board(), "m", fleet, lambda: True)
+    metrics = GatewayMetrics(SharedCounters(), "m", fleet, lambda: True)
     shown = by_series(metrics.figures())
     assert shown["baton_serving_versions", ()] == 3
     assert shown["baton_serving_revisions", ()] == 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.router import NodeView, Wanted, pick_decode, pick_prefill
+from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_prefill
 
 REVISION = "ours"
 
@@ -32,8 +32,8 @@ def prefill(number: int, *peers: int, **changes: object) -> NodeView:
     return node(number, ready_peers=frozenset(peers), **changes)
 
 
-def wanted(policy: LocalPolicy = LocalPolicy.PREFER, **changes: object) -> Wanted:
-    return replace(Wanted(num_tokens=100, policy=policy), **changes)  # type: ignore[arg-type]
+def wanted(policy: LocalPolicy = LocalPolicy.PREFER, **changes: object) -> RoutedRequest:
+    return replace(RoutedRequest(num_tokens=100, policy=policy), **changes)  # type: ignore[arg-type]
 
 
 def address(picked: NodeView | None) -> str | None:

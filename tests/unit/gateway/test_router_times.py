@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.types import LocalPolicy, Slo
-from baton.gateway.fleet.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill
+from baton.gateway.fleet.router import NodeView, RoutedRequest, decode_s, pick_decode, pick_prefill
 from tests.unit.gateway.test_router import address, node
 
 FAST = StepCosts(((64, 0.005), (2048, 0.05)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-5)
 SLOW = StepCosts(((64, 0.010), (2048, 0.10)), key_s=2e-8, pair_s=2e-9, decode_row_s=2e-5)
-REQUEST = Wanted(num_tokens=4096, policy=LocalPolicy.STRICT)
+REQUEST = RoutedRequest(num_tokens=4096, policy=LocalPolicy.STRICT)
 DECODE = node(9)
 
 
@@ -29,11 +29,11 @@ def prefill(number: int, **changes: object) -> NodeView:
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
-def prefill_s(view: NodeView, wanted: Wanted) -> float:
+def prefill_s(view: NodeView, wanted: RoutedRequest) -> float:
     return view.prefill_s(view.cached_tokens, wanted.num_tokens)
 
 
-def pick(*nodes: NodeView, wanted: Wanted = REQUEST) -> str | None:
+def pick(*nodes: NodeView, wanted: RoutedRequest = REQUEST) -> str | None:
     return address(pick_prefill(nodes, DECODE, wanted))
 
 
@@ -88,7 +88,7 @@ def decode(number: int, **changes: object) -> NodeView:
 
 
 def pick_for(*nodes: NodeView, **changes: object) -> str | None:
-    wanted = replace(Wanted(num_tokens=1000, policy=LocalPolicy.LOCAL), **changes)  # type: ignore[arg-type]
+    wanted = replace(RoutedRequest(num_tokens=1000, policy=LocalPolicy.LOCAL), **changes)  # type: ignore[arg-type]
     return address(pick_decode(nodes, [], wanted))
 
 
@@ -112,7 +112,9 @@ def test_kv_that_is_there_already_need_not_be_sent() -> None:
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.integers(1, 4000))
 def test_the_session_costs_at_most_a_little(backlogs: list[int], num_tokens: int) -> None:
     nodes = [prefill(number, backlog_s=backlog / 20) for number, backlog in enumerate(backlogs)]
-    wanted = Wanted(num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_nodes={"node-0"}, slo=Slo(ttft_s=0.01))
+    wanted = RoutedRequest(
+        num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_nodes={"node-0"}, slo=Slo(ttft_s=0.01)
+    )
     picked = pick_prefill(nodes, DECODE, wanted)
     assert picked is not None
     best_s = min(prefill_s(view, wanted) for view in nodes)

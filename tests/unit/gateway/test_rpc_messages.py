@@ -15,7 +15,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.grpc.open_inference_messages import read_request, to_response
 from baton.gateway.grpc.vllm_messages import to_chunk, to_complete, to_generate
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -289,7 +289,7 @@ def test_a_response_has_the_wanted_outputs_in_the_requests_form(raw: bool) -> No
 
 
 async def test_outputs_are_collected_by_index() -> None:
-    collector = Collector()
+    collector = AnswerCollector()
     call = pb.ToolCallDelta(index=0, id="c", name="f", arguments="{")
     rest = pb.ToolCallDelta(index=0, arguments="}")
     end = pb.GenerateResponse(index=0, text="c", finish_reason=STOP, chat=pb.ChatDelta(tool_calls=[rest]))

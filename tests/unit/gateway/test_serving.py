@@ -19,7 +19,7 @@ from baton.gateway.text.tokenizer import TextTokenizer
 from baton.node import waiting
 from baton.protos.v1 import common_pb2, decode_pb2
 from baton.protos.v1 import generation_pb2 as pb
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.security import identity
 from baton.security.limits import Budget, Limits
 from baton.settings.config import DEMO_MODELS
@@ -281,7 +281,7 @@ def listed_addresses(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     class Listing(Directory):
         def __init__(self, places: Sequence[Place], on_change: Callable[[], None]) -> None:
             super().__init__(places, on_change)
-            self.listed = {f"{place.host}:{place.port}" for place in places if isinstance(place, Address)}
+            self.listed = {f"{place.host}:{place.port}" for place in places if isinstance(place, ListenAddress)}
             listings.append(self.listed)
 
         async def look_up(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """How many streams run next to a client with few requests, by what streams were measured to take."""
 
 from baton.gateway.serving.node_capacity import DecodeRoom, Room
-from baton.gateway.serving.stream_limit import Progress, StreamBound
+from baton.gateway.serving.stream_limit import StreamBound, StreamProgress
 
 
 def room(load: int) -> Room:
@@ -12,7 +12,9 @@ def room(load: int) -> Room:
 def settled(bound: StreamBound, token_s: float, load: int, *, from_s: float = 0.0) -> float:
     """The bound after each of `load` streams got a token every `token_s` for ten seconds."""
     for number in range(40):
-        bound.measured(Progress(1.0 * load, round(load / token_s)), room(load), from_s + 0.25 * number, spares=True)
+        bound.measured(
+            StreamProgress(1.0 * load, round(load / token_s)), room(load), from_s + 0.25 * number, spares=True
+        )
     return bound.most(room(load))
 
 
@@ -32,7 +34,7 @@ def test_streams_that_are_twice_as_slow_as_one_alone_stay_as_they_are() -> None:
     bound = StreamBound()
     bound.ended_alone(0.01)
     for number in range(20):
-        bound.measured(Progress(20.0, 1000), room(round(bound.most(room(0)))), 0.25 * number, spares=True)
+        bound.measured(StreamProgress(20.0, 1000), room(round(bound.most(room(0)))), 0.25 * number, spares=True)
     assert bound.most(room(0)) == 16
 
 
@@ -49,5 +51,5 @@ def test_without_a_stream_that_ran_alone_costs_say_what_it_would_take() -> None:
 def test_without_a_light_client_the_bound_is_forgotten() -> None:
     bound = StreamBound()
     settled(bound, 0.1, 66)
-    bound.measured(Progress(), room(66), 100.0, spares=False)
+    bound.measured(StreamProgress(), room(66), 100.0, spares=False)
     assert bound.most(room(66)) == 16

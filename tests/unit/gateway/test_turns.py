@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.gateway.request.write_scheduler import _TURNS_PER_PASS, _WRITES_MAX, Turns
+from baton.gateway.request.write_scheduler import _TURNS_PER_PASS, _WRITES_MAX, WriteScheduler
 
 BOUND_S = 60.0
 MESSAGE_S, TOKEN_S = 50e-6, 5e-6  # of the process, for a message and for each of its tokens
@@ -21,13 +21,13 @@ async def one_pass() -> None:
 
 
 async def test_a_stream_of_an_idle_process_gets_its_turn_at_once() -> None:
-    turns, waiter = Turns(), asyncio.get_running_loop().create_future()
+    turns, waiter = WriteScheduler(), asyncio.get_running_loop().create_future()
     turns.ask(waiter)
     assert waiter.done()
 
 
 async def test_further_streams_wait_for_the_next_pass_in_their_order() -> None:
-    turns, loop = Turns(), asyncio.get_running_loop()
+    turns, loop = WriteScheduler(), asyncio.get_running_loop()
     waiters = [loop.create_future() for _ in range(3 * _TURNS_PER_PASS)]
     for waiter in waiters:
         turns.ask(waiter)
@@ -38,7 +38,7 @@ async def test_further_streams_wait_for_the_next_pass_in_their_order() -> None:
 
 
 async def test_a_stream_that_waits_no_more_takes_no_turn() -> None:
-    turns, loop = Turns(), asyncio.get_running_loop()
+    turns, loop = WriteScheduler(), asyncio.get_running_loop()
     waiters = [loop.create_future() for _ in range(2 * _TURNS_PER_PASS + 1)]
     for waiter in waiters:
         turns.ask(waiter)
@@ -48,7 +48,7 @@ async def test_a_stream_that_waits_no_more_takes_no_turn() -> None:
 
 
 async def test_an_idle_loop_gives_all_turns_again() -> None:
-    turns, loop = Turns(), asyncio.get_running_loop()
+    turns, loop = WriteScheduler(), asyncio.get_running_loop()
     for _ in range(_TURNS_PER_PASS):
         turns.ask(loop.create_future())
     for _ in range(3):
@@ -62,7 +62,7 @@ async def test_an_idle_loop_gives_all_turns_again() -> None:
 # ---- writes that wait
 
 
-async def asked(turns: Turns, count: int) -> "list[asyncio.Future[None]]":
+async def asked(turns: WriteScheduler, count: int) -> "list[asyncio.Future[None]]":
     """Futures of streams that ask one by one, in passes of the loop, once all passes are over."""
     waiters = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for waiter in waiters:
@@ -73,7 +73,7 @@ async def asked(turns: Turns, count: int) -> "list[asyncio.Future[None]]":
 
 
 async def test_while_many_messages_are_on_their_way_no_stream_gets_a_turn_until_one_is_written() -> None:
-    turns = Turns()
+    turns = WriteScheduler()
     periods = [turns.begin(slow=False) for _ in range(_WRITES_MAX)]
     waiters = await asked(turns, 3)
     assert not any(waiter.done() for waiter in waiters)
@@ -83,7 +83,7 @@ async def test_while_many_messages_are_on_their_way_no_stream_gets_a_turn_until_
 
 
 async def test_messages_that_wait_for_their_clients_hold_up_the_others_for_a_moment_only() -> None:
-    turns = Turns()
+    turns = WriteScheduler()
     periods = [turns.begin(slow=False) for _ in range(_WRITES_MAX)]
     waiters = await asked(turns, 3)
     await asyncio.wait_for(asyncio.gather(*waiters), BOUND_S)
@@ -91,7 +91,7 @@ async def test_messages_that_wait_for_their_clients_hold_up_the_others_for_a_mom
 
 
 async def test_nobody_waits_for_the_next_messages_of_slow_clients() -> None:
-    turns = Turns()
+    turns = WriteScheduler()
     for _ in range(_WRITES_MAX):
         turns.begin(slow=True)
     (waiter,) = await asked(turns, 1)
@@ -99,7 +99,7 @@ async def test_nobody_waits_for_the_next_messages_of_slow_clients() -> None:
 
 
 async def test_a_slow_client_that_reads_again_is_slow_no_more() -> None:
-    turns = Turns()
+    turns = WriteScheduler()
     assert turns.end(turns.begin(slow=True)) is False
 
 
@@ -128,7 +128,7 @@ class SetClock(asyncio.SelectorEventLoop):
 class Stream:
     """As a request's driver: asks for a turn with its first waiting token, and writes all that wait."""
 
-    turns: Turns
+    turns: WriteScheduler
     write: Callable[[int], Awaitable[None]]
     waiting: int = 0
     waiter: "asyncio.Future[None] | None" = None
@@ -161,7 +161,7 @@ class Stream:
 async def overload(clock: SetClock, *, streams: int, slow: int, seconds: float) -> list[Stream]:
     """Tokens for all streams come twice as fast as the process could send them one by one. The first `slow` streams'
     clients take a message in each 0.2 s. Messages are written in the order in which they were begun."""
-    turns = Turns()
+    turns = WriteScheduler()
     begun: deque[asyncio.Future[None]] = deque()
 
     async def write(tokens: int) -> None:

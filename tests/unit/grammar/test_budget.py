@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
-from baton.grammar.budget import Budget
+from baton.grammar.budget import MaskBudget
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.matcher import MaskFiller, Matcher
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
@@ -26,12 +26,12 @@ def clock(step_s: float) -> Callable[[], float]:
 def matcher_of(clock: Callable[[], float] | None) -> Matcher:
     """Follows letters; compiled with a clock that stands still, so that compiling costs nothing."""
     matcher = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,), clock=None).matcher(LETTERS)
-    matcher.budget = Budget(clock)
+    matcher.budget = MaskBudget(clock)
     return matcher
 
 
 def test_masks_may_take_their_time_on_average() -> None:
-    budget = Budget(clock(0.0))
+    budget = MaskBudget(clock(0.0))
     for _ in range(10_000):
         budget.charge_mask(0.0039)
     for _ in range(20):
@@ -43,7 +43,7 @@ def test_masks_may_take_their_time_on_average() -> None:
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.2, 1), (0.03, 4), (0.0061, 48)])
 def test_masks_that_take_too_long_are_ended_sooner_the_longer_they_take(seconds: float, most: int) -> None:
-    budget = Budget(clock(0.0))
+    budget = MaskBudget(clock(0.0))
     for _ in range(most - 1):
         budget.charge_mask(seconds)
     budget.check()

@@ -17,7 +17,7 @@ import pytest
 from baton.bounded import process as bounded_process
 from baton.core.errors import InternalError, InvalidRequest, Overloaded
 from baton.core.types import Grammar, GrammarKind
-from baton.grammar.checker import Bounds, GrammarChecker
+from baton.grammar.checker import CheckBounds, GrammarChecker
 from baton.grammar.compiler import GrammarCompiler
 from baton.node.waiting import until
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE
@@ -32,8 +32,8 @@ def heavy(number: int) -> Grammar:
 
 
 @asynccontextmanager
-async def opened(bounds: Bounds | None = None, tokenizer: Path = TOKENIZER) -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker(tokenizer, VOCAB_SIZE, (EOS,), bounds or Bounds(moment_cpu_s=BOUND_S, cpu_s=BOUND_S))
+async def opened(bounds: CheckBounds | None = None, tokenizer: Path = TOKENIZER) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(tokenizer, VOCAB_SIZE, (EOS,), bounds or CheckBounds(moment_cpu_s=BOUND_S, cpu_s=BOUND_S))
     try:
         async with asyncio.timeout(BOUND_S):
             yield checker
@@ -85,14 +85,14 @@ async def test_what_cannot_be_a_grammar_costs_no_process(tmp_path: Path) -> None
 
 
 async def test_a_grammar_that_takes_too_much_time_is_refused_and_the_next_one_is_checked() -> None:
-    async with opened(Bounds(moment_cpu_s=0.002, cpu_s=0.002)) as checker:
+    async with opened(CheckBounds(moment_cpu_s=0.002, cpu_s=0.002)) as checker:
         for _ in range(2):
             with pytest.raises(
                 InvalidRequest, match=r"more than 0\.002 s of CPU time to check; simplify it"
             ) as refused:
                 await checker.check(heavy(1))
             assert refused.value.field == "grammar"
-    async with opened(Bounds(moment_cpu_s=0.002)) as checker:  # it gets more time when no ordinary one waits
+    async with opened(CheckBounds(moment_cpu_s=0.002)) as checker:  # it gets more time when no ordinary one waits
         await checker.check(heavy(1))
 
 
@@ -100,20 +100,20 @@ async def test_a_schema_of_which_the_library_makes_no_end_is_refused() -> None:
     """Twenty expressions whose states multiply: compiled without a bound it runs for minutes."""
     patterns = [{"pattern": f".*a.{{{20 + number}}}.*"} for number in range(20)]
     schema = json.dumps({"type": "string", "allOf": patterns})
-    async with opened(Bounds(moment_cpu_s=0.02, cpu_s=0.3)) as checker:
+    async with opened(CheckBounds(moment_cpu_s=0.02, cpu_s=0.3)) as checker:
         with pytest.raises(InvalidRequest, match="takes more than"):
             await checker.check(Grammar(GrammarKind.JSON_SCHEMA, schema))
 
 
 async def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
-    async with opened(Bounds(moment_cpu_s=BOUND_S, memory_bytes=1 << 20)) as checker:
+    async with opened(CheckBounds(moment_cpu_s=BOUND_S, memory_bytes=1 << 20)) as checker:
         with pytest.raises(InvalidRequest, match="more than 1 MiB of memory"):
             await checker.check(heavy(1))
 
 
 async def test_grammars_that_take_long_delay_no_others() -> None:
     """A check that is stopped takes as long as one can."""
-    async with opened(Bounds(moment_cpu_s=0.02, cpu_s=BOUND_S)) as checker:
+    async with opened(CheckBounds(moment_cpu_s=0.02, cpu_s=BOUND_S)) as checker:
         await checker.check(YES)
         _, long = forks(checker)
         long.suspend()

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core.errors import InternalError, UnknownLease
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.leases import LeaseGrant, LeaseTable, Refusal
+from kvtransfer.leases import LeaseGrant, LeaseTable, SegmentRefusal
 from kvtransfer.parts import parts_of
 from kvtransfer.segments import Segment, Tag, payload_bytes
 
@@ -81,7 +81,7 @@ def test_a_lease_is_filled_by_kv_index_and_one_state() -> None:
 def test_a_segment_lies_in_one_part_and_has_the_states_one_token(wrong: Segment) -> None:
     table = LeaseTable(parts_of(WHOLE), incarnation=OURS)
     table.open(replace(LEASE, state_slot=1))
-    assert table.start_scatter(Tag(1, 4, 0), wrong) is Refusal.OUT_OF_RANGE
+    assert table.start_scatter(Tag(1, 4, 0), wrong) is SegmentRefusal.OUT_OF_RANGE
 
 
 def test_a_state_is_taken_once() -> None:
@@ -89,7 +89,7 @@ def test_a_state_is_taken_once() -> None:
     table.open(replace(LEASE, state_slot=1))
     once, again = (of_part(number, 2, layers=range(4, 7), tokens=(7, 8), heads=(0, 4)) for number in range(2))
     assert table.start_scatter(Tag(1, 4, 0), once) is None
-    assert table.start_scatter(Tag(1, 4, 1), again) is Refusal.OVERLAP
+    assert table.start_scatter(Tag(1, 4, 1), again) is SegmentRefusal.OVERLAP
 
 
 def test_a_lease_without_tokens_wants_no_state() -> None:
@@ -121,7 +121,7 @@ def test_a_lease_is_filled_by_the_tokens_that_will_be_read_and_takes_no_others()
     for part in parts:
         assert table.arrival(Tag(1, 4, part.number), 0.0) is None
     early = segment(4, 0, tokens=(4, 8))
-    assert table.start_scatter(Tag(1, 4, 0), early) is Refusal.OUT_OF_RANGE
+    assert table.start_scatter(Tag(1, 4, 0), early) is SegmentRefusal.OUT_OF_RANGE
     for part in parts:
         assert table.start_scatter(Tag(1, 4, part.number), part) is None
         filled = table.finish_scatter(part, 1.0).filled
@@ -134,7 +134,7 @@ def test_of_a_model_that_several_ranks_hold_only_this_ones_heads_are_taken() -> 
     table.open(LEASE)
     for number, heads in enumerate([(3, 5), (5, 7), (0, 2)]):
         assert table.arrival(Tag(1, 4, number), 0.0) is None
-        assert table.start_scatter(Tag(1, 4, number), segment(4, number, heads=heads)) is Refusal.OUT_OF_RANGE
+        assert table.start_scatter(Tag(1, 4, number), segment(4, number, heads=heads)) is SegmentRefusal.OUT_OF_RANGE
     ours = segment(4, 3, heads=(4, 6))
     assert table.arrival(Tag(1, 4, 3), 0.0) is None
     assert table.start_scatter(Tag(1, 4, 3), ours) is None
@@ -147,7 +147,7 @@ def test_a_step_between_layers_that_leaves_some_out_does_not_fill_a_lease(step: 
     part = replace(segment(4, 0), layer_step=step)
     assert table.arrival(Tag(1, 4, 0), 0.0) is None
     refusal = table.start_scatter(Tag(1, 4, 0), part)
-    assert refusal is (Refusal.OUT_OF_RANGE if step == 0 else Refusal.WRONG_SIZE)
+    assert refusal is (SegmentRefusal.OUT_OF_RANGE if step == 0 else SegmentRefusal.WRONG_SIZE)
 
 
 def test_a_lease_without_tokens_is_filled_at_once() -> None:
@@ -165,7 +165,7 @@ def test_closing_waits_for_the_scatter_that_runs() -> None:
         assert table.arrival(Tag(1, 4, part.number), 0.0) is None
     assert table.start_scatter(Tag(1, 4, 0), one) is None
     assert table.close(4) is None
-    assert table.start_scatter(Tag(1, 4, 1), other) is Refusal.LATE
+    assert table.start_scatter(Tag(1, 4, 1), other) is SegmentRefusal.LATE
     done = table.finish_scatter(one, 1.0)
     assert done.filled is None
     assert done.closed is not None
@@ -175,13 +175,13 @@ def test_closing_waits_for_the_scatter_that_runs() -> None:
 @pytest.mark.parametrize(
     ("tag", "refusal"),
     [
-        (Tag(1, 5, 0), Refusal.UNKNOWN_LEASE),
-        (Tag(1, 3, 0), Refusal.LATE),
-        (Tag(2, 4, 1), Refusal.FOREIGN_SENDER),
-        (Tag(1, 4, 0), Refusal.DUPLICATE),
+        (Tag(1, 5, 0), SegmentRefusal.UNKNOWN_LEASE),
+        (Tag(1, 3, 0), SegmentRefusal.LATE),
+        (Tag(2, 4, 1), SegmentRefusal.FOREIGN_SENDER),
+        (Tag(1, 4, 0), SegmentRefusal.DUPLICATE),
     ],
 )
-def test_an_impossible_tag_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
+def test_an_impossible_tag_gets_no_memory(tag: Tag, refusal: SegmentRefusal) -> None:
     table = table_with(LeaseGrant(3, (0,), 0, 4), LEASE)
     table.close(3)
     assert table.arrival(Tag(1, 4, 0), 0.0) is None
@@ -192,18 +192,18 @@ def test_an_impossible_tag_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("wrong", "refusal"),
     [
-        (segment(4, 0, incarnation=OURS + 1), Refusal.STALE_INCARNATION),
-        (segment(5, 0), Refusal.MISLABELLED),
-        (segment(4, 1), Refusal.MISLABELLED),
-        (segment(4, 0, tokens=(0, 9)), Refusal.OUT_OF_RANGE),
-        (segment(4, 0, layers=(1, 3)), Refusal.OUT_OF_RANGE),
-        (segment(4, 0, heads=(0, 3)), Refusal.OUT_OF_RANGE),
-        (segment(4, 0, tokens=(5, 5)), Refusal.OUT_OF_RANGE),
-        (replace(segment(4, 0), payload_bytes=8), Refusal.WRONG_SIZE),
-        (segment(4, 0, tokens=(2, 3)), Refusal.OVERLAP),
+        (segment(4, 0, incarnation=OURS + 1), SegmentRefusal.STALE_INCARNATION),
+        (segment(5, 0), SegmentRefusal.MISLABELLED),
+        (segment(4, 1), SegmentRefusal.MISLABELLED),
+        (segment(4, 0, tokens=(0, 9)), SegmentRefusal.OUT_OF_RANGE),
+        (segment(4, 0, layers=(1, 3)), SegmentRefusal.OUT_OF_RANGE),
+        (segment(4, 0, heads=(0, 3)), SegmentRefusal.OUT_OF_RANGE),
+        (segment(4, 0, tokens=(5, 5)), SegmentRefusal.OUT_OF_RANGE),
+        (replace(segment(4, 0), payload_bytes=8), SegmentRefusal.WRONG_SIZE),
+        (segment(4, 0, tokens=(2, 3)), SegmentRefusal.OVERLAP),
     ],
 )
-def test_an_impossible_trailer_is_not_scattered(wrong: Segment, refusal: Refusal) -> None:
+def test_an_impossible_trailer_is_not_scattered(wrong: Segment, refusal: SegmentRefusal) -> None:
     table = table_with(LEASE, LeaseGrant(5, (0,), 0, 8))
     before = segment(4, 9, tokens=(2, 3))
     assert table.arrival(Tag(1, 4, 9), 0.0) is None
@@ -254,10 +254,10 @@ def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_n
     assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is None  # nothing is scattered yet
     for sender, half in zip((10, 11), halves, strict=True):
         assert table.start_scatter(Tag(sender, 4, 0), half, group=node) is None
-    assert table.start_scatter(Tag(12, 4, 1), segment(4, 1), group=other) is Refusal.FOREIGN_SENDER
-    assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is Refusal.DUPLICATE
-    assert table.start_scatter(Tag(11, 4, 0), halves[1], group=node) is Refusal.DUPLICATE
-    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is Refusal.FOREIGN_SENDER
+    assert table.start_scatter(Tag(12, 4, 1), segment(4, 1), group=other) is SegmentRefusal.FOREIGN_SENDER
+    assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is SegmentRefusal.DUPLICATE
+    assert table.start_scatter(Tag(11, 4, 0), halves[1], group=node) is SegmentRefusal.DUPLICATE
+    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is SegmentRefusal.FOREIGN_SENDER
     assert table.finish_scatter(halves[0], 1.0).filled is None
     assert table.finish_scatter(halves[1], 2.0).filled is not None
     assert table.bound_to(node) == (4,)
@@ -333,7 +333,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.next_segment += 1
         tag = Tag(1 + lease % 2, lease, self.next_segment)
         refusal = self.table.arrival(tag, self._clock())
-        assert refusal in (None, Refusal.FOREIGN_SENDER)
+        assert refusal in (None, SegmentRefusal.FOREIGN_SENDER)
         if refusal is None:
             self.received.append(
                 (tag, segment(lease, tag.number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
@@ -371,9 +371,9 @@ class LeaseMachine(RuleBasedStateMachine):
                 (tag, segment(named, number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
             )
         elif lease >= self.next_number:
-            assert refusal is Refusal.UNKNOWN_LEASE
+            assert refusal is SegmentRefusal.UNKNOWN_LEASE
         elif lease not in self.block_of or lease in self.closing:
-            assert refusal is Refusal.LATE
+            assert refusal is SegmentRefusal.LATE
 
     @precondition(lambda self: self.received)
     @rule(data=st.data())

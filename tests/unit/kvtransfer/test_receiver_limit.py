@@ -13,7 +13,7 @@ from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import PeerTraffic, SegmentRefused, SendJob
+from kvtransfer.records import PeerTraffic, RefusedSegment, SendJob
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
@@ -54,7 +54,7 @@ class Node:
         self.transport, self.ledger = LoopbackTransport(), Ledger()
         mover = CpuMover(cache, self.transport.progress)
         self.filled: list[LeaseTotals] = []
-        self.refused: list[SegmentRefused] = []
+        self.refused: list[RefusedSegment] = []
 
         def pools() -> Pools:
             pool = mover.open_pool(slot_bytes=settings.message_bytes, slots=SLOTS, through_host=False)

@@ -17,8 +17,8 @@ from kvtransfer.segments import (
     LEASE_KEY_BYTES,
     TRAILER_BYTES,
     WARM_UP,
-    Piece,
     Segment,
+    SegmentPiece,
     Tag,
     cut,
     decode_sealed,
@@ -161,7 +161,7 @@ def test_a_key_is_not_shown() -> None:
 
 def pieces_of(
     spec: KVCacheSpec, segment_bytes: int, start: int, stop: int, *, resume_at: int | None = None
-) -> list[Piece]:
+) -> list[SegmentPiece]:
     """All layers and heads of a token range."""
     return list(
         cut(

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from baton.core.errors import InvalidRequest
 from baton.load.goals import Goal, parse_goal
 from baton.load.metrics import spread, summarize
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 
 
-def record(*times: float, counts: tuple[int, ...] = (), due: float = 0.0, end: float | None = None) -> Record:
+def record(*times: float, counts: tuple[int, ...] = (), due: float = 0.0, end: float | None = None) -> LoadRecord:
     """An answered request with messages at those times after it was due."""
     counts = counts or (1,) * len(times)
     end = max(times, default=0.0) if end is None else end
-    return Record(0, due, 0.001, 10, sum(counts), Outcome.OK, end, times_s=times, counts=counts)
+    return LoadRecord(0, due, 0.001, 10, sum(counts), LoadOutcome.OK, end, times_s=times, counts=counts)
 
 
 def test_times_of_one_request() -> None:
@@ -76,8 +76,8 @@ def test_a_good_request_keeps_every_bound(goal: Goal, good: bool) -> None:
     assert goal.good(record(0.5, 0.6, 0.9)) is good
 
 
-@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.FAILED, Outcome.UNFINISHED])
-def test_a_request_that_was_not_answered_is_never_good(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [LoadOutcome.REFUSED, LoadOutcome.FAILED, LoadOutcome.UNFINISHED])
+def test_a_request_that_was_not_answered_is_never_good(outcome: LoadOutcome) -> None:
     assert not Goal(ttft_s=9.0).good(replace(record(0.1), outcome=outcome))
 
 
@@ -103,10 +103,10 @@ def test_a_summary_counts_every_outcome_by_its_type_and_leaves_the_warm_up_out()
         replace(record(0.1, 0.2, due=0.0, end=5.0), counted=False),
         record(0.1, 0.2, 0.3, due=1.0),
         replace(record(0.1, due=2.0, end=0.5), output_tokens=4),
-        Record(0, 3.0, 0.0, 10, 5, Outcome.REFUSED, 0.1, error="Overloaded"),
-        Record(0, 3.0, 0.0, 10, 5, Outcome.FAILED, 0.1, error="BrokenStream", times_s=(0.05,), counts=(1,)),
-        Record(0, 3.0, 0.0, 10, 5, Outcome.FAILED, 0.1, error="Timeout"),
-        Record(0, 3.0, 0.0, 10, 5, Outcome.UNFINISHED, 1.0, error="Unfinished"),
+        LoadRecord(0, 3.0, 0.0, 10, 5, LoadOutcome.REFUSED, 0.1, error="Overloaded"),
+        LoadRecord(0, 3.0, 0.0, 10, 5, LoadOutcome.FAILED, 0.1, error="BrokenStream", times_s=(0.05,), counts=(1,)),
+        LoadRecord(0, 3.0, 0.0, 10, 5, LoadOutcome.FAILED, 0.1, error="Timeout"),
+        LoadRecord(0, 3.0, 0.0, 10, 5, LoadOutcome.UNFINISHED, 1.0, error="Unfinished"),
     ]
     summary = summarize(records)
     assert (summary.requests, summary.ok, summary.refused, summary.failed, summary.unfinished) == (6, 2, 1, 2, 1)
@@ -125,6 +125,6 @@ def test_a_summary_counts_every_outcome_by_its_type_and_leaves_the_warm_up_out()
 
 
 def test_nothing_answered_gives_no_times() -> None:
-    summary = summarize([Record(0, 0.0, 0.0, 10, 5, Outcome.FAILED, 0.1, error="NoConnection")])
+    summary = summarize([LoadRecord(0, 0.0, 0.0, 10, 5, LoadOutcome.FAILED, 0.1, error="NoConnection")])
     assert summary.ttft is summary.gap is summary.e2e is None
     assert spread([]) is None

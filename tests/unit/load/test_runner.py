@@ -7,12 +7,12 @@ import pytest
 
 from baton.load.goals import Goal
 from baton.load.probe import probe
-from baton.load.records import Outcome
+from baton.load.records import LoadOutcome
 from baton.load.results import Run
 from baton.load.runner import Clients, RunOptions
 from baton.load.target import Server, Target
-from baton.load.worker import Progress
-from baton.load.workload import Planned
+from baton.load.worker import WorkerProgress
+from baton.load.workload import PlannedRequest
 from tests.unit.load.stand_in import StandIn, standing_in
 
 OPTIONS = RunOptions("a test", bound_s=60.0)
@@ -25,9 +25,9 @@ async def server() -> AsyncIterator[Server]:
 
 
 async def test_processes_share_a_plan_and_one_goes_on_after_a_run_that_could_not_be_good(server: Server) -> None:
-    planned = [Planned(index, 0.0, 20, 3, counted=index >= 4) for index in range(20)]
-    late = Planned(20, 600.0, 20, 3)
-    seen: list[Progress] = []
+    planned = [PlannedRequest(index, 0.0, 20, 3, counted=index >= 4) for index in range(20)]
+    late = PlannedRequest(20, 600.0, 20, 3)
+    seen: list[WorkerProgress] = []
 
     def runs() -> tuple[Run, Run, Run]:
         with Clients(2) as clients:
@@ -40,7 +40,7 @@ async def test_processes_share_a_plan_and_one_goes_on_after_a_run_that_could_not
     for_all, stopped, again = await asyncio.to_thread(runs)
     assert [record.index for record in for_all.records] == list(range(20))
     assert len(for_all.counted) == 16
-    assert {record.outcome for record in for_all.records} == {Outcome.OK}
+    assert {record.outcome for record in for_all.records} == {LoadOutcome.OK}
     assert not for_all.client.was_the_limit
     assert for_all.client.processes == 2
     assert seen
@@ -53,4 +53,6 @@ async def test_processes_share_a_plan_and_one_goes_on_after_a_run_that_could_not
 
 
 def test_progress_of_processes_adds_up() -> None:
-    assert Progress(3, 2, 1, (1, 0)) + Progress(1, 1, 0) + Progress(0, 0, 0, (1, 1)) == Progress(4, 3, 1, (2, 1))
+    assert WorkerProgress(3, 2, 1, (1, 0)) + WorkerProgress(1, 1, 0) + WorkerProgress(
+        0, 0, 0, (1, 1)
+    ) == WorkerProgress(4, 3, 1, (2, 1))

@@ -10,11 +10,11 @@ import pytest
 from baton.core.errors import BatonError, InvalidRequest, NoNode
 from baton.load.metrics import Summary, summarize
 from baton.load.probe import probe
-from baton.load.records import Outcome, Record
+from baton.load.records import LoadOutcome, LoadRecord
 from baton.load.sse import SseReader, read_chunk
 from baton.load.target import Api, Server, Target
-from baton.load.worker import Job, Sender
-from baton.load.workload import Planned
+from baton.load.worker import LoadJob, LoadSender
+from baton.load.workload import PlannedRequest
 from tests.unit.load.stand_in import StandIn, Writer, begin, chunk, part, plain, standing_in
 
 LONG_S = 300.0
@@ -22,22 +22,22 @@ LONG_S = 300.0
 
 async def asked(
     stand_in: StandIn, api: Api = Api.COMPLETIONS, *, count: int = 3, timeout_s: float = LONG_S, end_s: float = LONG_S
-) -> list[Record]:
+) -> list[LoadRecord]:
     """Records of `count` requests at once, after a probe."""
     async with standing_in(stand_in):
         server = await probe(Target.parse(stand_in.url, api=api))
         return await send(server, count=count, timeout_s=timeout_s, end_s=end_s)
 
 
-async def send(server: Server, *, count: int, timeout_s: float = LONG_S, end_s: float = LONG_S) -> list[Record]:
-    planned = [Planned(index, 0.0, 100, 5) for index in range(count)]
-    job = Job(server, planned, time.monotonic(), timeout_s, end_s)
+async def send(server: Server, *, count: int, timeout_s: float = LONG_S, end_s: float = LONG_S) -> list[LoadRecord]:
+    planned = [PlannedRequest(index, 0.0, 100, 5) for index in range(count)]
+    job = LoadJob(server, planned, time.monotonic(), timeout_s, end_s)
     asker = server.asker(connections=1, slo=None, temperature=None)
-    done = await Sender(job, asker, lambda _: None).run()
+    done = await LoadSender(job, asker, lambda _: None).run()
     return sorted(done.records, key=lambda record: record.index)
 
 
-def outcomes(records: Sequence[Record]) -> list[tuple[Outcome, str]]:
+def outcomes(records: Sequence[LoadRecord]) -> list[tuple[LoadOutcome, str]]:
     return [(record.outcome, record.error) for record in records]
 
 
@@ -47,7 +47,7 @@ async def test_a_good_server_gives_whole_records(api: Api, running_usage: bool) 
     stand_in = StandIn(running_usage=running_usage)
     records = await asked(stand_in, api)
     for record in records:
-        assert (record.outcome, record.error, record.tokens, record.exact) == (Outcome.OK, "", 5, running_usage)
+        assert (record.outcome, record.error, record.tokens, record.exact) == (LoadOutcome.OK, "", 5, running_usage)
         assert record.usage == {"prompt": 100, "output": 5}
         assert len(record.times_s) == 5
         assert 0 <= record.late_s <= record.times_s[0] <= record.times_s[-1] <= record.end_s
@@ -84,7 +84,7 @@ async def test_what_a_server_does_not_take_is_left_out_and_noted(
     async with standing_in(stand_in):
         server = await probe(Target.parse(stand_in.url))
         records = await send(server, count=1)
-    assert records[0].outcome is Outcome.OK
+    assert records[0].outcome is LoadOutcome.OK
     assert records[0].tokens == 5
     assert stand_in.bodies[-1].get("stream_options") == sent
     assert any(note in line for line in server.notes)
@@ -105,7 +105,7 @@ async def test_a_server_that_refuses_is_counted_apart_from_errors() -> None:
         return number >= 2
 
     records = await asked(StandIn(behave=refuse))
-    assert outcomes(records) == [(Outcome.REFUSED, "429 rate_limit_exceeded")] * 3
+    assert outcomes(records) == [(LoadOutcome.REFUSED, "429 rate_limit_exceeded")] * 3
     assert records[0].detail == "too many"
     summary: Summary = summarize(records)
     assert (summary.refused, summary.failed, summary.refusals) == (3, 0, {"429 rate_limit_exceeded": 3})
@@ -125,7 +125,7 @@ async def test_an_error_has_its_status_and_type(body: object, kind: str) -> None
             await plain(writer, 500, body)
         return number >= 2
 
-    assert outcomes(await asked(StandIn(behave=fail), count=1)) == [(Outcome.FAILED, kind)]
+    assert outcomes(await asked(StandIn(behave=fail), count=1)) == [(LoadOutcome.FAILED, kind)]
 
 
 def breaking(how: str, started: asyncio.Event | None = None) -> StandIn:
@@ -168,29 +168,31 @@ def breaking(how: str, started: asyncio.Event | None = None) -> StandIn:
 )
 async def test_a_stream_that_breaks_fails_and_keeps_its_tokens(how: str, kind: str) -> None:
     records = await asked(breaking(how))
-    assert outcomes(records) == [(Outcome.FAILED, kind)] * 3
+    assert outcomes(records) == [(LoadOutcome.FAILED, kind)] * 3
     assert [len(record.times_s) for record in records] == [2, 2, 2]
 
 
 async def test_a_server_that_stalls_fails_by_its_time_limit() -> None:
     records = await asked(breaking("stall", asyncio.Event()), timeout_s=3.0)
-    assert outcomes(records) == [(Outcome.FAILED, "Timeout")] * 3
+    assert outcomes(records) == [(LoadOutcome.FAILED, "Timeout")] * 3
     assert records[0].tokens == 2
 
 
 async def test_requests_that_run_at_the_end_of_the_run_did_not_finish() -> None:
     records = await asked(breaking("stall", asyncio.Event()), end_s=0.3)
-    assert outcomes(records) == [(Outcome.UNFINISHED, "Unfinished")] * 3
+    assert outcomes(records) == [(LoadOutcome.UNFINISHED, "Unfinished")] * 3
 
 
 async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
     async with standing_in(StandIn()) as stand_in:
         server = await probe(Target.parse(stand_in.url))
-        one_by_one = [Planned(index, 0.4 * index, 10, 2) for index in range(4)]
+        one_by_one = [PlannedRequest(index, 0.4 * index, 10, 2) for index in range(4)]
         before = stand_in.connections
         asker = server.asker(connections=1, slo=None, temperature=None)
-        done = await Sender(Job(server, one_by_one, time.monotonic(), LONG_S, LONG_S), asker, lambda _: None).run()
-        assert {record.outcome for record in done.records} == {Outcome.OK}
+        done = await LoadSender(
+            LoadJob(server, one_by_one, time.monotonic(), LONG_S, LONG_S), asker, lambda _: None
+        ).run()
+        assert {record.outcome for record in done.records} == {LoadOutcome.OK}
         assert stand_in.connections - before < 4
 
     async def close_after(number: int, writer: Writer) -> bool:
@@ -201,7 +203,7 @@ async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
         return number >= 2
 
     stale = StandIn(behave=close_after)
-    assert {record.outcome for record in await asked(stale, count=4)} == {Outcome.OK}
+    assert {record.outcome for record in await asked(stale, count=4)} == {LoadOutcome.OK}
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
@@ -209,7 +211,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
         server = await probe(Target.parse(stand_in.url))
     with pytest.raises(NoNode, match=r"cannot reach 127\.0\.0\.1"):
         await probe(server.target)
-    assert outcomes(await send(server, count=1)) == [(Outcome.FAILED, "NoConnection")]
+    assert outcomes(await send(server, count=1)) == [(LoadOutcome.FAILED, "NoConnection")]
 
 
 async def test_a_server_that_answers_nothing_is_named_with_its_error() -> None:
@@ -272,7 +274,7 @@ async def test_a_stream_goes_on_at_another_gateway(running_usage: bool) -> None:
         server = await probe(Target.parse(f"{lost.url},{other.url}"))
         probes = len(lost.bodies)
         records = await send(server, count=4)
-        assert [(record.outcome, record.tokens) for record in records] == [(Outcome.OK, 5)] * 4
+        assert [(record.outcome, record.tokens) for record in records] == [(LoadOutcome.OK, 5)] * 4
         assert len(lost.bodies) - probes == 2, "the gateways share the requests"
         again = [body for body in other.bodies if "output_token_ids" in body]
         assert [body["output_token_ids"] for body in again] == [[0, 1]] * 2
@@ -280,4 +282,4 @@ async def test_a_stream_goes_on_at_another_gateway(running_usage: bool) -> None:
         assert [body["seed"] for body in first] == [body["seed"] for body in again]
     async with standing_in(lost):
         records = await send(replace(server, target=Target.parse(f"{lost.url},{other.url}")), count=1)
-        assert outcomes(records) == [(Outcome.FAILED, "NoConnection")], "of the last gateway that was asked"
+        assert outcomes(records) == [(LoadOutcome.FAILED, "NoConnection")], "of the last gateway that was asked"

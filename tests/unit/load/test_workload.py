@@ -13,7 +13,7 @@ from baton.load.arrivals import Arrivals, arrival_times
 from baton.load.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
 from baton.load.prompts import Contents, PromptMaker
 from baton.load.traces import TraceRequest
-from baton.load.workload import PRESETS, Planned, Replay, Span, Synthetic
+from baton.load.workload import PRESETS, LengthSpan, PlannedRequest, Synthetic, TraceReplay
 
 COUNT = 4000
 
@@ -59,40 +59,40 @@ def test_unknown_lengths_are_refused_with_the_forms(text: str) -> None:
 
 def test_equal_seeds_give_equal_plans_and_another_rate_the_same_lengths() -> None:
     workload = Synthetic(*PRESETS["chat"])
-    plan = workload.plan(5.0, Span(requests=50), seed=3)
-    assert plan == workload.plan(5.0, Span(requests=50), seed=3)
-    assert plan != workload.plan(5.0, Span(requests=50), seed=4)
-    faster = workload.plan(10.0, Span(requests=50), seed=3)
+    plan = workload.plan(5.0, LengthSpan(requests=50), seed=3)
+    assert plan == workload.plan(5.0, LengthSpan(requests=50), seed=3)
+    assert plan != workload.plan(5.0, LengthSpan(requests=50), seed=4)
+    faster = workload.plan(10.0, LengthSpan(requests=50), seed=3)
     assert [each.prompt_tokens for each in faster] == [each.prompt_tokens for each in plan]
     assert [each.at_s for each in faster] == pytest.approx([each.at_s / 2 for each in plan])
 
 
 def test_the_warm_up_comes_before_and_does_not_count() -> None:
     workload = Synthetic(Fixed(8), Fixed(2), Arrivals.CONSTANT)
-    plan = workload.plan(10.0, Span(requests=20, warmup_s=1.0), seed=0)
+    plan = workload.plan(10.0, LengthSpan(requests=20, warmup_s=1.0), seed=0)
     assert sum(each.counted for each in plan) == 20
     assert all(each.counted == (each.at_s >= 1.0) for each in plan)
     assert [each.index for each in plan] == list(range(len(plan)))
-    timed = workload.plan(10.0, Span(duration_s=2.05, warmup_s=1.0), seed=0)
+    timed = workload.plan(10.0, LengthSpan(duration_s=2.05, warmup_s=1.0), seed=0)
     assert timed[-1].at_s == pytest.approx(3.0)
 
 
 def test_a_run_without_requests_or_without_end_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="would send no request"):
-        Synthetic(Fixed(8), Fixed(2), Arrivals.CONSTANT).plan(0.1, Span(duration_s=1.0), seed=0)
+        Synthetic(Fixed(8), Fixed(2), Arrivals.CONSTANT).plan(0.1, LengthSpan(duration_s=1.0), seed=0)
     with pytest.raises(InvalidRequest, match="without end"):
-        Span()
+        LengthSpan()
 
 
 def test_lengths_that_do_not_fit_are_drawn_again() -> None:
-    plan = Synthetic(Uniform(1, 100), Uniform(1, 100), tokens_max=60).plan(1.0, Span(requests=200), seed=0)
+    plan = Synthetic(Uniform(1, 100), Uniform(1, 100), tokens_max=60).plan(1.0, LengthSpan(requests=200), seed=0)
     assert max(each.prompt_tokens + each.output_tokens for each in plan) <= 60
     with pytest.raises(InvalidRequest, match="fit into 60 tokens"):
-        Synthetic(Fixed(100), Fixed(1), tokens_max=60).plan(1.0, Span(requests=1), seed=0)
+        Synthetic(Fixed(100), Fixed(1), tokens_max=60).plan(1.0, LengthSpan(requests=1), seed=0)
 
 
-def replay(*requests: TraceRequest, tokens_max: int | None = None) -> Replay:
-    return Replay(requests, tokens_max)
+def replay(*requests: TraceRequest, tokens_max: int | None = None) -> TraceReplay:
+    return TraceReplay(requests, tokens_max)
 
 
 TRACE = (TraceRequest(0.0, 600, 5, (0, 7), 512), TraceRequest(4.0, 600, 0, (0, 8), 512), TraceRequest(10.0, 9000, 5))
@@ -101,7 +101,7 @@ TRACE = (TraceRequest(0.0, 600, 5, (0, 7), 512), TraceRequest(4.0, 600, 0, (0, 8
 def test_a_trace_is_scaled_to_a_rate_and_keeps_its_order() -> None:
     whole = replay(*TRACE)
     assert whole.rate == pytest.approx(0.3)
-    plan = whole.plan(0.6, Span(duration_s=100.0), seed=0)
+    plan = whole.plan(0.6, LengthSpan(duration_s=100.0), seed=0)
     assert [each.at_s for each in plan] == pytest.approx([0.0, 2.0, 5.0])
     assert [each.prefix_ids for each in plan] == [(0, 7), (0, 8), ()]
     assert plan[1].output_tokens == 1  # a request for nothing is none
@@ -110,9 +110,9 @@ def test_a_trace_is_scaled_to_a_rate_and_keeps_its_order() -> None:
 def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted() -> None:
     short = replay(*TRACE, tokens_max=4096)
     assert short.left_out == 1
-    assert len(short.plan(short.rate, Span(duration_s=100.0), seed=0)) == 2
+    assert len(short.plan(short.rate, LengthSpan(duration_s=100.0), seed=0)) == 2
     with pytest.raises(InvalidRequest, match="fits into 10 tokens"):
-        replay(*TRACE, tokens_max=10).plan(1.0, Span(requests=1), seed=0)
+        replay(*TRACE, tokens_max=10).plan(1.0, LengthSpan(requests=1), seed=0)
 
 
 # ---- contents
@@ -134,8 +134,8 @@ def test_prompts_share_the_prefix_of_their_equal_ids_and_no_more(
     ids: list[int], other: list[int], tokens: int, seed: int
 ) -> None:
     maker = PromptMaker(Contents(seed=seed, vocabulary=(0, 1 << 30)))
-    one = maker.token_ids(Planned(0, 0.0, tokens, 1, tuple(ids), 16))
-    two = maker.token_ids(Planned(1, 0.0, 80, 1, tuple(other), 16))
+    one = maker.token_ids(PlannedRequest(0, 0.0, tokens, 1, tuple(ids), 16))
+    two = maker.token_ids(PlannedRequest(1, 0.0, 80, 1, tuple(other), 16))
     assert len(one) == tokens
     common = next(
         (place for place, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other))
@@ -144,7 +144,7 @@ def test_prompts_share_the_prefix_of_their_equal_ids_and_no_more(
 
 
 def test_other_contents_share_nothing_and_ids_stay_in_the_vocabulary() -> None:
-    request = Planned(0, 0.0, 300, 1, (1, 2), 128)
+    request = PlannedRequest(0, 0.0, 300, 1, (1, 2), 128)
     one, two = (PromptMaker(Contents(seed=seed, vocabulary=(100, 900))).token_ids(request) for seed in (1, 2))
     assert shared_start(one, two) < 4
     assert all(100 <= token < 900 for token in one)
@@ -152,7 +152,7 @@ def test_other_contents_share_nothing_and_ids_stay_in_the_vocabulary() -> None:
 
 def test_texts_have_as_many_words_as_make_the_tokens_and_share_prefixes_too() -> None:
     maker = PromptMaker(Contents(tokens_per_word=1.25, extra_tokens=20))
-    one, two = (maker.text(Planned(index, 0.0, 520, 1, (7, 8 + index), 250)).split() for index in (0, 1))
+    one, two = (maker.text(PlannedRequest(index, 0.0, 520, 1, (7, 8 + index), 250)).split() for index in (0, 1))
     assert len(one) == len(two) == 400
     assert one[:200] == two[:200]
     assert one[200:] != two[200:]
@@ -160,9 +160,9 @@ def test_texts_have_as_many_words_as_make_the_tokens_and_share_prefixes_too() ->
 
 def test_each_prompt_of_a_session_continues_the_last_one() -> None:
     workload = Synthetic(Uniform(20, 40), Fixed(4), sessions=3, session_tokens=200)
-    plan = workload.plan(1.0, Span(requests=60), seed=1)
+    plan = workload.plan(1.0, LengthSpan(requests=60), seed=1)
     maker = PromptMaker(Contents(vocabulary=(0, 1 << 30)))
-    by_session: dict[int, list[Planned]] = {}
+    by_session: dict[int, list[PlannedRequest]] = {}
     for each in plan:
         by_session.setdefault(each.session, []).append(each)
     assert len(by_session) > 3  # full ones start again
@@ -178,7 +178,7 @@ def test_each_prompt_of_a_session_continues_the_last_one() -> None:
 
 def test_a_shared_prefix_is_part_of_the_prompt() -> None:
     workload = Synthetic(Fixed(100), Fixed(4), shared_prefix_tokens=60, shared_prefixes=2)
-    plan = workload.plan(1.0, Span(requests=40), seed=1)
+    plan = workload.plan(1.0, LengthSpan(requests=40), seed=1)
     maker = PromptMaker(Contents(vocabulary=(0, 1 << 30)))
     starts = {tuple(maker.token_ids(each)[:60]) for each in plan}
     assert len(starts) == 2

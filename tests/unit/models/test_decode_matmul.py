@@ -13,14 +13,21 @@ from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVKind
-from baton.models.kernels.matmul.decode_matmul import MAX_TOKENS, DecodeMultiply, Tile, choose, multiply, new_counters
+from baton.models.kernels.matmul.decode_matmul import (
+    MAX_TOKENS,
+    DecodeMultiply,
+    DecodeTile,
+    choose,
+    multiply,
+    new_counters,
+)
 from baton.models.kernels.matmul.matmul import multiply_heads_invariant
 from baton.models.layers.common import Embedding
 from baton.models.layers.linear import Linear
 from baton.models.layers.products import use_decode_products, use_library_products
 from tests.device import DEVICE
 
-SMALL = Tile(64, 64, 32, num_warps=4, num_stages=2)
+SMALL = DecodeTile(64, 64, 32, num_warps=4, num_stages=2)
 SHAPES = [(1, 128, 64), (3, 200, 136), (16, 330, 256), (17, 64, 512), (33, 170, 264)]
 SMS = 132
 # (rows, channels) of a layer's weights, and the head's
@@ -32,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, arrived: Tensor | None = None) -> Tensor:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, tile: DecodeTile, *, arrived: Tensor | None = None) -> Tensor:
     arrived = new_counters(weight) if arrived is None else arrived
     out = multiply(x, weight, bias, arrived, tile)
     expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -50,7 +57,7 @@ def test_programs_that_share_tiles_multiply(num_tokens: int, rows: int, channels
 
 
 @pytest.mark.parametrize("tile", [SMALL._replace(tokens=16), SMALL._replace(rows=128), SMALL._replace(depth=64)])
-def test_tiles_of_other_sizes_multiply(tile: Tile) -> None:
+def test_tiles_of_other_sizes_multiply(tile: DecodeTile) -> None:
     check(random(7, 136), random(150, 136, seed=1), None, tile._replace(splits=2))
 
 

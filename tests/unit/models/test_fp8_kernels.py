@@ -9,14 +9,14 @@ from torch import Tensor
 from baton.models.config.quantization.config import Fp8Config, Granularity
 from baton.models.formats import fp8
 from baton.models.kernels.quantized import fp8_gemm, fp8_quantize
-from baton.models.kernels.quantized.fp8_gemm import Tile
+from baton.models.kernels.quantized.fp8_gemm import Fp8Tile
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.quantization import fp8_linear
 from baton.models.quantization.fp8_linear import Fp8Linear
 from tests.device import DEVICE
 
-SMALL = Tile(16, 64, weights_first=True, num_warps=4, num_stages=3)
-LARGE = Tile(64, 64, weights_first=False, num_warps=4, num_stages=3)
+SMALL = Fp8Tile(16, 64, weights_first=True, num_warps=4, num_stages=3)
+LARGE = Fp8Tile(64, 64, weights_first=False, num_warps=4, num_stages=3)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def expected(x_TK: Tensor, scale_TC: Tensor, weight: fp8_gemm.Weight) -> Tensor:
     ],
 )
 def test_products_equal_the_twins(
-    tokens: int, rows: int, channels: int, rows_per_scale: int, tile: Tile, splits: int
+    tokens: int, rows: int, channels: int, rows_per_scale: int, tile: Fp8Tile, splits: int
 ) -> None:
     weight = weight_of(rows, channels, rows_per_scale, bias=tokens == 5)
     quantize = fp8.quantize_tokens if rows_per_scale == 1 else fp8.quantize_blocks

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from baton.models.kernels.matmul.matmul import (
     TILES,
-    Tile,
+    MatmulTile,
     choose_tile,
     multiply_heads_invariant,
     multiply_in_tiles,
@@ -99,8 +99,8 @@ def test_no_rows_give_no_rows_and_leading_axes_stay() -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tile", [*TILES[:2], Tile(64, 32, 64, num_warps=4, num_stages=2)], ids=str)
-def test_the_kernel_of_whole_tiles_multiplies(tile: Tile, with_bias: bool) -> None:
+@pytest.mark.parametrize("tile", [*TILES[:2], MatmulTile(64, 32, 64, num_warps=4, num_stages=2)], ids=str)
+def test_the_kernel_of_whole_tiles_multiplies(tile: MatmulTile, with_bias: bool) -> None:
     x = random(70, 168, dtype=torch.bfloat16).to(DEVICE)
     weight = random(50, 168, dtype=torch.bfloat16, seed=1).to(DEVICE)
     bias = random(50, dtype=torch.bfloat16, seed=2).to(DEVICE) if with_bias else None

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from baton.models.families.nearest import nearest, traits_of
-from baton.models.families.table import FAMILIES, FEATURES, Features
+from baton.models.families.table import FAMILIES, FEATURES, ModelFeatures
 
 NAMES = {
     **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -24,10 +24,10 @@ SUPPORTED = {
         *("DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "FalconForCausalLM"),
     )
 } | {
-    "Qwen3MoeForCausalLM": Features(experts=True),
-    "HunYuanMoEV1ForCausalLM": Features(experts=True),
-    "GPTNeoXForCausalLM": Features(layer_norm=True),
-    "Olmo2ForCausalLM": Features(),
+    "Qwen3MoeForCausalLM": ModelFeatures(experts=True),
+    "HunYuanMoEV1ForCausalLM": ModelFeatures(experts=True),
+    "GPTNeoXForCausalLM": ModelFeatures(layer_norm=True),
+    "Olmo2ForCausalLM": ModelFeatures(),
 }
 
 

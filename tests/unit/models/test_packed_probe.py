@@ -10,20 +10,20 @@ from torch import Tensor
 from baton.models.kernels.quantized.packed_experts import multiply_experts
 from baton.models.kernels.quantized.packed_gemm import Product
 from baton.models.kernels.quantized.packed_probe import compare_experts, compare_products
-from baton.tritonlib.hopper_check import HopperKernels, Verdict, check
+from baton.tritonlib.hopper_check import HopperKernels, HopperVerdict, check
 from tests.device import DEVICE
 
 DEVICE_ = torch.device(DEVICE)
 
 
-def products(*, wrong: bool) -> Verdict:
+def products(*, wrong: bool) -> HopperVerdict:
     def multiply(product: Product, x_TK: Tensor, bias_N: Tensor, splits: int) -> Tensor:
         return product.by_kernel(x_TK, None if wrong else bias_N, splits=splits)
 
     return check(HopperKernels("products", lambda device: compare_products(device, multiply)), DEVICE_)
 
 
-def experts(*, wrong: bool) -> Verdict:
+def experts(*, wrong: bool) -> HopperVerdict:
     def multiply(*arguments: Any, **options: Any) -> Tensor:
         out_RN = multiply_experts(*arguments, **options, step=None)
         if wrong:

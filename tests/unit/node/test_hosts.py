@@ -20,7 +20,7 @@ from baton.node.ranks.group import Worker, wait_for_ranks
 from baton.node.ranks.host import explain_end, why_silent
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import serve_store
-from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Lost, Meeting, Setup, Up
+from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Meeting, RankLost, Setup, Up
 from baton.node.ranks.worker import receive_setup
 from baton.security.certificates import write_set
 from baton.security.peers import PeerTls
@@ -220,7 +220,7 @@ async def test_a_gate_carries_a_rank_until_its_host_is_gone(certificates: Path) 
         writer.write(b"step")
         assert await asyncio.to_thread(ends["steps"].recv, 4) == b"step"
         writer.transport.abort()
-        assert isinstance(await asyncio.to_thread(control.recv), Lost)
+        assert isinstance(await asyncio.to_thread(control.recv), RankLost)
         assert await asyncio.to_thread(ends["steps"].recv, 4) == b""
 
 

@@ -5,7 +5,7 @@ import pytest
 from baton.core.errors import InternalError
 from baton.core.types import TokenOutput
 from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.tally import Layout
 from baton.node.meter import NodeMeter
 from kvtransfer.leases import LeaseTotals
@@ -39,7 +39,7 @@ def token(name: str) -> TokenSampled:
     ],
 )
 def test_steps_are_counted_by_what_they_compute(kind: str, events: StepEvents) -> None:
-    meter = NodeMeter(Role.PREFILL)
+    meter = NodeMeter(ProcessRole.PREFILL)
     meter.step(events)
     counts = {each: observed(meter, "baton_engine_step_time_seconds", each) for each in ("prefill", "decode", "mixed")}
     assert counts == {"prefill": 0, "decode": 0, "mixed": 0} | {kind: 1}
@@ -50,23 +50,23 @@ def test_steps_are_counted_by_what_they_compute(kind: str, events: StepEvents) -
 
 
 def test_marks_of_a_running_step_and_refusals_are_no_steps() -> None:
-    meter = NodeMeter(Role.DECODE)
+    meter = NodeMeter(ProcessRole.DECODE)
     meter.step(StepEvents(1, 0.0, failed=(RequestFailed("a", InternalError("gone")),)))
     assert observed(meter, "baton_engine_step_time_seconds", "decode") == 0
     assert cells(meter, "baton_engine_requests_failed_total", "INTERNAL") == [1]
 
 
 def test_waits_in_the_engine_are_counted() -> None:
-    meter = NodeMeter(Role.PREFILL)
+    meter = NodeMeter(ProcessRole.PREFILL)
     meter.step(StepEvents(1, 0.01, started=(RequestStarted("a", 0, 2.0),), chunks=(chunk("a", 0, 8),)))
     assert observed(meter, "baton_engine_queue_time_seconds") == 1
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_lease_that_received_nothing_took_no_time(role: Role) -> None:
+@pytest.mark.parametrize("role", [ProcessRole.PREFILL, ProcessRole.DECODE])
+def test_a_lease_that_received_nothing_took_no_time(role: ProcessRole) -> None:
     meter = NodeMeter(role)
     meter.lease_closed(LeaseTotals(1, bytes=0, segments=0, seconds=0.0))
     meter.lease_closed(LeaseTotals(2, bytes=8, segments=1, seconds=0.5))
-    if role is Role.DECODE:
+    if role is ProcessRole.DECODE:
         assert observed(meter, "baton_kv_transfer_time_seconds") == 1
     assert meter.layout.width == Layout(role).width

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 from baton.node.ranks.channel import Channel
-from baton.node.ranks.messages import Answer, Start
+from baton.node.ranks.messages import RankAnswer, Start
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.waiting import until
 
@@ -18,7 +18,7 @@ async def test_a_rank_that_is_gone_is_no_rank_that_is_silent() -> None:
     starting = asyncio.create_task(transfer.start())
     start = await rank.receive()
     assert isinstance(start, Start)
-    rank.send(Answer(start.number))
+    rank.send(RankAnswer(start.number))
     await starting
     assert transfer.stuck(after_s=DEADLINE_S) == ""
     assert "rank 1 has sent nothing" in transfer.stuck(after_s=-1.0)

@@ -7,11 +7,11 @@ import pytest
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.placement import Way
+from baton.gateway.fleet.placement import Route
 from baton.load.goals import Goal
 from baton.load.lengths import Uniform
-from baton.load.workload import Planned, Span, Synthetic
-from baton.planner.cluster import ClusterSpec, Outcome, Simulation, simulate
+from baton.load.workload import LengthSpan, PlannedRequest, Synthetic
+from baton.planner.cluster import ClusterSpec, SimulatedOutcome, Simulation, simulate
 from baton.planner.node import NodeSpec
 from baton.planner.rivals import in_turn, least_loaded
 
@@ -21,12 +21,12 @@ GOAL = Goal(ttft_s=1.0, tpot_s=0.02)
 PAIR = ClusterSpec(1, 1, NODE, NODE, LocalPolicy.STRICT)
 
 
-def run(spec: ClusterSpec, *requests: Planned, goal: Goal = GOAL) -> Outcome:
+def run(spec: ClusterSpec, *requests: PlannedRequest, goal: Goal = GOAL) -> SimulatedOutcome:
     return simulate(spec, goal, requests)
 
 
-def request(at_s: float, prompt: int, output: int, ids: tuple[int, ...] = (), tokens: int = 0) -> Planned:
-    return Planned(0, at_s, prompt, output, ids, tokens)
+def request(at_s: float, prompt: int, output: int, ids: tuple[int, ...] = (), tokens: int = 0) -> PlannedRequest:
+    return PlannedRequest(0, at_s, prompt, output, ids, tokens)
 
 
 def test_one_request_takes_its_chunks_its_transfer_and_its_decode_steps() -> None:
@@ -43,7 +43,7 @@ def test_one_request_takes_its_chunks_its_transfer_and_its_decode_steps() -> Non
 def test_a_local_prompt_is_a_step_of_the_decode_node() -> None:
     spec = replace(PAIR, prefills=0, policy=LocalPolicy.LOCAL)
     (job,) = run(spec, request(0.0, 500, 2)).jobs
-    assert job.way is Way.LOCAL
+    assert job.way is Route.LOCAL
     assert job.ttft_s == pytest.approx(spec.hop_s + COSTS.seconds(StepWork(0, 0, 500, chunk_pairs(0, 500))))
     assert job.tpot_s == pytest.approx(COSTS.seconds(StepWork(1, 501)))
 
@@ -51,7 +51,7 @@ def test_a_local_prompt_is_a_step_of_the_decode_node() -> None:
 def test_short_prompts_stay_on_the_decode_node_where_it_is_told_so() -> None:
     spec = replace(PAIR, local_tokens=32)
     outcome = run(spec, request(0.0, 32, 4), request(1.0, 33, 4))
-    assert [job.way for job in outcome.jobs] == [Way.LOCAL, Way.REMOTE]
+    assert [job.way for job in outcome.jobs] == [Route.LOCAL, Route.REMOTE]
 
 
 def test_streams_wait_for_a_whole_prompt_unless_steps_are_bounded() -> None:
@@ -103,7 +103,7 @@ def test_equal_steps_taken_together_give_what_single_steps_give() -> None:
     class OneByOne(Simulation):
         """Interrupts all runs every millisecond."""
 
-        def run(self) -> Outcome:
+        def run(self) -> SimulatedOutcome:
             for tick in range(2000):
                 self._at(0.001 * tick, self._interrupt)
             return super().run()
@@ -121,7 +121,7 @@ def test_equal_steps_taken_together_give_what_single_steps_give() -> None:
 @pytest.mark.parametrize("policy", [LocalPolicy.ELASTIC, LocalPolicy.STRICT])
 def test_every_request_ends_and_equal_loads_give_equal_outcomes(policy: LocalPolicy) -> None:
     spec = ClusterSpec(2, 2, NODE, replace(NODE, kv_tokens=60_000, seats=8), policy)
-    planned = Synthetic(Uniform(1, 6000), Uniform(1, 200)).plan(12.0, Span(requests=200), 3)
+    planned = Synthetic(Uniform(1, 6000), Uniform(1, 200)).plan(12.0, LengthSpan(requests=200), 3)
     first, second = simulate(spec, GOAL, planned), simulate(spec, GOAL, planned)
     for job, other, asked in zip(first.jobs, second.jobs, planned, strict=True):
         assert asked.at_s < job.first_s <= job.last_s < float("inf")
@@ -129,7 +129,7 @@ def test_every_request_ends_and_equal_loads_give_equal_outcomes(policy: LocalPol
 
 
 def test_overload_fills_the_bottleneck_only() -> None:
-    planned = Synthetic(Uniform(4000, 4000), Uniform(4, 8)).plan(30.0, Span(requests=300), 1)
+    planned = Synthetic(Uniform(4000, 4000), Uniform(4, 8)).plan(30.0, LengthSpan(requests=300), 1)
     outcome = simulate(replace(PAIR, policy=LocalPolicy.STRICT), GOAL, planned)
     assert outcome.prefill_busy > 0.95
     assert outcome.decode_busy < 0.95

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.segments import Piece
+from kvtransfer.segments import SegmentPiece
 from prefill_node.unsent import Unsent
 
 LAYERS = 4
@@ -22,39 +22,39 @@ def unsent(spec: KVCacheSpec = SPEC) -> Unsent:
 def test_a_chunk_is_one_part() -> None:
     sending = unsent()
     sending.computed(50)
-    assert sending.take() == [Piece(range(LAYERS), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 10, 50)]
     assert sending.take() == []
 
 
 def test_first_layers_are_taken_before_the_others_of_their_chunk() -> None:
     sending = unsent()
     sending.computed(50, layer_stop=2)
-    assert sending.take() == [Piece(range(2), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(2), 10, 50)]
     sending.computed(50, layer_stop=3)
-    assert sending.take() == [Piece(range(2, 3), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(2, 3), 10, 50)]
     sending.computed(50)
-    assert sending.take() == [Piece(range(3, LAYERS), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(3, LAYERS), 10, 50)]
 
 
 def test_the_index_of_the_first_layers_is_taken_with_them() -> None:
     sending = unsent(replace(SPEC, index=INDEX))
     sending.computed(50, layer_stop=2)  # without an indexer
-    assert sending.take() == [Piece(range(2), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(2), 10, 50)]
     sending.computed(50, layer_stop=3, index_stop=1)
-    assert sending.take() == [Piece(range(2, 3), 10, 50), Piece(range(LAYERS, LAYERS + 1), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(2, 3), 10, 50), SegmentPiece(range(LAYERS, LAYERS + 1), 10, 50)]
     sending.computed(50)
-    rest = [Piece(range(3, LAYERS), 10, 50), Piece(range(LAYERS + 1, 2 * LAYERS), 10, 50)]
+    rest = [SegmentPiece(range(3, LAYERS), 10, 50), SegmentPiece(range(LAYERS + 1, 2 * LAYERS), 10, 50)]
     assert sending.take() == rest
 
 
 def test_a_state_is_taken_once_and_last() -> None:
     sending = unsent(replace(SPEC, state=STATE))
     sending.computed(50)
-    assert sending.take() == [Piece(range(LAYERS), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 10, 50)]
     sending.computed(100, layer_stop=LAYERS)
-    assert sending.take() == [Piece(range(LAYERS), 50, 100)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 50, 100)]
     sending.computed(100)
-    assert sending.take() == [Piece(range(LAYERS, LAYERS + 3), 99, 100)]
+    assert sending.take() == [SegmentPiece(range(LAYERS, LAYERS + 3), 99, 100)]
     sending.computed(100)
     assert sending.take() == []
 
@@ -64,7 +64,7 @@ def test_a_state_with_a_last_chunk_of_one_token_joins_its_piece() -> None:
     sending.computed(99)
     sending.take()
     sending.computed(100)
-    assert sending.take() == [Piece(range(LAYERS + 3), 99, 100)]
+    assert sending.take() == [SegmentPiece(range(LAYERS + 3), 99, 100)]
 
 
 def test_parts_computed_between_two_takes_are_taken_together() -> None:
@@ -72,7 +72,7 @@ def test_parts_computed_between_two_takes_are_taken_together() -> None:
     sending.computed(50, layer_stop=2)
     sending.computed(50)
     sending.computed(80, layer_stop=1)
-    assert sending.take() == [Piece(range(1), 10, 80), Piece(range(1, LAYERS), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(1), 10, 80), SegmentPiece(range(1, LAYERS), 10, 50)]
 
 
 def test_tokens_outside_of_the_wanted_range_are_not_taken() -> None:
@@ -80,17 +80,17 @@ def test_tokens_outside_of_the_wanted_range_are_not_taken() -> None:
     sending.computed(10)
     assert sending.take() == []
     sending.computed(200)
-    assert sending.take() == [Piece(range(LAYERS), 10, 100)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 10, 100)]
 
 
 def test_a_prompt_that_is_computed_again_is_taken_once() -> None:
     sending = unsent()
     sending.computed(50)
-    assert sending.take() == [Piece(range(LAYERS), 10, 50)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 10, 50)]
     sending.computed(30)
     assert sending.take() == []
     sending.computed(60)
-    assert sending.take() == [Piece(range(LAYERS), 50, 60)]
+    assert sending.take() == [SegmentPiece(range(LAYERS), 50, 60)]
 
 
 @given(

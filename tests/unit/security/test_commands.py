@@ -9,7 +9,7 @@ from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
 from baton.gateway.process.process import check_doors
 from baton.rpc.secure_server import protect_node
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.security.keys import read_keys
 from baton.security.roles import Role
 from baton.settings.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings
@@ -17,7 +17,7 @@ from baton.settings.environment import client_access
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings
 
-WIDE = Address("0.0.0.0", 7001)
+WIDE = ListenAddress("0.0.0.0", 7001)
 
 
 def baton(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:

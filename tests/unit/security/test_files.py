@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import ConfigError, Unauthenticated
 from baton.rpc.secure_server import check_certificate, protect_node, watch_client_pems
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 from baton.security.access import dial_gateway, is_local
 from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, read_keys
@@ -135,7 +135,7 @@ def test_a_certificate_names_exactly_one_role(uris: list[str]) -> None:
 
 
 def test_other_machines_are_served_with_tls_or_on_purpose(certs: Path) -> None:
-    wide, near = Address("0.0.0.0", 7001), Address("127.0.0.1", 7001)
+    wide, near = ListenAddress("0.0.0.0", 7001), ListenAddress("127.0.0.1", 7001)
     with pytest.raises(ConfigError, match=r"BATON_LISTEN \(--listen\) is at 0.0.0.0.*`baton certs`.*--insecure"):
         protect_node(TlsSettings(), Role.DECODE, wide)
     assert protect_node(TlsSettings(), Role.DECODE, near).credentials is None

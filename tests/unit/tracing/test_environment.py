@@ -3,12 +3,12 @@
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.tracing.environment import Collector, read_collector
+from baton.tracing.environment import TraceCollector, read_collector
 
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
-def collector(endpoint: str | None = None, **variables: str) -> Collector | None:
+def collector(endpoint: str | None = None, **variables: str) -> TraceCollector | None:
     return read_collector(endpoint, variables, instance="gateway-1")
 
 

@@ -6,7 +6,7 @@ import os
 from baton.core.errors import ConfigError
 from baton.core.regular_file import read_regular_file
 from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 
 log = logging.getLogger("baton")
 
@@ -19,9 +19,9 @@ class AddressFile:
     def __init__(self, place: ListFile) -> None:
         self._path = place.path
         self._seen: tuple[int, ...] | str = ()
-        self._last: tuple[Address, ...] = ()
+        self._last: tuple[ListenAddress, ...] = ()
 
-    def read(self) -> tuple[Address, ...]:
+    def read(self) -> tuple[ListenAddress, ...]:
         """The addresses that the file has now."""
         try:
             self._read_if_changed()
@@ -43,5 +43,5 @@ class AddressFile:
             listed = [part for part in parts if part]
             if len(listed) > ADDRESSES_MAX:
                 raise ConfigError(f"it lists {len(listed)} addresses", allowed=(f"at most {ADDRESSES_MAX}",))
-            self._last = tuple(Address.parse(part, field=str(self._path)) for part in listed)
+            self._last = tuple(ListenAddress.parse(part, field=str(self._path)) for part in listed)
             self._seen = stamp

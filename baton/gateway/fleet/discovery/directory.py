@@ -16,7 +16,7 @@ from typing import Any, Self
 from baton.gateway.fleet.discovery.address_file import AddressFile
 from baton.gateway.fleet.discovery.cluster import ServiceWatch
 from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile, Place, ServicePort
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 
 log = logging.getLogger("baton")
 
@@ -33,12 +33,12 @@ class Directory:
     """
 
     def __init__(self, places: Sequence[Place], on_change: Callable[[], None] = lambda: None) -> None:
-        self._addresses = [place for place in places if isinstance(place, Address)]
+        self._addresses = [place for place in places if isinstance(place, ListenAddress)]
         self._files = [AddressFile(place) for place in places if isinstance(place, ListFile)]
         self._services = [ServiceWatch(place, on_change) for place in places if isinstance(place, ServicePort)]
         self._on_change = on_change
-        self._last: dict[Address, frozenset[str]] = {}  # of names
-        self._resolving: dict[Address, asyncio.Task[None]] = {}
+        self._last: dict[ListenAddress, frozenset[str]] = {}  # of names
+        self._resolving: dict[ListenAddress, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(_RESOLVE_AT_ONCE)
         self._all: frozenset[str] = frozenset()
         self._too_many = False
@@ -81,7 +81,7 @@ class Directory:
         self._all = self._all if too_many else found
         return self._all
 
-    async def _resolve(self, names: Sequence[Address]) -> None:
+    async def _resolve(self, names: Sequence[ListenAddress]) -> None:
         """Resolves the names, and waits for it for a bounded time; those that take longer go on."""
         for gone in self._last.keys() - names:
             del self._last[gone]
@@ -97,7 +97,7 @@ class Directory:
         for task in late:
             task.add_done_callback(lambda _: self._on_change())
 
-    async def _resolve_one(self, address: Address) -> None:
+    async def _resolve_one(self, address: ListenAddress) -> None:
         try:
             async with self._turns:
                 self._last[address] = await _addresses_of(address)
@@ -109,7 +109,7 @@ class Directory:
             del self._resolving[address]
 
 
-async def _addresses_of(name: Address) -> frozenset[str]:
+async def _addresses_of(name: ListenAddress) -> frozenset[str]:
     """Raises:
     OSError: the name has none.
     """

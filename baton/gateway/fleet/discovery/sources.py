@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.core.errors import ConfigError
-from baton.rpc.server import Address
+from baton.rpc.server import ListenAddress
 
 # Of one setting. Each node is a connection, and a stream of statuses to every gateway.
 ADDRESSES_MAX = 4096
@@ -40,7 +40,7 @@ class ServicePort:
         return f"k8s://{self.namespace}/{self.service}:{self.port}"
 
 
-Place = Address | ListFile | ServicePort
+Place = ListenAddress | ListFile | ServicePort
 
 
 def parse_places(text: str, *, field: str) -> tuple[Place, ...]:
@@ -63,7 +63,7 @@ def _parse_place(text: str, field: str) -> Place:
         return _parse_service(text, field)
     if "://" in text:
         raise ConfigError(f"{field} is {text!r}", field=field, value=text, allowed=FORMS)
-    return Address.parse(text, field=field)
+    return ListenAddress.parse(text, field=field)
 
 
 def _parse_file(text: str, field: str) -> ListFile:

@@ -11,7 +11,7 @@ import orjson
 from pydantic_core import from_json
 
 from baton.gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from baton.gateway.http.parts import Answer, Part
+from baton.gateway.http.parts import AnswerPart, OutputParts
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
 from baton.protos.v1 import common_pb2
 
@@ -47,15 +47,15 @@ class MessageObject:
 
     def begun(self) -> dict[str, Any]:
         """The message before its first block; what the prompt costs is known at the end."""
-        return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(Answer()))
+        return self._object([], {"stop_reason": None, "stop_sequence": None}, usage(OutputParts()))
 
-    def ended(self, answer: Answer) -> bytes:
+    def ended(self, answer: OutputParts) -> bytes:
         message = self._object([self.block(part) for part in answer.parts], self.stop(answer), usage(answer))
         if self.write_receipt is not None:
             message["baton"] = {"receipt": self.write_receipt(answer.receipt)}
         return orjson.dumps(message)
 
-    def block(self, part: Part) -> dict[str, Any]:
+    def block(self, part: AnswerPart) -> dict[str, Any]:
         """The content block of a part, with all that the part has."""
         if part.kind == "text":
             return {"type": "text", "text": part.text}
@@ -64,11 +64,11 @@ class MessageObject:
             return {"type": "thinking", "thinking": shown, "signature": signature(part)}
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.text)}
 
-    def stop(self, answer: Answer) -> dict[str, Any]:
+    def stop(self, answer: OutputParts) -> dict[str, Any]:
         reason = self._stop_reason(answer)
         return {"stop_reason": reason, "stop_sequence": answer.stop_reason if reason == "stop_sequence" else None}
 
-    def _stop_reason(self, answer: Answer) -> StopReason:
+    def _stop_reason(self, answer: OutputParts) -> StopReason:
         if answer.truncated:
             full = answer.usage.completion_tokens < self.max_tokens
             return "model_context_window_exceeded" if full else "max_tokens"
@@ -88,7 +88,7 @@ class MessageObject:
         }
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: OutputParts) -> dict[str, Any]:
     """As Anthropic counts: `input_tokens` are those that were not in the cache."""
     used = answer.usage
     return {
@@ -100,7 +100,7 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def signature(part: Part) -> str:
+def signature(part: AnswerPart) -> str:
     """Of reasoning. Clients keep it and send it back; it is never checked, but some drop a block without one."""
     return hashlib.sha256(part.text.encode()).hexdigest()
 

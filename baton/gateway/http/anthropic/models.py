@@ -21,7 +21,7 @@ class CacheControl(Model):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Text(Model):
+class TextBlock(Model):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
@@ -29,7 +29,8 @@ class Text(Model):
 
 
 TextOrTexts = Annotated[
-    Annotated[str, tag("text")] | Annotated[Items[Annotated[Annotated[Text, tag("text")], by_type()]], tag("list")],
+    Annotated[str, tag("text")]
+    | Annotated[Items[Annotated[Annotated[TextBlock, tag("text")], by_type()]], tag("list")],
     TEXT_OR_LIST,
 ]
 
@@ -69,7 +70,7 @@ class ToolResult(Model):
 
 
 Block = Annotated[
-    Annotated[Text, tag("text")]
+    Annotated[TextBlock, tag("text")]
     | Annotated[Thinking, tag("thinking")]
     | Annotated[RedactedThinking, tag("redacted_thinking")]
     | Annotated[ToolUse, tag("tool_use")]

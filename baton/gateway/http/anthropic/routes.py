@@ -12,11 +12,11 @@ from baton.gateway.http.anthropic.answer import MessageObject
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from baton.gateway.http.anthropic.stream import MessageStream
 from baton.gateway.http.anthropic.translate import to_chat, to_message
-from baton.gateway.http.call import Call, Job
+from baton.gateway.http.call import HttpCall, HttpJob
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
-from baton.gateway.http.parts import Answer
+from baton.gateway.http.parts import OutputParts
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -29,7 +29,7 @@ _FIELD_NAMES = {
 }
 
 
-async def messages(call: Call) -> Response:
+async def messages(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
     request, message, chat = await call.read_as(_understand)
     message.request_id = call.request_id
@@ -42,12 +42,12 @@ async def messages(call: Call) -> Response:
     if request.stream:
         encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))
         return _named(call, call.stream(message, encoder, chat))
-    answer = Answer()
-    await call.serve([Job(message, answer.collect, chat, answer.collect)])
+    answer = OutputParts()
+    await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
     return _named(call, Response(written.ended(answer), media_type="application/json"))
 
 
-async def count(call: Call) -> Response:
+async def count(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
     request, chat = await call.read_as(_understand_counted)
     call.serving.check_name(request.model)
@@ -65,7 +65,7 @@ def _understand_counted(body: dict[str, Any]) -> tuple[CountTokensRequest, ChatR
     return request, to_chat(request)
 
 
-def _named(call: Call, response: Response) -> Response:
+def _named(call: HttpCall, response: Response) -> Response:
     """With the request's id in the header that Anthropic's clients read."""
     response.headers["request-id"] = call.request_id
     return response

@@ -5,7 +5,7 @@ import orjson
 from baton.core.errors import BatonError
 from baton.gateway.http.anthropic.answer import MessageObject, signature, usage
 from baton.gateway.http.anthropic.errors import anthropic_error
-from baton.gateway.http.parts import Answer, Growth, Part, event, with_token_ids
+from baton.gateway.http.parts import AnswerPart, Growth, OutputParts, event, with_token_ids
 from baton.protos.v1 import generation_pb2 as pb
 
 # Type of a block's deltas, and the field with their text.
@@ -29,7 +29,7 @@ class MessageStream:
         self._revision = ""  # of the weights
         self._message = message
         self._request_id = request_id
-        self._answer = Answer()
+        self._answer = OutputParts()
         self._begun = False
         self._head = b""  # of the current block's deltas, up to their text
 
@@ -76,14 +76,14 @@ class MessageStream:
         start = {"type": "message_start", "message": self._message.begun()}
         return [event("message_start", orjson.dumps(start)), event("ping", b'{"type":"ping"}')]
 
-    def _next_block(self, part: Part) -> list[bytes]:
+    def _next_block(self, part: AnswerPart) -> list[bytes]:
         events = self._stop(self._answer.parts[part.position - 1]) if part.position else []
         kind, text = _DELTAS[part.kind]
         self._head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
             % (part.position, kind, text)
         )
-        block = self._message.block(Part(part.kind, part.position, part.id, part.name))
+        block = self._message.block(AnswerPart(part.kind, part.position, part.id, part.name))
         if part.kind == "reasoning":
             block["signature"] = ""
         start = {"type": "content_block_start", "index": part.position, "content_block": block}
@@ -94,7 +94,7 @@ class MessageStream:
             return b""
         return b"%b%b}}\n\n" % (self._head, orjson.dumps(growth.text))
 
-    def _stop(self, part: Part) -> list[bytes]:
+    def _stop(self, part: AnswerPart) -> list[bytes]:
         events = []
         if part.kind == "reasoning":
             signed = {"type": "signature_delta", "signature": signature(part)}

@@ -17,7 +17,7 @@ from baton.gateway.http.anthropic.models import (
     MessagesRequest,
     NoTool,
     OneTool,
-    Text,
+    TextBlock,
     Thinking,
     ThinkingDisabled,
     ThinkingEnabled,
@@ -95,9 +95,9 @@ def _messages(request: CountTokensRequest) -> Iterator[Json]:
 
 def _prompt(where: str, message: Message, blocks: Sequence[Block], call_ids: set[str]) -> Iterator[Json]:
     """A message of the user or the system: results of tools first, as messages of their own, then the text."""
-    texts: list[Text] = []
+    texts: list[TextBlock] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, Text):
+        if isinstance(block, TextBlock):
             texts.append(block)
         elif isinstance(block, ToolResult) and message.role == "user":
             _check_result(f"{where}[{index}]", block, texts, call_ids)
@@ -108,7 +108,7 @@ def _prompt(where: str, message: Message, blocks: Sequence[Block], call_ids: set
         yield {"role": message.role, "content": _content(texts)}
 
 
-def _check_result(where: str, block: ToolResult, texts: Sequence[Text], call_ids: set[str]) -> None:
+def _check_result(where: str, block: ToolResult, texts: Sequence[TextBlock], call_ids: set[str]) -> None:
     if texts:
         cure = "give the tool_result blocks before the text"
         raise InvalidRequest(f"{where} comes after text", field=where, cure=cure)
@@ -120,11 +120,11 @@ def _check_result(where: str, block: ToolResult, texts: Sequence[Text], call_ids
 
 def _answer(where: str, blocks: Sequence[Block]) -> Json:
     """A message of the assistant."""
-    texts: list[Text] = []
+    texts: list[TextBlock] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, Text):
+        if isinstance(block, TextBlock):
             texts.append(block)
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
@@ -154,7 +154,7 @@ def _misplaced(where: str, block: Block, role: str) -> InvalidRequest:
     return InvalidRequest(message, field=field, value=block.type, cure="give it the role that has it")
 
 
-def _content(texts: str | Sequence[Text]) -> str | list[Json]:
+def _content(texts: str | Sequence[TextBlock]) -> str | list[Json]:
     if isinstance(texts, str):
         return texts
     if len(texts) <= 1:

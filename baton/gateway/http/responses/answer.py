@@ -8,7 +8,7 @@ import orjson
 
 from baton.core.errors import BatonError
 from baton.gateway.http.checking import Model
-from baton.gateway.http.parts import Answer, Part
+from baton.gateway.http.parts import AnswerPart, OutputParts
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.protos.v1 import common_pb2
 
@@ -46,11 +46,11 @@ class ResponseObject:
         self.identity = identity
         self._constant = orjson.dumps(_constant(request, identity))
 
-    def answer(self) -> Answer:
+    def answer(self) -> OutputParts:
         """An empty answer that keeps what the response needs."""
-        return Answer(keeps_tokens=self.identity.write_logprobs is not None)
+        return OutputParts(keeps_tokens=self.identity.write_logprobs is not None)
 
-    def item(self, part: Part, status: Status) -> dict[str, Any]:
+    def item(self, part: AnswerPart, status: Status) -> dict[str, Any]:
         """The output item of a part, with all that the part has."""
         item_id = self.item_id(part)
         if part.kind == "text":
@@ -68,7 +68,7 @@ class ResponseObject:
             "status": status,
         }
 
-    def item_id(self, part: Part) -> str:
+    def item_id(self, part: AnswerPart) -> str:
         return f"{_ID_PREFIXES[part.kind]}_{self.identity.key}_{part.position}"
 
     def text_part(self, text: str, tokens: Sequence[common_pb2.Token]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class ResponseObject:
     def begun(self) -> bytes:
         return self._write("in_progress", [], {"usage": None})
 
-    def ended(self, answer: Answer) -> bytes:
+    def ended(self, answer: OutputParts) -> bytes:
         """Completed, or incomplete: then its last item is, too."""
         status: Status = "incomplete" if answer.truncated else "completed"
         items = [self.item(part, "completed") for part in answer.parts[:-1]]
@@ -93,7 +93,7 @@ class ResponseObject:
             rest["baton"] = {"receipt": self.identity.write_receipt(answer.receipt)}
         return self._write(status, items, rest)
 
-    def failed(self, answer: Answer, error: BatonError) -> bytes:
+    def failed(self, answer: OutputParts, error: BatonError) -> bytes:
         items = [self.item(part, "incomplete") for part in answer.parts]
         failure = {"code": _ERROR_CODES.get(error.reason, "server_error"), "message": str(error)}
         return self._write("failed", items, {"error": failure, "usage": None})
@@ -135,7 +135,7 @@ def _constant(request: ResponsesRequest, identity: Identity) -> dict[str, Any]:
 _TOOL_FIELDS = {"type", "name", "description", "parameters", "strict"}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: OutputParts) -> dict[str, Any]:
     usage = answer.usage
     return {
         "input_tokens": usage.prompt_tokens,

@@ -41,7 +41,7 @@ class OutputText(Model):
     logprobs: Ignored = None
 
 
-class Refusal(Model):
+class RefusalPart(Model):
     type: Literal["refusal"]
     refusal: str
 
@@ -53,7 +53,7 @@ class Refusal(Model):
 Part = Annotated[
     Annotated[InputText, tag("input_text")]
     | Annotated[OutputText, tag("output_text")]
-    | Annotated[Refusal, tag("refusal")],
+    | Annotated[RefusalPart, tag("refusal")],
     by_type(),
 ]
 TextOrParts = Annotated[Annotated[str, tag("text")] | Annotated[Items[Part], tag("list")], TEXT_OR_LIST]

@@ -8,14 +8,14 @@ from typing import Any
 from starlette.responses import Response
 
 from baton.core.errors import ContextOverflow
-from baton.gateway.http.call import Call, Job
+from baton.gateway.http.call import HttpCall, HttpJob
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
 from baton.gateway.http.logprobs import LogprobWriter
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
-from baton.gateway.http.responses.stream import ResponseStream
+from baton.gateway.http.responses.stream import ResponsesStream
 from baton.gateway.http.responses.translate import to_chat, to_message, wants_logprobs
 from baton.gateway.http.responses.truncation import fit
 from baton.gateway.text.chat.types import ChatRequest, Json
@@ -33,7 +33,7 @@ _FIELD_NAMES = {
 }
 
 
-async def responses(call: Call) -> Response:
+async def responses(call: HttpCall) -> Response:
     call.field_names = _FIELD_NAMES
     request, message, chat = await call.read_as(_understand)
     message.request_id = call.request_id
@@ -41,9 +41,9 @@ async def responses(call: Call) -> Response:
         chat = await _fitting(call, request, chat)
     response = ResponseObject(request, _identity(call, request))
     if request.stream:
-        return call.stream(message, ResponseStream(response, token_ids=bool(request.return_token_ids)), chat)
+        return call.stream(message, ResponsesStream(response, token_ids=bool(request.return_token_ids)), chat)
     answer = response.answer()
-    await call.serve([Job(message, answer.collect, chat, answer.collect)])
+    await call.serve([HttpJob(message, answer.collect, chat, answer.collect)])
     return Response(response.ended(answer), media_type="application/json")
 
 
@@ -52,7 +52,7 @@ def _understand(body: dict[str, Any]) -> tuple[ResponsesRequest, pb.GenerateRequ
     return request, to_message(request), to_chat(request)
 
 
-def _identity(call: Call, request: ResponsesRequest) -> Identity:
+def _identity(call: HttpCall, request: ResponsesRequest) -> Identity:
     def write_logprobs(tokens: Sequence[common_pb2.Token]) -> list[dict[str, Any]]:
         content: list[dict[str, Any]] = writer.chat(tokens)["content"]
         return content
@@ -67,7 +67,7 @@ def _identity(call: Call, request: ResponsesRequest) -> Identity:
     )
 
 
-async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> ChatRequest:
+async def _fitting(call: HttpCall, request: ResponsesRequest, chat: ChatRequest) -> ChatRequest:
     """The conversation without its oldest turns, where it is too long for the output that is wanted."""
 
     async def count(messages: Sequence[Json]) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import BatonError
-from baton.gateway.http.parts import Growth, Part, event, with_token_ids
+from baton.gateway.http.parts import AnswerPart, Growth, event, with_token_ids
 from baton.gateway.http.responses.answer import ResponseObject, Status
 from baton.protos.v1 import generation_pb2 as pb
 
@@ -16,7 +16,7 @@ _DELTAS = {
 }
 
 
-class ResponseStream:
+class ResponsesStream:
     """Encodes one stream. The first event comes with the first message.
 
     Args:
@@ -73,17 +73,17 @@ class ResponseStream:
         begun = self._response.begun()
         return [self._whole("response.created", begun), self._whole("response.in_progress", begun)]
 
-    def _next_part(self, part: Part) -> list[bytes]:
+    def _next_part(self, part: AnswerPart) -> list[bytes]:
         events = self._close(self._answer.parts[part.position - 1], "completed") if part.position else []
         return events + self._open(part)
 
-    def _open(self, part: Part) -> list[bytes]:
+    def _open(self, part: AnswerPart) -> list[bytes]:
         where = self._where(part)
         name = _DELTAS[part.kind]
         fixed = orjson.dumps({"type": name, **where})[:-1]
         self._head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fixed)
         self._tail = b',"logprobs":[]}\n\n' if part.kind == "text" else b"}\n\n"
-        bare = Part(part.kind, part.position, part.id, part.name)
+        bare = AnswerPart(part.kind, part.position, part.id, part.name)
         item = self._response.item(bare, "in_progress")
         if part.kind == "tool_call":
             return [self._event("response.output_item.added", {"output_index": part.position, "item": item})]
@@ -102,7 +102,7 @@ class ResponseStream:
             tail = b',"logprobs":%b}\n\n' % orjson.dumps(self._response.logprobs(growth.tokens))
         return b'%b%d,"delta":%b%b' % (self._head, number, orjson.dumps(growth.text), tail)
 
-    def _close(self, part: Part, status: Status) -> list[bytes]:
+    def _close(self, part: AnswerPart, status: Status) -> list[bytes]:
         where, item = self._where(part), self._response.item(part, status)
         if part.kind == "tool_call":
             done = {**where, "name": part.name, "arguments": part.text}
@@ -118,7 +118,7 @@ class ResponseStream:
         events.append(self._event("response.output_item.done", {"output_index": part.position, "item": item}))
         return events
 
-    def _where(self, part: Part) -> dict[str, Any]:
+    def _where(self, part: AnswerPart) -> dict[str, Any]:
         where: dict[str, Any] = {"item_id": self._response.item_id(part), "output_index": part.position}
         return where if part.kind == "tool_call" else {**where, "content_index": 0}
 

@@ -4,7 +4,7 @@ from importlib import resources
 
 from starlette.responses import Response
 
-from baton.gateway.http.call import Call
+from baton.gateway.http.call import HttpCall
 from baton.security.authorize import UI_FILES
 
 _TYPES = {
@@ -28,11 +28,11 @@ HEADERS = {
 FILES = frozenset(path.removeprefix("/ui/") for path in UI_FILES)
 
 
-async def page(_: Call) -> Response:
+async def page(_: HttpCall) -> Response:
     return _file("page.html")
 
 
-async def file(call: Call) -> Response:
+async def file(call: HttpCall) -> Response:
     return _file(call.request.url.path.removeprefix("/ui/"))
 
 

@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from baton.metrics.tally import Tally
 from baton.rpc.server import proxy_options
 from baton.security.access import client_proxy
-from baton.tracing.environment import Collector
+from baton.tracing.environment import TraceCollector
 
 log = logging.getLogger("baton")
 
@@ -50,7 +50,7 @@ class Exporter:
         dropped: traces that were lost.
     """
 
-    def __init__(self, collector: Collector, tally: Tally) -> None:
+    def __init__(self, collector: TraceCollector, tally: Tally) -> None:
         self._collector = collector
         self._counts = tally.counters("baton_traces_total")
         self._held: deque[bytes] = deque()
@@ -156,7 +156,7 @@ class Exporter:
         self._counts["dropped"].add(count)
 
 
-def _channel(collector: Collector) -> grpc.aio.Channel:
+def _channel(collector: TraceCollector) -> grpc.aio.Channel:
     # A collector may be far away, as a gateway may be from its clients.
     options = [("grpc.max_reconnect_backoff_ms", 5000), *proxy_options(client_proxy(collector.target))]
     if not collector.tls:

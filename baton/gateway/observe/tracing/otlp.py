@@ -12,7 +12,7 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from baton.core.version import __version__
-from baton.tracing.span import Attributes, Place, Span, Value
+from baton.tracing.span import Attributes, Span, SpanPlace, Value
 
 _SCOPE = common_pb2.InstrumentationScope(name="baton", version=__version__)
 _KINDS = {True: trace_pb2.Span.SPAN_KIND_SERVER, False: trace_pb2.Span.SPAN_KIND_INTERNAL}
@@ -23,7 +23,7 @@ _FLAGS = 0x1  # sampled, by whatever rule: it is exported
 _REMOTE_KNOWN, _REMOTE = 0x100, 0x200
 
 
-class Encoder:
+class SpanEncoder:
     """Encodes traces.
 
     Args:
@@ -32,7 +32,7 @@ class Encoder:
 
     def __init__(self, resource: Mapping[str, str]) -> None:
         self._resource = resource
-        self._places: dict[Place, resource_pb2.Resource] = {}
+        self._places: dict[SpanPlace, resource_pb2.Resource] = {}
 
     def encode(
         self, trace_id: int, spans: Iterable[Span], *, unix_ns: int, at_s: float, state: str = "", remote: bool = False
@@ -47,7 +47,7 @@ class Encoder:
         offset_ns = unix_ns - round(at_s * 1e9)
         trace = trace_id.to_bytes(16, "big")
         request = trace_service_pb2.ExportTraceServiceRequest()
-        grouped: dict[Place, trace_pb2.ScopeSpans] = {}
+        grouped: dict[SpanPlace, trace_pb2.ScopeSpans] = {}
         for index, span in enumerate(spans):
             group = grouped.get(span.place)
             if group is None:
@@ -55,10 +55,10 @@ class Encoder:
             _add_span(group, span, trace, offset_ns, state, is_root=index == 0, remote=remote and index == 0)
         return request.SerializeToString()
 
-    def _group(self, request: trace_service_pb2.ExportTraceServiceRequest, place: Place) -> trace_pb2.ScopeSpans:
+    def _group(self, request: trace_service_pb2.ExportTraceServiceRequest, place: SpanPlace) -> trace_pb2.ScopeSpans:
         return request.resource_spans.add(resource=self._of(place)).scope_spans.add(scope=_SCOPE)
 
-    def _of(self, place: Place) -> resource_pb2.Resource:
+    def _of(self, place: SpanPlace) -> resource_pb2.Resource:
         found = self._places.get(place)
         if found is None:
             attributes = dict(self._resource)

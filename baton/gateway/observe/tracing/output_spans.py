@@ -8,10 +8,17 @@ from baton.gateway.core import events as e
 from baton.gateway.observe.tracing.node_clock import NodeClock
 from baton.gateway.observe.tracing.prefill_spans import CallNotes, Failure, NewId, chunk_spans
 from baton.gateway.request import commands as c
-from baton.gateway.request.journal import Called, FirstToken, Journal, LocalPrefill, PrefillHere, Submitted
+from baton.gateway.request.journal import (
+    CallMade,
+    FirstToken,
+    Journal,
+    LocalPrefillDone,
+    LocalPrefillOrdered,
+    Submitted,
+)
 from baton.gateway.request.receipt import DECODE as DECODE_STAGE
 from baton.gateway.request.receipt import PREFILL as PREFILL_STAGE
-from baton.metrics.declared import LOST, Role
+from baton.metrics.declared import LOST, ProcessRole
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
@@ -27,13 +34,13 @@ from baton.tracing.declared import (
     TRANSFER,
     Attribute,
 )
-from baton.tracing.span import Event, Place, Span
+from baton.tracing.span import Event, Span, SpanPlace
 
 _LEFT = Failure(LOST, "the node was left")
 
 
 @dataclass(frozen=True)
-class Facts:
+class OutputFacts:
     """What the journal of an output does not have.
 
     Args:
@@ -44,7 +51,7 @@ class Facts:
 
     end_s: float
     completion_tokens: int
-    local_prefill: LocalPrefill | None = None
+    local_prefill: LocalPrefillDone | None = None
     several: bool = False
 
 
@@ -59,15 +66,15 @@ class _Attempt:
     failure: Failure | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SpanPlace:
         prefills = self.submitted.role == common_pb2.ROLE_PREFILL
-        return Place(Role.PREFILL if prefills else Role.DECODE, self.submitted.node)
+        return SpanPlace(ProcessRole.PREFILL if prefills else ProcessRole.DECODE, self.submitted.node)
 
 
 class OutputSpans:
     """Builds the spans of one output, and adds its retries to the request's span."""
 
-    def __init__(self, journal: Journal, root: Span, facts: Facts, new_id: NewId) -> None:
+    def __init__(self, journal: Journal, root: Span, facts: OutputFacts, new_id: NewId) -> None:
         self._journal = journal
         self._root = root
         self._facts = facts
@@ -90,9 +97,9 @@ class OutputSpans:
         match mark:
             case Submitted():
                 self._submitted(now_s, mark)
-            case Called():
+            case CallMade():
                 self._called(now_s, mark)
-            case PrefillHere():
+            case LocalPrefillOrdered():
                 self._lost_call(now_s)
             case FirstToken(call):
                 if call in self._calls:
@@ -137,7 +144,7 @@ class OutputSpans:
         }
         self._attempts.append(_Attempt(mark, span, NodeClock(now_s)))
 
-    def _called(self, now_s: float, mark: Called) -> None:
+    def _called(self, now_s: float, mark: CallMade) -> None:
         if not self._attempts:
             return
         lost = self._lost_call(now_s)
@@ -259,7 +266,7 @@ class OutputSpans:
                 transfer.attributes[Attribute.CONVERTED] = call.sent.kv_converted
         return [transfer, self._below(attempt, ADMIT.name, handed_over_s, end_s)], end_s
 
-    def _prefilled_here(self, attempt: _Attempt, local: LocalPrefill) -> list[Span]:
+    def _prefilled_here(self, attempt: _Attempt, local: LocalPrefillDone) -> list[Span]:
         """The prefill, and then the spans below it."""
         clock, chunks = attempt.clock, local.chunks
         end_s = clock.at(local.at_s, chunks[-1].ended_s if chunks else None)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from baton.gateway.observe.tracing.node_clock import NodeClock
-from baton.gateway.request.journal import Called, Chunk, FirstToken
-from baton.metrics.declared import Role
+from baton.gateway.request.journal import CallMade, ChunkDone, FirstToken
+from baton.metrics.declared import ProcessRole
 from baton.protos.v1 import prefill_pb2 as pb
 from baton.tracing.declared import CHUNK, PREFILL, PREFILL_QUEUE, SEND, Attribute
-from baton.tracing.span import Place, Span
+from baton.tracing.span import Span, SpanPlace
 
 T = TypeVar("T")
 NewId = Callable[[], int]
@@ -34,7 +34,7 @@ class CallNotes:
         ended_at_s: at the gateway; None: it still ran.
     """
 
-    called: Called
+    called: CallMade
     span_id: int
     called_at_s: float
     links: list[int] = field(default_factory=list)
@@ -51,8 +51,8 @@ class CallNotes:
         self.clock = NodeClock(self.called_at_s)
 
     @property
-    def place(self) -> Place:
-        return Place(Role.PREFILL, self.called.node)
+    def place(self) -> SpanPlace:
+        return SpanPlace(ProcessRole.PREFILL, self.called.node)
 
     def replied(self, now_s: float, reply: pb.PrefillEvent) -> None:
         """An event of the node other than its first token."""
@@ -101,12 +101,12 @@ class CallNotes:
             return self.clock.at(*self.sent_at)
         return end_s if self.ended_at_s is None else self.ended_at_s
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[ChunkDone]:
         assert self.scheduled is not None
         computed = self.scheduled.cached_tokens
         chunks = []
         for now_s, at_s, stop in self.progress:
-            chunks.append(Chunk(self.clock.at(now_s, at_s), computed, stop))
+            chunks.append(ChunkDone(self.clock.at(now_s, at_s), computed, stop))
             computed = stop
         return chunks
 
@@ -126,7 +126,7 @@ class CallNotes:
         return spans
 
 
-def chunk_spans(chunks: Sequence[Chunk], prefill: Span, start_s: float, new_id: NewId) -> list[Span]:
+def chunk_spans(chunks: Sequence[ChunkDone], prefill: Span, start_s: float, new_id: NewId) -> list[Span]:
     """The spans below `prefill` of what was computed from `start_s`, in its order."""
     spans = []
     for group in merged(chunks):

@@ -28,8 +28,8 @@ async def tracing(
         yield None
         return
     from baton.gateway.observe.tracing.export import Exporter
-    from baton.gateway.observe.tracing.otlp import Encoder
+    from baton.gateway.observe.tracing.otlp import SpanEncoder
 
     sampling = Sampling(settings.trace_sample, settings.trace_slow_s)
     async with Exporter(collector, tally) as exporter:
-        yield Tracer(sampling, Encoder(collector.resource), model_name, exporter.put)
+        yield Tracer(sampling, SpanEncoder(collector.resource), model_name, exporter.put)

@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.core.errors import BatonError
 from baton.core.log_lines import loggable
 from baton.gateway.core.request import Request
-from baton.gateway.observe.tracing.output_spans import Facts, OutputSpans
+from baton.gateway.observe.tracing.output_spans import OutputFacts, OutputSpans
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.metrics.declared import Outcome
@@ -119,7 +119,7 @@ class RequestTrace:
         spans = [root, *self._waits(now_s)]
         for journal, machine, ended_at_s in self._outputs:
             local = machine.local_prefill
-            facts = Facts(ended_at_s, machine.completion_tokens, local, several=len(self._outputs) > 1)
+            facts = OutputFacts(ended_at_s, machine.completion_tokens, local, several=len(self._outputs) > 1)
             spans += OutputSpans(journal, root, facts, self._tracer.new_id).build()
         for span in spans:
             span.keep_within(root.start_s, now_s)

@@ -18,7 +18,7 @@ NO_MARKS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Family:
+class ChatFamily:
     """
     Attributes:
         name: for people.
@@ -49,30 +49,30 @@ DEEPSEEK_MARKS = (
 )  # fmt: skip
 HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>")
 
-HARMONY = Family(
+HARMONY = ChatFamily(
     "harmony",
     _any_tools(calls.content_only),  # made for each prompt: see ChatModel
     constraints.harmony_calls,
     HARMONY_MARKS,
     ("<|return|>", "<|call|>"),
 )
-MISTRAL_NAMED = Family(
+MISTRAL_NAMED = ChatFamily(
     "mistral", _any_tools(calls.mistral), constraints.mistral_named_calls, ("[TOOL_CALLS]", "[ARGS]"), short_ids=True
 )
-MISTRAL_ARRAY = Family(
+MISTRAL_ARRAY = ChatFamily(
     "mistral-array", _any_tools(calls.mistral), constraints.mistral_array_calls, ("[TOOL_CALLS]",), short_ids=True
 )
-DEEPSEEK_FENCED = Family(
+DEEPSEEK_FENCED = ChatFamily(
     "deepseek-v3", _any_tools(calls.deepseek), partial(constraints.deepseek_calls, fenced=True), DEEPSEEK_MARKS
 )
-DEEPSEEK = Family(
+DEEPSEEK = ChatFamily(
     "deepseek-v3.1", _any_tools(calls.deepseek), partial(constraints.deepseek_calls, fenced=False), DEEPSEEK_MARKS
 )
-HERMES = Family(
+HERMES = ChatFamily(
     "hermes", _any_tools(calls.hermes), constraints.hermes_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",)
 )
-QWEN_XML = Family("qwen-xml", xml_calls, constraints.xml_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",))
-LLAMA_PYTHONIC = Family(
+QWEN_XML = ChatFamily("qwen-xml", xml_calls, constraints.xml_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",))
+LLAMA_PYTHONIC = ChatFamily(
     "llama-pythonic",
     calls.llama,
     constraints.pythonic_calls,
@@ -80,13 +80,13 @@ LLAMA_PYTHONIC = Family(
     LLAMA_ENDS,
     bare=True,
 )
-LLAMA = Family("llama", calls.llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
-UNKNOWN = Family("unknown", _any_tools(calls.content_only), constraints.llama_calls, bare=True)
+LLAMA = ChatFamily("llama", calls.llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
+UNKNOWN = ChatFamily("unknown", _any_tools(calls.content_only), constraints.llama_calls, bare=True)
 
 
-def family_of(template: str, model_type: str) -> Family:
+def family_of(template: str, model_type: str) -> ChatFamily:
     """The first family whose marks the template has."""
-    table: tuple[tuple[Family, bool], ...] = (
+    table: tuple[tuple[ChatFamily, bool], ...] = (
         (HARMONY, "<|channel|>" in template and "<|message|>" in template),
         (MISTRAL_NAMED, "[TOOL_CALLS]" in template and "[ARGS]" in template),
         (MISTRAL_ARRAY, "[TOOL_CALLS]" in template),

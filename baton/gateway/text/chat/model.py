@@ -15,7 +15,7 @@ from baton.core.types import Grammar, GrammarKind
 from baton.gateway.text.chat import constraints
 from baton.gateway.text.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint
 from baton.gateway.text.chat.constraints import Forced, Lark, name_of
-from baton.gateway.text.chat.families import HARMONY, UNKNOWN, Family, family_of, reasoning_of
+from baton.gateway.text.chat.families import HARMONY, UNKNOWN, ChatFamily, family_of, reasoning_of
 from baton.gateway.text.chat.messages import (
     MessageForm,
     content_format,
@@ -156,7 +156,7 @@ class _Dialect:
     checkpoint: Checkpoint
 
     @cached_property
-    def family(self) -> Family:
+    def family(self) -> ChatFamily:
         return family_of(self.template.text, self.checkpoint.model_type)
 
     @cached_property

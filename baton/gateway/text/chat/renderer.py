@@ -31,7 +31,7 @@ _MOMENT, _LONG = range(2)  # lanes
 
 
 @dataclass(frozen=True)
-class Bounds:
+class RenderBounds:
     """What one rendering may take.
 
     Attributes:
@@ -45,7 +45,7 @@ class Bounds:
     memory_bytes: int = 128 * _MIB
 
 
-DEFAULT_BOUNDS = Bounds()
+DEFAULT_BOUNDS = RenderBounds()
 
 
 class ChatRenderer:
@@ -56,7 +56,7 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, bounds: Bounds = DEFAULT_BOUNDS, *, aliases: Mapping[str, str] | None = None
+        self, checkpoint: Checkpoint, bounds: RenderBounds = DEFAULT_BOUNDS, *, aliases: Mapping[str, str] | None = None
     ) -> None:
         self._bounds = bounds
         self._has_template = bool(checkpoint.templates)

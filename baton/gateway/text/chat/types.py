@@ -60,7 +60,7 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True)
-class ChatDelta:
+class ParsedDelta:
     """What some more text of the model means."""
 
     content: str = ""
@@ -72,11 +72,11 @@ class OutputParser(Protocol):
     """Splits one output, as it comes, into reasoning, answer and tool calls. Text that may begin a marker is held back.
     The result does not depend on how the text was cut into pieces."""
 
-    def push(self, text: str) -> list[ChatDelta]:
+    def push(self, text: str) -> list[ParsedDelta]:
         """Takes the text of some more tokens."""
         ...
 
-    def finish(self, *, cut: bool) -> list[ChatDelta]:
+    def finish(self, *, cut: bool) -> list[ParsedDelta]:
         """Returns what was held back: no more text comes.
 
         Args:

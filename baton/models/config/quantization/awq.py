@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from baton.models.config.fields import Count, Texts
 from baton.models.config.quantization.fields import SILENT, QuantizationFields
-from baton.models.config.quantization.packed_config import Axis, PackedConfig, Role, Stored
+from baton.models.config.quantization.packed_config import Axis, PackedConfig, StoredPart, TensorRole
 
 # The output that each place of a word holds, from the lowest bits on.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -17,12 +17,14 @@ class AwqConfig(PackedConfig):
     """`packing` awq."""
 
     @property
-    def tensors(self) -> Mapping[Role, Stored]:
+    def tensors(self) -> Mapping[TensorRole, StoredPart]:
         words = self.per_word
         return {
-            Role.NUMBERS: Stored("qweight", "I32", Axis(1, words), Axis(0), packed_dim=1, order=_ORDER),
-            Role.ZEROS: Stored("qzeros", "I32", Axis(1, words), self._group_axis(0), packed_dim=1, order=_ORDER),
-            Role.SCALES: Stored("scales", "", Axis(1), self._group_axis(0)),
+            TensorRole.NUMBERS: StoredPart("qweight", "I32", Axis(1, words), Axis(0), packed_dim=1, order=_ORDER),
+            TensorRole.ZEROS: StoredPart(
+                "qzeros", "I32", Axis(1, words), self._group_axis(0), packed_dim=1, order=_ORDER
+            ),
+            TensorRole.SCALES: StoredPart("scales", "", Axis(1), self._group_axis(0)),
         }
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from baton.models.config.fields import Table, Texts
 from baton.models.config.quantization.fields import CURE, SILENT, QuantizationFields
-from baton.models.config.quantization.packed_config import Axis, PackedConfig, Role, Stored
+from baton.models.config.quantization.packed_config import Axis, PackedConfig, StoredPart, TensorRole
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class GptqConfig(PackedConfig):
     """`packing` gptq or gptq_v2."""
 
     @property
-    def tensors(self) -> Mapping[Role, Stored]:
+    def tensors(self) -> Mapping[TensorRole, StoredPart]:
         words = self.per_word
         return {
-            Role.NUMBERS: Stored("qweight", "I32", Axis(1), Axis(0, words), packed_dim=0),
-            Role.ZEROS: Stored("qzeros", "I32", Axis(1, words), self._group_axis(0), packed_dim=1),
-            Role.SCALES: Stored("scales", "", Axis(1), self._group_axis(0)),
-            Role.GROUPS: Stored("g_idx", "I32", None, Axis(0), optional=not self.reordered),
+            TensorRole.NUMBERS: StoredPart("qweight", "I32", Axis(1), Axis(0, words), packed_dim=0),
+            TensorRole.ZEROS: StoredPart("qzeros", "I32", Axis(1, words), self._group_axis(0), packed_dim=1),
+            TensorRole.SCALES: StoredPart("scales", "", Axis(1), self._group_axis(0)),
+            TensorRole.GROUPS: StoredPart("g_idx", "I32", None, Axis(0), optional=not self.reordered),
         }
 
     @property

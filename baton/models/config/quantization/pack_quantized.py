@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from baton.models.config.quantization.fields import CURE, SILENT, QuantizationFields
-from baton.models.config.quantization.packed_config import Axis, PackedConfig, Role, Stored
+from baton.models.config.quantization.packed_config import Axis, PackedConfig, StoredPart, TensorRole
 
 
 @dataclass(frozen=True)
@@ -13,18 +13,18 @@ class PackQuantizedConfig(PackedConfig):
     """`packing` pack-quantized."""
 
     @property
-    def tensors(self) -> Mapping[Role, Stored]:
+    def tensors(self) -> Mapping[TensorRole, StoredPart]:
         words = self.per_word
         tensors = {
-            Role.NUMBERS: Stored("weight_packed", "I32", Axis(0), Axis(1, words), packed_dim=1),
-            Role.SCALES: Stored("weight_scale", "", Axis(0), self._group_axis(1)),
-            Role.SHAPE: Stored("weight_shape", "I64", None, None, optional=True),
+            TensorRole.NUMBERS: StoredPart("weight_packed", "I32", Axis(0), Axis(1, words), packed_dim=1),
+            TensorRole.SCALES: StoredPart("weight_scale", "", Axis(0), self._group_axis(1)),
+            TensorRole.SHAPE: StoredPart("weight_shape", "I64", None, None, optional=True),
         }
         if not self.symmetric:
-            zeros = Stored("weight_zero_point", "I32", Axis(0, words), self._group_axis(1), packed_dim=0)
-            tensors[Role.ZEROS] = zeros
+            zeros = StoredPart("weight_zero_point", "I32", Axis(0, words), self._group_axis(1), packed_dim=0)
+            tensors[TensorRole.ZEROS] = zeros
         if self.reordered:
-            tensors[Role.GROUPS] = Stored("weight_g_idx", "I32", None, Axis(0))
+            tensors[TensorRole.GROUPS] = StoredPart("weight_g_idx", "I32", None, Axis(0))
         return tensors
 
 

@@ -16,7 +16,7 @@ from baton.models.config.quantization.fields import leaves_out
 WORD_BITS = 32
 
 
-class Role(StrEnum):
+class TensorRole(StrEnum):
     """What a stored tensor holds: numbers, their scales and zeros, each channel's group, the weight's shape."""
 
     NUMBERS = "numbers"
@@ -39,7 +39,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPart:
     """One tensor of a quantized linear layer.
 
     Attributes:
@@ -92,7 +92,7 @@ class PackedConfig(ABC):
 
     @property
     @abstractmethod
-    def tensors(self) -> Mapping[Role, Stored]:
+    def tensors(self) -> Mapping[TensorRole, StoredPart]:
         """Of one linear layer."""
 
     @property
@@ -130,7 +130,7 @@ class PackedConfig(ABC):
         """Intermediate channels that stay together: outputs of one layer and inputs of the next."""
         return math.lcm(*self.head_blocks)
 
-    def cut_whole(self, stored: Stored) -> bool:
+    def cut_whole(self, stored: StoredPart) -> bool:
         """Whether a rank holds all of the tensor along its inputs: scales and zeros, where groups are no runs."""
         return self.reordered and stored.inputs is not None and stored.inputs.per_entry == self.group_size
 

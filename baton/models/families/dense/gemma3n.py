@@ -187,7 +187,7 @@ class Gemma3nLayer(LayerWithInput):
         return corrected_STD
 
 
-class Streams(nn.Module):
+class ResidualStreams(nn.Module):
     """The streams before the first layer, from the embedding, and the mean of those after the last. Module paths are
     those in checkpoints after `model.`."""
 
@@ -235,7 +235,7 @@ class Gemma3nForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
         self.local_rotary = Rotary(config.local_rope)
         self.embedding_scale = rounded(config.hidden_size**0.5, dtype)
-        self.streams = Streams(config.hidden_size, switches.streams, dtype=dtype)
+        self.streams = ResidualStreams(config.hidden_size, switches.streams, dtype=dtype)
         self.inputs = LayerInputs(
             config.hidden_size,
             config.num_layers,

@@ -26,7 +26,7 @@ from baton.models.families.dense.gemma_parts import (
     norm_without_weight,
     rounded,
 )
-from baton.models.kernels.moe.grouped_gemm import Activation, ExpertWeights, run_gated_experts
+from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Multiply
@@ -34,7 +34,7 @@ from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted
 from baton.models.layers.moe.router import Router
 from baton.models.layers.rotary import Rotary
 
-_GELU = Activation(tanh_gelu=True)
+_GELU = GroupedActivation(tanh_gelu=True)
 
 
 class Gemma4Router(nn.Module):

@@ -15,7 +15,7 @@ from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.moe.gpt_oss_config import GptOssSwitches
 from baton.models.formats import mxfp4
 from baton.models.kernels.activation import clamp_and_gate
-from baton.models.kernels.moe.grouped_gemm import Activation, ExpertWeights, run_gated_experts
+from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, run_packed_experts
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.common import RMSNorm
@@ -59,7 +59,7 @@ class GptOssExperts(RoutedExperts):
             self.places(experts_TK),
             ExpertWeights(self.gate_up_proj.transpose(1, 2), self.gate_up_proj_bias),
             ExpertWeights(self.down_proj.transpose(1, 2), self.down_proj_bias),
-            activation=Activation(interleaved=True, limit=self.limit, alpha=self.alpha),
+            activation=GroupedActivation(interleaved=True, limit=self.limit, alpha=self.alpha),
             batch_invariant=self.batch_invariant,
             of=self.of,
         )

@@ -45,7 +45,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _AT_ONCE = tl.constexpr(4)
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """The part of the result that one program computes.
 
     Attributes:
@@ -64,30 +64,30 @@ class Tile(NamedTuple):
     prefetched: int = 0
 
 
-def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> Tile | None:
+def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> DecodeTile | None:
     """The tile for a product; None where the library is as fast. Each multiprocessor has 100 to 160 KiB of weights in
     flight."""
     num_bytes = rows * channels * 2
     if num_tokens > MAX_TOKENS or num_bytes < _MIN_BYTES:
         return None
     if num_tokens > _MAX_TOKENS_OF_MOST:
-        return Tile(64, 128, 64, num_warps=4, num_stages=4) if num_bytes >= _LARGEST_BYTES else None
+        return DecodeTile(64, 128, 64, num_warps=4, num_stages=4) if num_bytes >= _LARGEST_BYTES else None
     tiles = triton.cdiv(rows, 64)
     if tiles > num_sms:
         return _of_many_rows(num_tokens, tiles, num_sms)
     return _of_few_rows(num_tokens, tiles, channels, num_sms)
 
 
-def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> Tile:
+def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> DecodeTile:
     """Tiles that fill the GPU, two or three per multiprocessor. Prefetching is off, because it would be too early."""
     if num_tokens > 16:
-        return Tile(32, 64, 128, num_warps=4, num_stages=4)
+        return DecodeTile(32, 64, 128, num_warps=4, num_stages=4)
     # 384 tiles are faster three at a time, all at once: 50.8 us instead of 52.8.
     all_at_once = 2 * num_sms < tiles <= 3 * num_sms
-    return Tile(16, 64, 128, num_warps=4, num_stages=3 if all_at_once else 5)
+    return DecodeTile(16, 64, 128, num_warps=4, num_stages=3 if all_at_once else 5)
 
 
-def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> Tile | None:
+def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> DecodeTile | None:
     """One program for each multiprocessor; programs share tiles where there are fewer tiles."""
     num_bytes = tiles * 64 * channels * 2
     depth = 256 if num_tokens <= 16 and 2 * tiles <= num_sms else 128
@@ -100,15 +100,15 @@ def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> Ti
     if num_bytes > 2 * _SHORT_BYTES and splits * tiles < 0.9 * num_sms:
         return None
     if num_tokens > 16:
-        return Tile(32, 64, 128, num_warps=4, num_stages=8, splits=splits, prefetched=4)
+        return DecodeTile(32, 64, 128, num_warps=4, num_stages=8, splits=splits, prefetched=4)
     if depth == 128:
-        return Tile(16, 64, 128, num_warps=4, num_stages=10, prefetched=2)
+        return DecodeTile(16, 64, 128, num_warps=4, num_stages=10, prefetched=2)
     # Memory idles during attention of few tokens, so the next projection may be prefetched as a whole: its 32 MiB fit
     # into L2's 50 MB. The keys and values of more tokens, 4 MB for 1024 of them, would evict it.
     whole = num_tokens <= 8 and num_bytes <= _SHORT_BYTES and steps // splits >= 8
     # So few steps are all in flight at once without prefetching.
     prefetched = 1 if steps // splits <= 5 else 8 if whole else 4
-    return Tile(16, 64, 256, num_warps=4, num_stages=5, splits=splits, prefetched=prefetched)
+    return DecodeTile(16, 64, 256, num_warps=4, num_stages=5, splits=splits, prefetched=prefetched)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def new_counters(weight_NK: Tensor) -> Tensor:
     return torch.zeros(triton.cdiv(weight_NK.shape[0], _MIN_TILE_ROWS), dtype=torch.int32, device=weight_NK.device)
 
 
-def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Tensor, tile: Tile) -> Tensor:
+def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Tensor, tile: DecodeTile) -> Tensor:
     """Launches the kernel. Programs that share a tile add up their sums in a fixed order, so the same call gives the
     same bits every time; another number of tokens may give others.
 

@@ -53,7 +53,7 @@ class _Probe:
 
 
 @dataclass(frozen=True)
-class Tile:
+class MatmulTile:
     """The part of the result that one program computes.
 
     Attributes:
@@ -69,17 +69,17 @@ class Tile:
 
 # NOTE: each warpgroup of 4 warps has a multiple of 64 rows: with fewer rows the compiler takes another instruction,
 # whose sums may round differently.
-_NARROW = Tile(64, 64, 128, num_warps=4, num_stages=6)
-_HIGH = Tile(128, 64, 128, num_warps=8, num_stages=4)
-_WIDE = Tile(64, 128, 64, num_warps=4, num_stages=4)
-_LARGE = Tile(128, 256, 64, num_warps=8, num_stages=4)
-_SQUARE = Tile(128, 128, 64, num_warps=8, num_stages=4)
+_NARROW = MatmulTile(64, 64, 128, num_warps=4, num_stages=6)
+_HIGH = MatmulTile(128, 64, 128, num_warps=8, num_stages=4)
+_WIDE = MatmulTile(64, 128, 64, num_warps=4, num_stages=4)
+_LARGE = MatmulTile(128, 256, 64, num_warps=8, num_stages=4)
+_SQUARE = MatmulTile(128, 128, 64, num_warps=8, num_stages=4)
 TILES = (_NARROW, _HIGH, _WIDE, _LARGE, _SQUARE)
 # From this many rows on, arithmetic takes most of the time for any number of columns.
 _MANY_ROWS = 1024
 # For any strides and dtypes. Products of float32 are unrolled into registers, which spill unless tiles are small.
-_STRIDED = Tile(64, 64, 64, num_warps=4, num_stages=3)
-_STRIDED_FLOAT32 = Tile(32, 32, 32, num_warps=4, num_stages=2)
+_STRIDED = MatmulTile(64, 64, 64, num_warps=4, num_stages=3)
+_STRIDED_FLOAT32 = MatmulTile(32, 32, 32, num_warps=4, num_stages=2)
 
 
 def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -145,11 +145,11 @@ def _probe_of(alike: "_Alike") -> "_Probe":
 
 
 @lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer
-def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
+def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> MatmulTile:
     """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile of which every
     multiprocessor gets at most one, else a tile wide enough to reread the rows only a few times."""
 
-    def count(tile: Tile) -> int:
+    def count(tile: MatmulTile) -> int:
         tiles: int = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
         return tiles
 
@@ -165,7 +165,7 @@ def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
 
 
 def multiply_in_tiles(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None = None
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: MatmulTile | None = None
 ) -> None:
     """Launches the kernel that reads whole tiles with the copy engine (TMA) where it can, else the kernel for any
     strides. The choice depends on dtype and sizes alone."""

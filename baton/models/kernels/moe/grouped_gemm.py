@@ -68,7 +68,7 @@ class SharedWeights:
 
 
 @dataclass(frozen=True)
-class Activation:
+class GroupedActivation:
     """silu(gate) * up; with a limit, both clamped: gate * sigmoid(alpha * gate) * (up + 1).
 
     Attributes:
@@ -84,11 +84,11 @@ class Activation:
     squared_relu: bool = False
 
 
-SILU = Activation()
+SILU = GroupedActivation()
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GroupedTiles:
     """Tile sizes of one product. `channels` of the output (of gate and of up each), `inputs` of one step."""
 
     tokens: int
@@ -102,26 +102,26 @@ class Tiles:
 class ExpertTiles:
     """Tiles of both products of a layer, which share the order and so the tokens of a tile."""
 
-    gate_up: Tiles
-    down: Tiles
+    gate_up: GroupedTiles
+    down: GroupedTiles
 
 
 # By tokens of a tile. Buffers fill at most half of a multiprocessor's shared memory: two programs share it, and one
 # loads while the other begins or ends. Only the largest tiles take all of it.
 _HALF_PRECISION = (
-    ExpertTiles(Tiles(16, 64, 128, 4, 3), Tiles(16, 64, 128, 4, 4)),
-    ExpertTiles(Tiles(32, 64, 64, 4, 5), Tiles(32, 64, 128, 4, 4)),
-    ExpertTiles(Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
-    ExpertTiles(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
+    ExpertTiles(GroupedTiles(16, 64, 128, 4, 3), GroupedTiles(16, 64, 128, 4, 4)),
+    ExpertTiles(GroupedTiles(32, 64, 64, 4, 5), GroupedTiles(32, 64, 128, 4, 4)),
+    ExpertTiles(GroupedTiles(64, 64, 64, 4, 4), GroupedTiles(64, 128, 64, 4, 4)),
+    ExpertTiles(GroupedTiles(128, 128, 64, 8, 4), GroupedTiles(128, 256, 64, 8, 4)),
 )
 _FP8 = (
-    ExpertTiles(Tiles(16, 64, 128, 4, 4), Tiles(16, 64, 128, 4, 6)),
-    ExpertTiles(Tiles(32, 64, 128, 4, 4), Tiles(32, 64, 128, 4, 5)),
-    ExpertTiles(Tiles(64, 64, 128, 4, 3), Tiles(64, 128, 128, 8, 3)),
-    ExpertTiles(Tiles(128, 64, 128, 8, 3), Tiles(128, 128, 128, 8, 4)),
+    ExpertTiles(GroupedTiles(16, 64, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 6)),
+    ExpertTiles(GroupedTiles(32, 64, 128, 4, 4), GroupedTiles(32, 64, 128, 4, 5)),
+    ExpertTiles(GroupedTiles(64, 64, 128, 4, 3), GroupedTiles(64, 128, 128, 8, 3)),
+    ExpertTiles(GroupedTiles(128, 64, 128, 8, 3), GroupedTiles(128, 128, 128, 8, 4)),
 )
 # Without tensor cores.
-_SINGLE_PRECISION = ExpertTiles(Tiles(16, 32, 32, 4, 2), Tiles(16, 32, 32, 4, 2))
+_SINGLE_PRECISION = ExpertTiles(GroupedTiles(16, 32, 32, 4, 2), GroupedTiles(16, 32, 32, 4, 2))
 
 
 def tiles_for(
@@ -146,7 +146,7 @@ def run_gated_experts(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     *,
-    activation: Activation = SILU,
+    activation: GroupedActivation = SILU,
     weights_on_input: bool = False,
     batch_invariant: bool = False,
     shared: SharedWeights | None = None,
@@ -252,8 +252,8 @@ def _launch_gate_up(
     order: ExpertOrder,
     gated_RI: Tensor,
     row_weights: Tensor | None,
-    activation: Activation,
-    tiles: Tiles,
+    activation: GroupedActivation,
+    tiles: GroupedTiles,
     *,
     choices: int,
 ) -> None:
@@ -308,7 +308,7 @@ def _launch_down(
     order: ExpertOrder,
     parts_RD: Tensor,
     row_weights: Tensor | None,
-    tiles: Tiles,
+    tiles: GroupedTiles,
     *,
     choices: int,
     num_tokens: int,

@@ -22,7 +22,7 @@ _MANY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """How experts are chosen by their scores.
 
     Attributes:
@@ -46,7 +46,7 @@ class Choice:
 def route(
     x_TD: Tensor,
     weight_ED: Tensor,
-    choice: Choice,
+    choice: ExpertChoice,
     *,
     bias_E: Tensor | None,
     correction_E: Tensor | None,
@@ -94,7 +94,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tens
 
 
 def choose_experts(
-    logits_PTE: Tensor, choice: Choice, *, bias_E: Tensor | None, correction_E: Tensor | None
+    logits_PTE: Tensor, choice: ExpertChoice, *, bias_E: Tensor | None, correction_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     num_parts, num_tokens, num_experts = logits_PTE.shape
     shape = (num_tokens, choice.experts_per_token)

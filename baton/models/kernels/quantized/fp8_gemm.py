@@ -32,7 +32,7 @@ _MAX_SPLIT_TOKENS = 256
 _GROUPED_TILES = 8
 
 
-class Tile(NamedTuple):
+class Fp8Tile(NamedTuple):
     """The part of the result that one program computes.
 
     Attributes:
@@ -71,23 +71,23 @@ def num_counters(rows: int) -> int:
     return tiles
 
 
-def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> Tile:
+def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> Fp8Tile:
     """The tile for a product. Up to 64 tokens take the time to read the weight, so their tiles all run at once; those
     for more tokens were measured."""
     if num_tokens > _MAX_SPLIT_TOKENS and not blocked:
-        return Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
+        return Fp8Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
     if num_tokens > 64:
-        return Tile(64, 128, weights_first=False, num_warps=4, num_stages=4)
+        return Fp8Tile(64, 128, weights_first=False, num_warps=4, num_stages=4)
     is_tall = triton.cdiv(rows, 64) > _PROGRAMS_PER_SM * num_sms
     if num_tokens > 32:
-        return Tile(64, 128 if is_tall else 64, weights_first=True, num_warps=4, num_stages=4 if is_tall else 5)
+        return Fp8Tile(64, 128 if is_tall else 64, weights_first=True, num_warps=4, num_stages=4 if is_tall else 5)
     tokens = 16 if num_tokens <= 16 else 32
     if is_tall:
-        return Tile(tokens, 128, weights_first=True, num_warps=8, num_stages=5)
-    return Tile(tokens, 64, weights_first=True, num_warps=4, num_stages=6)
+        return Fp8Tile(tokens, 128, weights_first=True, num_warps=8, num_stages=5)
+    return Fp8Tile(tokens, 64, weights_first=True, num_warps=4, num_stages=6)
 
 
-def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
+def choose_splits(tile: Fp8Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
     """Number of programs that share a tile's channels."""
     if num_tokens > _MAX_SPLIT_TOKENS:
         return 1
@@ -104,7 +104,7 @@ def multiply(
     *,
     dtype: torch.dtype,
     batch_invariant: bool,
-    tile: Tile | None = None,
+    tile: Fp8Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """[T, N] in `dtype` of quantized activations.

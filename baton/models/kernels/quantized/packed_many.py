@@ -22,7 +22,7 @@ _RUN = tl.constexpr(RUN)
 _BLOCK = 1024  # inputs that a program puts in order
 
 
-class Tile(NamedTuple):
+class PackedTile(NamedTuple):
     """The part of the result that one program computes.
 
     Attributes:
@@ -35,11 +35,11 @@ class Tile(NamedTuple):
     least_steps: int = 4
 
 
-def choose_tile(num_tokens: int) -> Tile:
+def choose_tile(num_tokens: int) -> PackedTile:
     """The tile for this number of tokens."""
     if num_tokens <= 32:
-        return Tile(16 if num_tokens <= 16 else 32, programs_per_sm=2)
-    return Tile(64 if num_tokens <= 64 else 128)
+        return PackedTile(16 if num_tokens <= 16 else 32, programs_per_sm=2)
+    return PackedTile(64 if num_tokens <= 64 else 128)
 
 
 def multiply_many(
@@ -50,7 +50,7 @@ def multiply_many(
     step: int,
     arrived: Tensor,
     num_sms: int,
-    tile: Tile | None = None,
+    tile: PackedTile | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`, rounded once.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
-from baton.models.kernels.moe.routing import Choice, route
+from baton.models.kernels.moe.routing import ExpertChoice, route
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Multiply
 
@@ -28,7 +28,7 @@ class Router(nn.Module):
     def __init__(self, size: int, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
-        self.choice = Choice(
+        self.choice = ExpertChoice(
             experts_per_token=moe.experts_per_token,
             num_groups=moe.num_groups,
             groups_per_token=moe.groups_per_token,

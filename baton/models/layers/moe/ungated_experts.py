@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
-from baton.models.kernels.moe.grouped_gemm import Activation, ExpertWeights, run_gated_experts
+from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.layers.linear import Linear, Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 
-_SQUARED_RELU = Activation(squared_relu=True)
+_SQUARED_RELU = GroupedActivation(squared_relu=True)
 
 
 class SquaredReluMLP(nn.Module):

@@ -29,7 +29,7 @@ class PieceType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     text: str
     score: float
     type: PieceType
@@ -39,14 +39,14 @@ class Piece:
 class SentencePieceModel:
     """The file's content; `trainer` and `normalizer` are fields by number, as far as they are there."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     trainer: Mapping[int, int | bytes]
     normalizer: Mapping[int, int | bytes]
 
 
 def read_model(data: bytes) -> SentencePieceModel:
     """Raises: ValueError: the bytes are no such file."""
-    pieces: list[Piece] = []
+    pieces: list[VocabularyPiece] = []
     specs: dict[int, dict[int, int | bytes]] = {_TRAINER: {}, _NORMALIZER: {}}
     try:
         for number, value in _fields(data):
@@ -56,7 +56,7 @@ def read_model(data: bytes) -> SentencePieceModel:
                 text = piece[1]
                 if not isinstance(text, bytes):
                     raise ValueError("the text of a piece is a number")
-                pieces.append(Piece(text.decode(), score, PieceType(piece.get(3, PieceType.NORMAL))))
+                pieces.append(VocabularyPiece(text.decode(), score, PieceType(piece.get(3, PieceType.NORMAL))))
             elif number in specs and isinstance(value, bytes):
                 specs[number] = dict(_fields(value))
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.parser import FormatParser, Read
-from baton.gateway.text.chat.types import ChatDelta, OutputParser
+from baton.gateway.text.chat.types import OutputParser, ParsedDelta
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Answer:
     calls: list[tuple[str, str]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
 
-    def add(self, deltas: Iterable[ChatDelta]) -> None:
+    def add(self, deltas: Iterable[ParsedDelta]) -> None:
         for delta in deltas:
             self.content += delta.content
             self.reasoning += delta.reasoning

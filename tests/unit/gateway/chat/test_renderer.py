@@ -21,7 +21,7 @@ from baton.core.types import Grammar, GrammarKind
 from baton.gateway.text.chat.checkpoint import Checkpoint
 from baton.gateway.text.chat.checkpoint_files import read_checkpoint
 from baton.gateway.text.chat.model import ChatModel
-from baton.gateway.text.chat.renderer import Bounds, ChatRenderer
+from baton.gateway.text.chat.renderer import ChatRenderer, RenderBounds
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, PreparedChat
 from baton.node.waiting import until
 from baton.settings.config import DEMO_MODELS
@@ -33,7 +33,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 SHOW = "{% for m in messages %}{{ m.content }}{% endfor %}"
 POWER = SHOW + "{{ 9 ** n if n }}"  # harmless, but for one request
 LONG = ChatRequest(USER, template_kwargs={"n": 99_999_999})
-SHORT = Bounds(moment_cpu_s=0.1, cpu_s=0.3)
+SHORT = RenderBounds(moment_cpu_s=0.1, cpu_s=0.3)
 
 
 def checkpoint(template: str) -> Checkpoint:
@@ -41,9 +41,9 @@ def checkpoint(template: str) -> Checkpoint:
 
 
 @asynccontextmanager
-async def opened(template: str | Checkpoint, bounds: Bounds | None = None) -> AsyncIterator[ChatRenderer]:
+async def opened(template: str | Checkpoint, bounds: RenderBounds | None = None) -> AsyncIterator[ChatRenderer]:
     made = checkpoint(template) if isinstance(template, str) else template
-    renderer = ChatRenderer(made, bounds or Bounds(moment_cpu_s=BOUND_S, cpu_s=BOUND_S))
+    renderer = ChatRenderer(made, bounds or RenderBounds(moment_cpu_s=BOUND_S, cpu_s=BOUND_S))
     try:
         async with asyncio.timeout(BOUND_S):
             yield renderer
@@ -104,10 +104,12 @@ LOOPS = "{% for a in 'x' * 9999 %}"
     [
         ("{{ 9 ** 99999999 }}", SHORT, TOO_LONG),  # while it is compiled
         (3 * LOOPS + 3 * "{% endfor %}", SHORT, TOO_LONG),
-        ("{{ 'a' * 10 ** 10 }}", Bounds(), "more than 128 MiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", RenderBounds(), "more than 128 MiB of memory"),
     ],
 )
-async def test_a_template_that_takes_too_much_is_refused_at_the_start(template: str, bounds: Bounds, took: str) -> None:
+async def test_a_template_that_takes_too_much_is_refused_at_the_start(
+    template: str, bounds: RenderBounds, took: str
+) -> None:
     async with opened(template, bounds) as renderer:
         with pytest.raises(ConfigError, match=f"{re.escape(took)}.*--chat-template FILE") as refused:
             await renderer.check()
@@ -156,7 +158,7 @@ async def test_a_conversation_that_takes_too_much_memory_is_refused_and_the_next
 async def test_a_large_conversation_has_the_memory_that_it_needs() -> None:
     text = "\N{SNOWMAN}a" * (4 << 20)
     request = ChatRequest(({"role": "user", "content": text},))
-    async with opened(SHOW + "{{ messages | tojson }}", Bounds(cpu_s=BOUND_S)) as renderer:
+    async with opened(SHOW + "{{ messages | tojson }}", RenderBounds(cpu_s=BOUND_S)) as renderer:
         assert (await renderer.prepare(request, size_bytes=len(text))).prompt.startswith(text)
 
 
@@ -238,7 +240,7 @@ async def test_a_kill_of_the_gateway_ends_even_an_endless_rendering() -> None:
 
 async def be_killed() -> None:
     """Runs in a process of its own."""
-    renderer = ChatRenderer(checkpoint(POWER), Bounds(moment_cpu_s=BOUND_S))
+    renderer = ChatRenderer(checkpoint(POWER), RenderBounds(moment_cpu_s=BOUND_S))
     await renderer.check()
     fork = forks(renderer)[0]
     rendering = asyncio.create_task(renderer.prepare(LONG))
@@ -249,5 +251,5 @@ async def be_killed() -> None:
 
 
 async def test_the_demo_model_s_template_is_one() -> None:
-    async with opened(read_checkpoint(DEMO_MODELS / "llama", None), Bounds()) as renderer:
+    async with opened(read_checkpoint(DEMO_MODELS / "llama", None), RenderBounds()) as renderer:
         await renderer.check()

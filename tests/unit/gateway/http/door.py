@@ -166,7 +166,7 @@ async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
             serving = Serving(settings, model, connections)
             bound = bind(settings.http_listen)
             assert bound is not None
-            keys = security.Door(settings) if asks else None
+            keys = security.Authenticator(settings) if asks else None
             view = View(settings, serving, connections.fleet, "gateway-1")
             async with view, HttpServer(settings, serving, connections.fleet, view, bound, door=keys) as http:
                 context = Context(settings, serving, connections.fleet, view)

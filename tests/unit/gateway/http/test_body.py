@@ -13,7 +13,7 @@ from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequ
 from baton.gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.http.body import parse, parse_object, read_body
 from baton.gateway.http.checking import Model, checked
-from baton.gateway.http.errors import Refused
+from baton.gateway.http.errors import HttpRefusal
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.translate import chat_request
 
@@ -44,7 +44,7 @@ def chat(**fields: object) -> ChatBody:
     ],
 )
 def test_what_is_no_json_object_is_a_syntax_error(body: bytes) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         parse_object(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
@@ -70,7 +70,7 @@ def test_a_key_given_twice_is_refused_at_its_place(body: bytes, field: str) -> N
 
 @pytest.mark.parametrize("values", [b"1," * 600_000 + b"1", b'"a",' * 600_000 + b"1"])
 def test_too_many_values_are_refused_before_they_are_read(values: bytes) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         parse_object(b'{"a": [' + values + b"]}")
     assert caught.value.status == 413
 
@@ -330,19 +330,19 @@ async def test_a_body_that_grows_too_large_is_refused_while_it_is_read() -> None
             read += 1
             yield b"x" * 10
 
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         await read_body(endless(), {}, bytes_max=25)
     assert (caught.value.status, read) == (413, 3)
 
 
 async def test_a_body_that_is_declared_too_large_is_not_read() -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         await read_body(chunks(), {"content-length": "26"}, bytes_max=25)
     assert caught.value.headers["connection"] == "close"
 
 
 async def test_a_body_of_another_type_is_refused() -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         await read_body(chunks(b"{}"), {"content-type": "text/plain"}, bytes_max=25)
     assert caught.value.status == 415
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.gateway.http.browsers import check_not_a_page
-from baton.gateway.http.errors import Refused
+from baton.gateway.http.errors import HttpRefusal
 from tests.unit.gateway.http.door import Door, open_door
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 4}
@@ -27,7 +27,7 @@ async def door() -> AsyncIterator[Door]:
 )
 def test_a_page_whose_name_resolves_to_this_machine_is_refused(host: str) -> None:
     for method in ("GET", "POST", "OPTIONS"):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(HttpRefusal) as caught:
             check_not_a_page(method, {"host": host, "content-type": JSON}, listen_host="127.0.0.1")
         assert (caught.value.status, caught.value.code) == (403, "foreign_host")
         assert "BATON_API_KEYS" in str(caught.value)
@@ -79,7 +79,7 @@ async def test_a_gateway_with_keys_goes_by_them_alone(tmp_path: Path) -> None:
 def test_where_others_reach_the_gateway_its_names_are_not_known_but_bodies_have_a_type() -> None:
     check_not_a_page("POST", {"host": "models.example", "content-type": JSON}, listen_host=None)
     check_not_a_page("GET", {"host": "models.example"}, listen_host=None)
-    with pytest.raises(Refused, match="has no type"):
+    with pytest.raises(HttpRefusal, match="has no type"):
         check_not_a_page("POST", {"host": "models.example"}, listen_host=None)
 
 

@@ -16,7 +16,7 @@ from baton.gateway.http.anthropic import translate as anthropic
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.body import parse_object
 from baton.gateway.http.checking import checked
-from baton.gateway.http.errors import Refused, openai_error
+from baton.gateway.http.errors import HttpRefusal, openai_error
 from baton.gateway.http.responses import translate as responses
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
@@ -172,7 +172,7 @@ def serve_or_refuse(prompt: Prompt, model: ChatModel, body: dict[str, Any]) -> N
         refusal = error
     else:
         return
-    assert refusal.field or isinstance(refusal, Refused)  # what is no JSON has no fields
+    assert refusal.field or isinstance(refusal, HttpRefusal)  # what is no JSON has no fields
     assert len(orjson.dumps(openai_error(refusal, "req-1"))) < 2000
 
 

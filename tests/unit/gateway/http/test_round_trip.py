@@ -18,14 +18,14 @@ from baton.gateway.http.bodies import ChatBody
 from baton.gateway.http.body import parse_object
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import ChatChunks, StreamShape
-from baton.gateway.http.parts import Answer
+from baton.gateway.http.parts import OutputParts
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
-from baton.gateway.http.responses.stream import ResponseStream
+from baton.gateway.http.responses.stream import ResponsesStream
 from baton.gateway.http.responses.translate import to_chat as responses_chat
 from baton.gateway.http.translate import chat_request
 from baton.gateway.serving.chat_output import ChatOutput
-from baton.gateway.serving.collected import Collector
+from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.text.chat.json_request import chat_of_message
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest
@@ -108,7 +108,7 @@ def messages_of(model: ChatModel, text: str, reason: "common_pb2.FinishReason.Va
 
 
 def chat_whole(messages: list[pb.GenerateResponse]) -> Turn:
-    collector = Collector()
+    collector = AnswerCollector()
     for message in messages:
         collector.push(message)
     chat = collector.response().outputs[0].chat
@@ -155,7 +155,7 @@ def responses_whole(messages: list[pb.GenerateResponse]) -> Turn:
 
 
 def responses_streamed(messages: list[pb.GenerateResponse]) -> Turn:
-    stream = ResponseStream(response_object())
+    stream = ResponsesStream(response_object())
     written = events(b"".join(stream.push(message) for message in messages) + stream.finish())
     return responses_turn(written[-1].data["response"]["output"])
 
@@ -171,7 +171,7 @@ def responses_turn(items: list[dict[str, Any]]) -> Turn:
 
 
 def messages_whole(messages: list[pb.GenerateResponse]) -> Turn:
-    answer = Answer()
+    answer = OutputParts()
     for message in messages:
         answer.push(message)
     blocks = json.loads(MessageObject("msg", "m", 10).ended(answer))["content"]

@@ -13,7 +13,7 @@ import baton.gateway.http.call
 import baton.gateway.http.protocol
 from baton.core.errors import ConfigError
 from baton.gateway.http.app import App
-from baton.gateway.http.call import Call
+from baton.gateway.http.call import HttpCall
 from baton.gateway.http.server import bind
 from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
 
@@ -185,7 +185,7 @@ async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch
 
 
 async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: Door) -> None:
-    async def handler(call: Call) -> Response:
+    async def handler(call: HttpCall) -> Response:
         raise KeyError(call.request_id)
 
     app = App(door.context)

@@ -13,10 +13,10 @@ import pytest
 from starlette.requests import Request as HttpRequest
 
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.http.call import REQUEST_ID, Call, Context
+from baton.gateway.http.call import REQUEST_ID, Context, HttpCall
 from baton.gateway.http.ui.state import state
 from baton.gateway.http.view import REQUESTS_SHOWN, View
-from baton.gateway.observe.recent import KEPT, Finished
+from baton.gateway.observe.recent import KEPT, FinishedRequest
 from baton.protos.v1 import common_pb2
 from baton.security.authorize import UI_FILES, Right
 from baton.security.identity import EVERYBODY, Caller, enter
@@ -57,7 +57,7 @@ async def asked_by(caller: Caller, context: Context) -> Any:
     async def answer() -> bytes:
         enter(caller)
         scope = {"type": "http", "headers": [], REQUEST_ID: "r"}
-        return bytes((await state(Call(context, HttpRequest(scope)))).body)
+        return bytes((await state(HttpCall(context, HttpRequest(scope)))).body)
 
     return json.loads(await asyncio.create_task(answer()))
 
@@ -79,8 +79,8 @@ async def serve(door: Door, request_id: str, **headers: str) -> None:
     assert (await asked).status == 200
 
 
-def finished(client: str, request_id: str, *, error: str = "", failures: str = "") -> Finished:
-    return Finished(
+def finished(client: str, request_id: str, *, error: str = "", failures: str = "") -> FinishedRequest:
+    return FinishedRequest(
         ended_at_s=1e9,
         started_at_s=0.0,
         request_id=request_id,

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from baton.core.errors import BatonError, NoNode, Overloaded
-from baton.gateway.picker.choice import Picked, Wanted
+from baton.gateway.picker.choice import Picked, PickRequest
 from baton.gateway.picker.exchange import Exchange
 from baton.gateway.picker.prompt import LOOK_BYTES, look
 from baton.protos.ext_proc import external_processor_pb2 as pb
@@ -24,10 +24,10 @@ class Notes:
     """Picks the same gateways for all, and notes what was wanted."""
 
     error: BatonError | None = None
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[PickRequest] = field(default_factory=list)
     reported: list[tuple[str, str]] = field(default_factory=list)
 
-    def pick(self, wanted: Wanted) -> Picked:
+    def pick(self, wanted: PickRequest) -> Picked:
         self.wanted.append(wanted)
         if self.error is not None:
             raise self.error

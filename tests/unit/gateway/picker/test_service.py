@@ -15,11 +15,11 @@ from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import ConfigError
-from baton.gateway.picker.choice import Choice
+from baton.gateway.picker.choice import GatewayChoice
 from baton.gateway.picker.gateways import Gateways, read_report
 from baton.gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
 from baton.gateway.picker.service import SERVICE_NAME
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import Page, join
 from baton.metrics.port import MetricsPort
@@ -44,13 +44,15 @@ class Door:
     waiting: int = 0
 
     async def page(self, names: frozenset[str]) -> bytes:
-        tally = Tally(Layout(Role.GATEWAY))
+        tally = Tally(Layout(ProcessRole.GATEWAY))
         figures = [
             Figure("baton_ready", int(self.ready)),
             Figure("baton_num_requests_running", self.running),
             Figure("baton_num_requests_waiting", self.waiting),
         ]
-        return await join(Exposition(Role.GATEWAY, tally.layout, 'a "model"} 1').pages(tally.own(), figures, names))
+        return await join(
+            Exposition(ProcessRole.GATEWAY, tally.layout, 'a "model"} 1').pages(tally.own(), figures, names)
+        )
 
 
 @asynccontextmanager
@@ -80,7 +82,7 @@ class Picker:
     """
 
     address: str
-    choice: Choice
+    choice: GatewayChoice
     page: Page
 
     async def ask(self, **subset: str) -> pb.ProcessingResponse:

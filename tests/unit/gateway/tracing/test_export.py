@@ -11,9 +11,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
 from baton.gateway.observe.tracing import export
 from baton.gateway.observe.tracing.export import Exporter
-from baton.metrics.declared import Role
+from baton.metrics.declared import ProcessRole
 from baton.metrics.tally import Layout, Tally
-from baton.tracing.environment import Collector
+from baton.tracing.environment import TraceCollector
 
 DEADLINE_S = 20.0
 
@@ -51,7 +51,7 @@ class Receiver:
 
 
 @asynccontextmanager
-async def served(receiver: Receiver) -> AsyncIterator[Collector]:
+async def served(receiver: Receiver) -> AsyncIterator[TraceCollector]:
     handler: grpc.RpcMethodHandler[bytes, service.ExportTraceServiceResponse] = grpc.unary_unary_rpc_method_handler(
         receiver.export, response_serializer=service.ExportTraceServiceResponse.SerializeToString
     )
@@ -61,7 +61,7 @@ async def served(receiver: Receiver) -> AsyncIterator[Collector]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield Collector(f"127.0.0.1:{port}", tls=False, headers=(("api-key", "mine"),))
+        yield TraceCollector(f"127.0.0.1:{port}", tls=False, headers=(("api-key", "mine"),))
     finally:
         await server.stop(None)
 
@@ -73,8 +73,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_BACK_OFF_S", 0.01)
 
 
-def exporter_to(collector: Collector) -> Exporter:
-    return Exporter(collector, Tally(Layout(Role.GATEWAY)))
+def exporter_to(collector: TraceCollector) -> Exporter:
+    return Exporter(collector, Tally(Layout(ProcessRole.GATEWAY)))
 
 
 async def test_traces_are_sent_with_the_headers() -> None:
@@ -109,7 +109,7 @@ async def test_what_a_collector_cannot_take_now_is_sent_again(caplog: pytest.Log
 
 async def test_what_a_collector_refuses_is_lost_and_the_next_is_sent() -> None:
     receiver = Receiver(grpc.StatusCode.INVALID_ARGUMENT)
-    tally = Tally(Layout(Role.GATEWAY))
+    tally = Tally(Layout(ProcessRole.GATEWAY))
     async with served(receiver) as collector, Exporter(collector, tally) as exporter:
         exporter.put(b"one")
         await receiver.until(lambda: receiver.calls == 1)

@@ -60,7 +60,7 @@ def test_a_cancelled_request_is_no_error_and_shows_how_far_it_came() -> None:
     request.decode(reserved())
     request.prefill(SCHEDULED)
     error = Cancelled("the client left")
-    request.handle(events.Cancelled(error), after_s=1.0)
+    request.handle(events.ClientCancelled(error), after_s=1.0)
     trace = Traces().end(request, outcome=Outcome.CANCELLED, error=error)
     assert attributes(trace.root)["baton.outcome"] == "cancelled"
     assert "error.type" not in attributes(trace.root)

@@ -5,7 +5,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from baton.core.errors import BatonError
 from baton.gateway.core.events import Event
-from baton.gateway.observe.tracing.otlp import Encoder
+from baton.gateway.observe.tracing.otlp import SpanEncoder
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.commands import Command
 from baton.gateway.request.journal import Journal
@@ -21,7 +21,7 @@ class Traces:
 
     def __init__(self, ratio: float = 1.0, slow_s: float | None = None) -> None:
         self.exported: list[bytes] = []
-        encoder = Encoder({"service.name": "baton-gateway"})
+        encoder = SpanEncoder({"service.name": "baton-gateway"})
         self.tracer = Tracer(Sampling(ratio, slow_s), encoder, "llama", self.exported.append)
 
     def end(

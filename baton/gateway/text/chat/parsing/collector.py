@@ -1,9 +1,9 @@
-"""What a parser has found, gathered into `ChatDelta`s."""
+"""What a parser has found, gathered into `ParsedDelta`s."""
 
 from collections.abc import Callable
 
 from baton.gateway.text.chat.parsing.cursor import SPACE
-from baton.gateway.text.chat.types import ChatDelta, ToolCallDelta
+from baton.gateway.text.chat.types import ParsedDelta, ToolCallDelta
 
 
 class Collector:
@@ -20,12 +20,12 @@ class Collector:
     def __init__(self, call_id: Callable[[int], str], *, one_call: bool) -> None:
         self._call_id = call_id
         self._one_call = one_call
-        self._deltas: list[ChatDelta] = []
+        self._deltas: list[ParsedDelta] = []
         self._calls = 0
         self._reasoning = _Trimmed(leading="\n", trailing="\n")
         self._content = _Trimmed()
 
-    def take(self) -> list[ChatDelta]:
+    def take(self) -> list[ParsedDelta]:
         """What has come since the last time."""
         taken, self._deltas = self._deltas, []
         return taken
@@ -51,12 +51,12 @@ class Collector:
         self._calls += 1
         if self._wanted:
             call = ToolCallDelta(index=self._calls - 1, id=self._call_id(self._calls - 1), name=name)
-            self._deltas.append(ChatDelta(tool_calls=(call,)))
+            self._deltas.append(ParsedDelta(tool_calls=(call,)))
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments' JSON of the call that was started last."""
         if text and self._wanted:
-            self._deltas.append(ChatDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
+            self._deltas.append(ParsedDelta(tool_calls=(ToolCallDelta(index=self._calls - 1, arguments=text),)))
 
     def finish(self) -> None:
         """The text has ended: what was held back is the model's, unless it follows a call."""
@@ -69,11 +69,11 @@ class Collector:
 
     def _reasoning_delta(self, text: str) -> None:
         if text:
-            self._deltas.append(ChatDelta(reasoning=text))
+            self._deltas.append(ParsedDelta(reasoning=text))
 
     def _content_delta(self, text: str) -> None:
         if text:
-            self._deltas.append(ChatDelta(content=text))
+            self._deltas.append(ParsedDelta(content=text))
 
 
 class _Trimmed:

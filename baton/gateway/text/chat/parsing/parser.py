@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import Cursor, Markers, Reading
-from baton.gateway.text.chat.types import ChatDelta
+from baton.gateway.text.chat.types import ParsedDelta
 
 Read = Callable[[Cursor, Collector], Reading[None]]
 
@@ -26,17 +26,17 @@ class FormatParser:
         self._out = out
         self._reading: Reading[None] | None = read(self._cursor, out)
 
-    def push(self, text: str) -> list[ChatDelta]:
+    def push(self, text: str) -> list[ParsedDelta]:
         self._cursor.text += text
         return self._go_on()
 
-    def finish(self, *, cut: bool) -> list[ChatDelta]:
+    def finish(self, *, cut: bool) -> list[ParsedDelta]:
         self._cursor.ended, self._cursor.cut = True, cut
         deltas = self._go_on()
         self._out.finish()
         return deltas + self._out.take()
 
-    def _go_on(self) -> list[ChatDelta]:
+    def _go_on(self) -> list[ParsedDelta]:
         if self._reading is not None:
             try:
                 next(self._reading)

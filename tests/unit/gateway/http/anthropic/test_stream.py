@@ -22,8 +22,8 @@ from baton.gateway.http.anthropic.errors import anthropic_error
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.anthropic.stream import MessageStream
 from baton.gateway.http.checking import checked
-from baton.gateway.http.errors import Refused
-from baton.gateway.http.parts import Answer
+from baton.gateway.http.errors import HttpRefusal
+from baton.gateway.http.parts import OutputParts
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.said import Event, called, ended, events, said
 
@@ -56,7 +56,7 @@ def checked_events(written: bytes) -> list[Event]:
 
 
 def whole(messages: list[pb.GenerateResponse], message: MessageObject = OBJECT) -> Message:
-    answer = Answer()
+    answer = OutputParts()
     for each in messages:
         answer.push(each)
     return Message.model_validate_json(message.ended(answer))
@@ -201,8 +201,8 @@ def test_an_error_is_the_last_event() -> None:
     [
         (InvalidRequest("bad"), "invalid_request_error"),
         (UnknownModel("none"), "not_found_error"),
-        (Refused(413, "body_too_large", "big"), "request_too_large"),
-        (Refused(405, "method_not_allowed", "no"), "invalid_request_error"),
+        (HttpRefusal(413, "body_too_large", "big"), "request_too_large"),
+        (HttpRefusal(405, "method_not_allowed", "no"), "invalid_request_error"),
         (Overloaded("full"), "rate_limit_error"),
         (NoNode("none"), "overloaded_error"),
         (Draining("bye"), "overloaded_error"),

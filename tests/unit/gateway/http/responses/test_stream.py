@@ -10,7 +10,7 @@ from baton.core.errors import InternalError, Overloaded
 from baton.gateway.http.checking import checked
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
-from baton.gateway.http.responses.stream import ResponseStream
+from baton.gateway.http.responses.stream import ResponsesStream
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.said import Event, called, ended, events, said
 
@@ -47,7 +47,7 @@ def response(*, wants_logprobs: bool = False, receipt: bool = False, **body: Any
 
 
 def streamed(messages: list[pb.GenerateResponse], **options: Any) -> list[Event]:
-    stream = ResponseStream(response(**options))
+    stream = ResponsesStream(response(**options))
     written = b"".join(stream.push(message) for message in messages) + stream.finish()
     return checked_events(written)
 
@@ -195,7 +195,7 @@ def test_the_receipt_is_there_if_wanted() -> None:
 
 
 def test_an_error_ends_the_stream_with_what_was_said() -> None:
-    stream = ResponseStream(response())
+    stream = ResponsesStream(response())
     written = stream.push(said("Hel")) + stream.error(Overloaded("no room", cure="try later"))
     last = checked_events(written)[-1]
     failed = Response.model_validate(last.data["response"])
@@ -205,7 +205,7 @@ def test_an_error_ends_the_stream_with_what_was_said() -> None:
 
 
 def test_an_error_before_the_first_message_still_begins_the_stream() -> None:
-    found = checked_events(ResponseStream(response()).error(InternalError("broken")))
+    found = checked_events(ResponsesStream(response()).error(InternalError("broken")))
     assert names(found) == ["created", "in_progress", "failed"]
     assert found[-1].data["response"]["error"]["code"] == "server_error"
 
@@ -221,7 +221,7 @@ def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateRe
     """As if the client had never lost the gateway that sent the first events."""
     found = streamed(messages)
     for place in range(1, len(messages)):
-        stream = ResponseStream(response())
+        stream = ResponsesStream(response())
         for message in messages[:place]:
             stream.skip(message)
         rest = events(b"".join(stream.push(message) for message in messages[place:]) + stream.finish())
@@ -230,7 +230,7 @@ def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateRe
 
 
 def test_deltas_have_the_tokens_whose_text_is_complete_with_them() -> None:
-    stream = ResponseStream(response(), token_ids=True)
+    stream = ResponsesStream(response(), token_ids=True)
     both = [said(reasoning="So", tokens=(3,)), said("", tokens=(4,)), said(reasoning="."), said("Yes", tokens=(5, 6))]
     found = events(b"".join(map(stream.push, [*both, ended(content="!")])) + stream.finish())
     deltas = [(each.data["delta"], each.data.get("token_ids")) for each in found if each.name.endswith(".delta")]

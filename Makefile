@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-families test-docs check check-deploy rules image format bench docs dist-check clean
+.PHONY: help install protos wire run test test-quick test-changed simulate chaos fuzz test-gpu test-clients test-families test-docs check check-deploy rules image format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -58,6 +58,12 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
+
+test-quick: install  ## Run the tests without torch and without real processes
+	@$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 -q $$($(BIN)/python -m tests.selection quick)
+
+test-changed: install  ## Run the tests that import what differs from SINCE=main
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile -q $$($(BIN)/python -m tests.selection changed $(if $(SINCE),--since $(SINCE)))
 
 test-clients: install  ## Run clients that other people wrote against a cluster (installs 3 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install

@@ -4,15 +4,16 @@ interrupted, also where a shell started pytest in the background."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from baton.core.logs import enter_request
+from baton.settings.environment import visible_gpus
 
-if not torch.cuda.is_available():
+if not visible_gpus():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,7 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    else:  # `make test-quick` loads no torch; a test that does so itself gets one thread too
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

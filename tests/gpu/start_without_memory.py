@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.settings.config import DEMO_MODELS
+from baton.settings.config import DEMO_MODELS, tokenizer_file
 
 # The card keeps so much: enough for CUDA, NCCL and kernels, not for a rank's 10 GiB of weights.
 LEFT_BYTES = 4 << 30
@@ -64,6 +64,7 @@ def _make_model(folder: Path) -> Path:
     for path in demo.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "tokenizer.json").write_bytes(tokenizer_file(demo).read_bytes())
     config = json.loads((demo / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | MODEL))
     return folder

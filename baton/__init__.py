@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.core.errors import BatonError as BatonError
     from baton.core.errors import Cancelled as Cancelled
     from baton.core.errors import ConfigError as ConfigError
+    from baton.core.errors import ContextOverflow as ContextOverflow
     from baton.core.errors import DataLoss as DataLoss
     from baton.core.errors import DeadlineExceeded as DeadlineExceeded
     from baton.core.errors import Draining as Draining
@@ -48,8 +49,8 @@ _HOMES = MappingProxyType(
         "baton.client.client": ("Client",),
         "baton.client.outputs": ("ChatDelta", "Completion", "Event", "Finished", "Notice", "Piece", "ToolCall"),
         "baton.core.errors": (
-            "BatonError", "Cancelled", "ConfigError", "DataLoss", "DeadlineExceeded", "Draining", "InternalError",
-            "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied", "Unauthenticated",
+            "BatonError", "Cancelled", "ConfigError", "ContextOverflow", "DataLoss", "DeadlineExceeded", "Draining",
+            "InternalError", "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied", "Unauthenticated",
             "UnknownLease", "UnknownModel",
         ),
         "baton.core.types": (

@@ -70,7 +70,7 @@ def test_a_log_that_nobody_reads_stops_no_process_and_loses_no_line(tmp_path: Pa
         with urllib.request.urlopen(f"{gateway.http}/metrics?name[]=baton_log_lines_dropped_total") as answer:
             assert answer.read().splitlines()[-1].endswith(b" 0.0")
         os.set_blocking(pipes["gateway"], True)
-        served = []
+        served: list[str] = []
         with open(pipes.pop("gateway")) as lines:
             while len(served) < 50:
                 served += re.findall(r" request_id=(request-\d+) ", lines.readline())

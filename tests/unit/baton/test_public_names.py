@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import baton
+from baton.core import errors
 
 SOURCE = Path(baton.__file__)
 
@@ -20,6 +21,13 @@ def test_type_checkers_and_programs_see_the_same_names() -> None:
     public = {name for name in dir(baton) if not name.startswith("_")}
     assert declared_for_types() <= public
     assert all(getattr(baton, name) is not None for name in declared_for_types())
+
+
+def test_every_error_is_offered() -> None:
+    found = {errors.BatonError}
+    while more := {child for error in found for child in error.__subclasses__()} - found:
+        found |= more
+    assert {error.__name__ for error in found if error.__module__ == errors.__name__} <= declared_for_types()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -42,7 +42,7 @@ class Strange:
 async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
     """Clients of many addresses at which the same server listens."""
     pace = ConnectPace()
-    callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True)
+    callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True, lambda: None)
     addresses = [f"127.0.{number // 250}.{number % 250 + 1}:{port}" for number in range(MANY)]
     clients = [NodeClient(address, callbacks, lambda: None, pace=pace) for address in addresses]
     watches = [asyncio.create_task(client.watch()) for client in clients]

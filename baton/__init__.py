@@ -50,8 +50,8 @@ _HOMES = MappingProxyType(
         "baton.client.outputs": ("ChatDelta", "Completion", "Event", "Finished", "Notice", "Piece", "ToolCall"),
         "baton.core.errors": (
             "BatonError", "Cancelled", "ConfigError", "ContextOverflow", "DataLoss", "DeadlineExceeded", "Draining",
-            "InternalError", "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied", "Unauthenticated",
-            "UnknownLease", "UnknownModel",
+            "InternalError", "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied",
+            "Unauthenticated", "UnknownLease", "UnknownModel",
         ),
         "baton.core.types": (
             "AdapterRef", "FinishReason", "Grammar", "GrammarKind", "LocalPolicy", "Receipt", "SamplingParams", "Slo",

@@ -25,6 +25,8 @@ log = logging.getLogger("baton")
 
 _WATCH_INTERVAL_S = 0.1
 _SILENT_S = 1.0  # without a first status
+_FIRST_ANSWER_S = 5.0  # of the gRPC of whoever listens
+_LOOK_S = 0.1  # between two looks at a connection that is being made
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
 _LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
@@ -262,7 +264,7 @@ class NodeClient:
             async with self._pace.turn(answered=self._answered):
                 call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
                 reading = asyncio.ensure_future(call.read())
-                await asyncio.wait([reading], timeout=_SILENT_S)
+                await self._until_connected(reading)
             status = await self._first_status(reading)
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
@@ -272,6 +274,8 @@ class NodeClient:
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
             return last_cause(error)
+        except TimeoutError:
+            return f"nobody speaks gRPC there: no answer for {_FIRST_ANSWER_S:g} s"
         finally:
             if call is not None:
                 call.cancel()
@@ -282,6 +286,19 @@ class NodeClient:
         if self._session is not None:
             await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
+
+    async def _until_connected(self, reading: "asyncio.Future[object]") -> None:
+        """Waits until the node's gRPC answers, which needs no Python there.
+
+        Raises:
+            grpc.aio.AioRpcError: the node cannot be reached.
+            TimeoutError: whoever listens there does not speak gRPC.
+        """
+        async with asyncio.timeout(_FIRST_ANSWER_S):
+            while not reading.done() and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                await asyncio.wait([reading], timeout=_LOOK_S)
+        if reading.done():
+            reading.result()
 
     async def _first_status(self, reading: "asyncio.Future[object]") -> object:
         """Waits without a limit: a node that is gone answers no pings, and the call fails."""

@@ -25,8 +25,7 @@ log = logging.getLogger("baton")
 
 _WATCH_INTERVAL_S = 0.1
 _SILENT_S = 1.0  # without a first status
-_FIRST_ANSWER_S = 5.0  # of the gRPC of whoever listens
-_LOOK_S = 0.1  # between two looks at a connection that is being made
+_FIRST_STATUS_S = 5.0  # then the connection is given up, and tried again later
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
 _LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
@@ -131,6 +130,7 @@ class NodeClient:
 
     def _open(self) -> None:
         self._channel = self._connect()
+        self._used = False  # a channel connects at its first call
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
@@ -223,8 +223,9 @@ class NodeClient:
             self._status_received = False
             async with asyncio.TaskGroup() as tasks:
                 self._watching = tasks.create_task(self._watch_once())
-            if not self._watching.cancelled():  # else the caller of `end_watch` has reported the reason
-                self._callbacks.lost(self._watching.result())
+            # If it was cancelled, the caller of `end_watch` has reported the reason.
+            if not self._watching.cancelled() and (reason := self._watching.result()):
+                self._callbacks.lost(reason)
             if self._status_received:
                 retry_s = _RETRY_S_MIN
             else:
@@ -235,7 +236,7 @@ class NodeClient:
     async def _rest(self) -> None:
         """The node did not answer. Its channel would connect again by itself, whatever the pace."""
         self._set_silent(silent=True)
-        if not self.busy and (self._session is None or not self._session.open):
+        if self._used and not self.busy and (self._session is None or not self._session.open):
             resting = self._channel
             self._open()
             await resting.close()
@@ -256,16 +257,20 @@ class NodeClient:
         return self._stub.WatchCache(request)
 
     async def _watch_once(self) -> str:
-        """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
+        """Receives statuses until the stream ends, and with them what its cache has. Returns why it ended; "": the node
+        is connected, and has been silent for so long that another address gets the turn."""
         call: _Watch | None = None
-        reading: asyncio.Future[object] | None = None
         following: asyncio.Task[None] | None = None
         try:
             async with self._pace.turn(answered=self._answered):
+                self._used = True
                 call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
-                reading = asyncio.ensure_future(call.read())
-                await self._until_connected(reading)
-            status = await self._first_status(reading)
+                try:
+                    status = await self._first_status(call)
+                except (grpc.aio.AioRpcError, TimeoutError):
+                    call.cancel()
+                    await self._rest()  # the connection ends before the next address gets the turn
+                    raise
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
                 self._status_received = self._answered = True
@@ -274,39 +279,43 @@ class NodeClient:
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
             return last_cause(error)
-        except TimeoutError:
-            return f"nobody speaks gRPC there: no answer for {_FIRST_ANSWER_S:g} s"
+        except TimeoutError as error:
+            return str(error)
         finally:
             if call is not None:
                 call.cancel()
-            for task in (reading, following):
-                if task is not None:
-                    task.cancel()
+            if following is not None:
+                following.cancel()
         # The node has drained. It ended its session before, whose last messages may still be on their way.
         if self._session is not None:
             await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
 
-    async def _until_connected(self, reading: "asyncio.Future[object]") -> None:
-        """Waits until the node's gRPC answers, which needs no Python there.
-
-        Raises:
-            grpc.aio.AioRpcError: the node cannot be reached.
-            TimeoutError: whoever listens there does not speak gRPC.
+    async def _first_status(self, call: _Watch) -> object:
+        """Raises:
+        grpc.aio.AioRpcError: the node cannot be reached.
+        TimeoutError: no status came. The text says why; "": the connection is there, so the node may be busy.
         """
-        async with asyncio.timeout(_FIRST_ANSWER_S):
-            while not reading.done() and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
-                await asyncio.wait([reading], timeout=_LOOK_S)
-        if reading.done():
-            reading.result()
+        reporting = asyncio.create_task(self._report_silence())
+        try:
+            # NOTE: an error out of a task or of `wait_for` is part of a cycle, which keeps the connection until a
+            # collection.
+            async with asyncio.timeout(_FIRST_STATUS_S):
+                return await call.read()
+        except TimeoutError:
+            raise TimeoutError("" if self._connected else f"no connection for {_FIRST_STATUS_S:g} s") from None
+        finally:
+            reporting.cancel()
 
-    async def _first_status(self, reading: "asyncio.Future[object]") -> object:
-        """Waits without a limit: a node that is gone answers no pings, and the call fails."""
-        while not reading.done():
-            if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+    async def _report_silence(self) -> None:
+        while True:
+            await asyncio.sleep(_SILENT_S)
+            if self._connected:
                 self._callbacks.silent()
-            await asyncio.wait([reading], timeout=_SILENT_S)
-        return reading.result()
+
+    @property
+    def _connected(self) -> bool:
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def _follow_cache(self) -> None:
         """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""

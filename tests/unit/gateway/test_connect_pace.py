@@ -60,7 +60,8 @@ async def test_few_connections_are_open_to_addresses_that_do_not_answer(answer: 
     async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)
-        assert strange.most_open <= connect_pace._TURNS + 1  # an old one may end while the next begins
+        # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed.
+        assert strange.most_open <= 2 * connect_pace._TURNS
 
 
 async def test_an_address_that_has_answered_does_not_wait_for_its_turn() -> None:

@@ -236,7 +236,7 @@ class Fleet:
         if now_s - self._costs_at_s < _COSTS_EACH_S:
             return
         self._costs_at_s = now_s
-        nodes = [node for node in self.nodes() if node.reachable]
+        nodes = [node for node in self.nodes() if node.serves]  # another model's steps say nothing of ours
         for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
             node.use_costs(costs)
 

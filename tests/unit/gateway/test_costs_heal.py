@@ -191,3 +191,15 @@ def test_a_restarted_node_is_as_new() -> None:
     fleet.status_received(DECODE, "d1", status(DECODE, 22), 2.0)
     assert fleet.decodes["d1"].costs.reported is None
     assert fleet.decodes["d1"].role == common_pb2.ROLE_DECODE
+
+
+def test_costs_of_a_node_with_another_model_change_no_others() -> None:
+    fleet = SmallFleet(0, 2, LocalPolicy.LOCAL)
+    for number, config_digest, factor in ((1, "digest", 1.0), (2, "another", 0.95)):
+        report = status(DECODE, 20 + number)
+        report.info.model.config_digest = config_digest
+        report.step_costs.CopyFrom(costs_to_proto(times(factor)))
+        fleet.status_received(DECODE, f"d{number}", report, 1.0)
+    fleet.place(RoutedRequest(PROMPT, LocalPolicy.LOCAL), 1.0)
+    assert fleet.decodes["d1"].view().costs == TRUE
+    assert fleet.decodes["d2"].view().costs is None

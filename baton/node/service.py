@@ -2,6 +2,7 @@
 ready-made. It begins before the node can serve, so that others see how far its start is."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from baton.rpc.convert import adapter_to_proto, describe_loading
 SERVICE_NAME = "baton.v1.Node"
 
 _INTERVAL_S_MIN = 0.02
+# NOTE: an unchanged status is sent again. Gateways add to each status what they send to the node, and requests that
+# then go elsewhere change no status: without another one, an idle node has their queue for ever, and gets no requests.
+_REPEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, pb.NodeStatus]
     ) -> AsyncIterator[pb.NodeStatus]:
         interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
-        last = None
+        last, sent_at_s = None, 0.0
         while not self._closed.is_set():
             # NOTE: a gateway of an older release would take a node that loads for one that serves another model.
             if self._parts is not None or request.while_loading:
                 status = self._status()
-                if status != last:
+                now_s = time.monotonic()
+                if status != last or now_s - sent_at_s >= _REPEAT_S:
                     yield status
-                    last = status
+                    last, sent_at_s = status, now_s
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), interval_s)
 

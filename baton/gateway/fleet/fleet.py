@@ -15,11 +15,11 @@ from baton.gateway.fleet.adapters import serving_adapters
 from baton.gateway.fleet.affinity import Affinity
 from baton.gateway.fleet.breaker import Breakers
 from baton.gateway.fleet.cache_position import CachePosition
+from baton.gateway.fleet.copies import Copies
 from baton.gateway.fleet.fleet_node import FleetNode, Role, settled
 from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.prefix_index import PrefixIndex
-from baton.gateway.fleet.revisions import differs_from_copies
 from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_prefill
 from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
 from baton.rpc.convert import role_name
@@ -89,6 +89,7 @@ class Fleet:
         self._policy = policy
         self._index = PrefixIndex()
         self._affinity = Affinity()
+        self._copies = Copies()
         self.breakers = Breakers()
         self._unproved: dict[str, _Unproved] = {}  # by address
         self._turns = count(1)  # of the choices of nodes
@@ -108,6 +109,7 @@ class Fleet:
     def remove(self, role: Role, address: str) -> None:
         self.breakers.forget(self._of(role).pop(address).incarnation)
         self._index.forget(address)
+        self._copies.forget(role, address)
 
     def status_received(
         self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
@@ -134,8 +136,8 @@ class Fleet:
                 ChangeRole(address, role, info.role),
             ]
         commands: list[FleetCommand] = []
-        others = (each for each in self.nodes() if each is not node)
-        foreign = self._foreign(info.model) or differs_from_copies(info.model, role, others)
+        differs = self._copies.differs(role, address, info.name, info.model, now_s)
+        foreign = self._foreign(info.model) or differs
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape
@@ -234,7 +236,7 @@ class Fleet:
         if now_s - self._costs_at_s < _COSTS_EACH_S:
             return
         self._costs_at_s = now_s
-        nodes = [node for node in self.nodes() if node.reachable]
+        nodes = [node for node in self.nodes() if node.serves]  # another model's steps say nothing of ours
         for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
             node.use_costs(costs)
 

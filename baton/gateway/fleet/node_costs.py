@@ -2,7 +2,8 @@
 
 A node measures its steps only while it works. If it has measured on a busy machine, gets no requests for it and keeps
 its costs, it never gets requests again. So the costs of a node that does not work, while others do, move to a
-reference, and the node is tried again: its own profile from its start, or what nodes like it have measured since.
+reference, and the node is tried again: its own profile from its start, or what nodes like it have measured since. A
+profile may be of a busy machine too, so it only lasts longer.
 """
 
 from collections import defaultdict
@@ -15,6 +16,9 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs, mixed
 # In so much time without work the weight of a node's own costs halves. Costs that are 10 times too high lose to an
 # equal node's queue of a second after 4 to 10 s.
 _HALF_LIFE_S = 2.0
+# A profile that is 10 times too high loses to an equal node's queue of a second after 2 to 5 minutes. A node that is
+# truly slower is tried in vain at most as often.
+_PROFILE_HALF_LIFE_S = 60.0
 _FORGOTTEN, _FRESH = 0.01, 0.99
 # Costs of nodes of one kind that differ by less count as equal. Profiles are measured on an idle device.
 _EQUAL_PROFILED, _EQUAL = 1.1, 1.5
@@ -96,9 +100,18 @@ def _healed(each: _Weighted, measured: StepCosts) -> _Weighted:
     """The node with costs that have moved to its reference by its age."""
     if each.weight >= _FRESH:
         return each
-    reference = each.node.profile or measured
+    step, profile = each.node.typical, each.node.profile
+    reference = measured if profile is None else _aged_profile(profile, measured, step, each.weight)
+    if profile is not None and reference.seconds(step) >= each.seconds:
+        return each  # it has measured since that its profile is too high
     costs = reference if each.weight < _FORGOTTEN else mixed(each.costs, reference, each.weight)
-    return _Weighted(each.node, costs, costs.seconds(each.node.typical), each.weight)
+    return _Weighted(each.node, costs, costs.seconds(step), each.weight)
+
+
+def _aged_profile(profile: StepCosts, measured: StepCosts, step: StepWork, weight: float) -> StepCosts:
+    if measured.seconds(step) >= profile.seconds(step):
+        return profile
+    return mixed(profile, measured, weight ** (_HALF_LIFE_S / _PROFILE_HALF_LIFE_S))
 
 
 def _measured(alike: Sequence[_Weighted], known: Sequence[_Weighted]) -> StepCosts:

@@ -33,13 +33,25 @@ def content_digest(stored: Mapping[str, StoredTensor], cache: DigestCache) -> It
     the disk once. Files that `cache` knows are not read.
 
     Yields:
-        waits for the digest; raises ConfigError if a file cannot be read.
+        waits for the digest; raises ConfigError if a file cannot be read, or has changed since the body began.
     """
     stop = Event()
+    files = {tensor.file for tensor in stored.values()}
+    before = {file: _version(file) for file in files}
+
+    def wait() -> str:
+        whole = digest.result()
+        # NOTE: the weights were read at another time than they were hashed. A file that is still being copied would
+        # have the digest of its whole content, and serve what it had before.
+        for file in sorted(files):
+            if _version(file) != before[file]:
+                raise _changed(file)
+        return whole
+
     with ThreadPoolExecutor(1, thread_name_prefix="content") as thread:
         digest = thread.submit(_content_digest, list(stored.values()), cache, stop)
         try:
-            yield digest.result
+            yield wait
         finally:
             stop.set()
 
@@ -114,12 +126,30 @@ def _hash_piece(file: Path, descriptor: int, stop: Event, place: tuple[int, int]
     return digest.digest()
 
 
+def _version(file: Path) -> tuple[int, ...]:
+    """Differs after the file was written or replaced."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise _unreadable(file, error.strerror or str(error)) from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _heading(tensor: StoredTensor) -> str:
     return json.dumps([tensor.name, tensor.dtype, tensor.shape])
 
 
 def _num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _changed(file: Path) -> ConfigError:
+    return ConfigError(
+        f"{file} has changed while it was loaded",
+        field="model",
+        value=str(file),
+        cure="start the node again once the checkpoint is complete",
+    )
 
 
 def _unreadable(file: Path, why: str) -> ConfigError:

@@ -48,9 +48,10 @@ class _SimulatedNode:
 class _Cluster:
     """Two nodes of each role. A node's wrong costs are corrected by the work that it gets."""
 
-    def __init__(self, factors: dict[str, float]) -> None:
+    def __init__(self, factors: dict[str, float], *, profiled: bool = False) -> None:
         self.fleet = SmallFleet(2, 2, LocalPolicy.ELASTIC, also_decode=True)
         self.nodes = {address: _SimulatedNode(address, times(factor)) for address, factor in factors.items()}
+        self._profiles = {address: node.costs for address, node in self.nodes.items()} if profiled else {}
         self._totals: Counter[str] = Counter()
 
     def report(self, now_s: float) -> None:
@@ -69,6 +70,8 @@ class _Cluster:
             report.backlog_s = node.queue_s(now_s)
             report.requests_total = len(node.served)
             report.step_costs.CopyFrom(costs_to_proto(node.costs))
+            if address in self._profiles:
+                report.step_profile.CopyFrom(costs_to_proto(self._profiles[address]))
             self.fleet.status_received(role, address, report, now_s)
 
     def send(self, now_s: float) -> Placement:
@@ -110,6 +113,14 @@ def test_idle_nodes_with_costs_from_a_busy_machine_are_tried_again(wrong: float)
     cluster.run(rate=4, seconds=60)
     for name, node in cluster.nodes.items():
         assert len(node.served) >= 30, name
+
+
+def test_idle_nodes_with_profiles_from_a_busy_start_are_tried_again_and_then_chosen_by_what_they_measure() -> None:
+    cluster = _Cluster({"p1": 1.0, "p2": 10.0, "d1": 10.0, "d2": 10.0}, profiled=True)
+    cluster.run(rate=4, seconds=400)
+    for name, node in cluster.nodes.items():
+        last = sum(start_s > 300 for start_s, _ in node.served)
+        assert last >= 30, name
 
 
 def test_no_request_waits_for_a_node_next_to_an_equal_one_that_is_empty() -> None:
@@ -180,3 +191,15 @@ def test_a_restarted_node_is_as_new() -> None:
     fleet.status_received(DECODE, "d1", status(DECODE, 22), 2.0)
     assert fleet.decodes["d1"].costs.reported is None
     assert fleet.decodes["d1"].role == common_pb2.ROLE_DECODE
+
+
+def test_costs_of_a_node_with_another_model_change_no_others() -> None:
+    fleet = SmallFleet(0, 2, LocalPolicy.LOCAL)
+    for number, config_digest, factor in ((1, "digest", 1.0), (2, "another", 0.95)):
+        report = status(DECODE, 20 + number)
+        report.info.model.config_digest = config_digest
+        report.step_costs.CopyFrom(costs_to_proto(times(factor)))
+        fleet.status_received(DECODE, f"d{number}", report, 1.0)
+    fleet.place(RoutedRequest(PROMPT, LocalPolicy.LOCAL), 1.0)
+    assert fleet.decodes["d1"].view().costs == TRUE
+    assert fleet.decodes["d2"].view().costs is None

@@ -48,8 +48,24 @@ def test_costs_of_a_node_that_gets_no_work_move_to_what_nodes_like_it_measure(wr
 
 def test_costs_of_a_node_that_gets_no_work_move_to_its_own_profile_where_it_has_one() -> None:
     slower_card = times(3.0)
-    nodes = [node(1.0, 60.0, profile=TRUE), node(9.0, 0.0, profile=slower_card)]
-    assert factors(nodes) == pytest.approx([1.0, 3.0])
+    nodes = [node(1.0, 60.0, profile=TRUE), node(9.0, 45.0, profile=slower_card)]
+    assert 2.5 < factors(nodes)[1] < 3.1
+
+
+def test_a_profile_of_a_busy_start_is_forgotten_later() -> None:
+    busy = times(10.0)
+    ages = [20.0, 60.0, 300.0, 3600.0]
+    own = [factors([node(1.0, 4000.0, profile=TRUE), node(10.0, 4000.0 - age, profile=busy)])[1] for age in ages]
+    assert own == sorted(own, reverse=True)
+    assert own[0] > 7.0
+    assert own[1] == pytest.approx(5.5)
+    assert own[2] < 1.5
+    assert own[3] == 1.0
+
+
+def test_a_node_that_has_measured_less_than_its_profile_keeps_that_when_it_gets_no_work() -> None:
+    nodes = [node(1.0, 60.0, profile=TRUE), node(1.2, 0.0, profile=times(10.0))]
+    assert factors(nodes) == [1.0, 1.2]
 
 
 def test_a_pause_of_all_traffic_changes_no_costs() -> None:

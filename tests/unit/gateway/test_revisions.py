@@ -8,6 +8,7 @@ from baton.core.errors import NoNode
 from baton.core.version import __version__
 from baton.gateway.core.events import FleetChanged, Started, TimePassed
 from baton.gateway.core.shared_counters import SharedCounters
+from baton.gateway.fleet import copies
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.revisions import serving_revisions, serving_versions
 from baton.gateway.observe.metrics import GatewayMetrics
@@ -56,13 +57,13 @@ def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() ->
     assert serving_versions(fleet.nodes()) == {__version__, "0.1"}
 
 
-def report_content(fleet: SmallFleet, node: str, digest: str, *, weights: str = "weights") -> str:
+def report_content(fleet: SmallFleet, node: str, digest: str, *, weights: str = "weights", now_s: float = 1.0) -> str:
     """The node's status says that its weights have this content digest; returns why it is not used."""
     role, nodes = (DECODE, fleet.decodes) if node.startswith("d") else (PREFILL, fleet.prefills)
     told = node_pb2.NodeStatus()
     told.CopyFrom(nodes[node].status)
     told.info.model.content_digest, told.info.model.weights_digest = digest, weights
-    fleet.status_received(role, node, told, 1.0)
+    fleet.status_received(role, node, told, now_s)
     return nodes[node].detail
 
 
@@ -92,6 +93,36 @@ def test_other_weights_and_older_nodes_are_no_damaged_copies() -> None:
     assert report_content(fleet, "d1", "aa", weights="others") == ""
     assert report_content(fleet, "d2", "") == ""
     assert fleet.prefills["p1"].serves
+
+
+def test_nodes_that_are_gone_for_good_refuse_nobody() -> None:
+    fleet = SmallFleet(1, 2)
+    for node in ("p1", "d1"):
+        report_content(fleet, node, "aa")
+        fleet.lose(node)
+    assert "those of node-11, node-21" in report_content(fleet, "d2", "0f", now_s=300.0)  # they may come back
+    assert report_content(fleet, "d2", "0f", now_s=700.0) == ""
+    assert report_content(fleet, "p1", "aa", now_s=701.0) != ""
+
+
+def test_nodes_that_are_no_longer_listed_refuse_nobody() -> None:
+    fleet = SmallFleet(1, 2)
+    report_content(fleet, "p1", "aa")
+    report_content(fleet, "d1", "aa")
+    assert report_content(fleet, "d2", "0f") != ""
+    fleet.remove(PREFILL, "p1")
+    fleet.remove(DECODE, "d1")
+    assert report_content(fleet, "d2", "0f") == ""
+
+
+def test_a_status_that_changes_no_copy_costs_the_same_in_a_fleet_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = SmallFleet(100, 100)
+    nodes = (*fleet.prefills, *fleet.decodes)
+    for node in nodes:
+        report_content(fleet, node, "aa")
+    monkeypatch.setattr(copies, "Counter", None)  # nothing is counted again
+    for node in nodes:
+        assert report_content(fleet, node, "aa") == ""
 
 
 def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:

@@ -85,6 +85,25 @@ def test_a_file_that_ends_early_is_an_error_that_names_it(model: Path) -> None:
         wait()
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_changes_while_it_is_loaded_is_an_error(
+    model: Path, tmp_path: Path, *, cached: bool, replaced: bool
+) -> None:
+    file = model / "model.safetensors"
+    os.utime(file, (1e9, 1e9))
+    cache = settled_cache(tmp_path) if cached else NO_CACHE
+    whole = digest(model, cache)
+    with content_digest(read_checkpoint(model), cache) as wait:
+        assert wait() == whole
+        if replaced:
+            shutil.copyfile(file, tmp_path / "copy")
+            os.replace(tmp_path / "copy", file)
+        flip_bit(file, file.stat().st_size - 1)
+        with pytest.raises(ConfigError, match="has changed while it was loaded"):
+            wait()
+
+
 def test_it_stops_with_the_body_that_it_runs_next_to(model: Path) -> None:
     with pytest.raises(ZeroDivisionError), content_digest(read_checkpoint(model), NO_CACHE):
         raise ZeroDivisionError

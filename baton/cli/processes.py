@@ -116,10 +116,12 @@ class _Reports:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, object]]]:
-        """Waits for reports; returns each with the pid of its sender."""
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, object]]] | None:
+        """Waits for reports; returns at most one of each connection, with the pid of its sender, or None: nothing has
+        come, neither reports nor connections."""
         found: list[tuple[int, dict[str, object]]] = []
-        for key, _ in self._selector.select(timeout_s):
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
             if connection is self._listener:
@@ -127,7 +129,7 @@ class _Reports:
                 self._selector.register(child, selectors.EVENT_READ)
             elif (report := self._read(connection)) is not None:
                 found.append((_pid(connection), report))
-        return found
+        return found if events else None
 
     def _read(self, connection: socket.socket) -> dict[str, object] | None:
         try:
@@ -205,8 +207,9 @@ class Processes:
             self.report(f"{process.name} serves on {process.address}")
 
     def take_reports(self) -> None:
-        """Takes the reports that have come, without waiting."""
-        self._receive(0.0)
+        """Takes all reports that have come, without waiting."""
+        while self._receive(0.0):
+            pass
 
     def first_ended(self) -> Process | None:
         """A process that ended on its own, if any."""
@@ -231,12 +234,15 @@ class Processes:
                 raise ConfigError(f"{waiting[0].name} {missing} after {_READY_TIMEOUT_S:.0f} s")
             self._receive(0.05)
 
-    def _receive(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> bool:
+        """Whether there may be more."""
         by_pid = {process.pid: process for process in self.running}
-        for pid, report in self._reports.receive(timeout_s):
+        reports = self._reports.receive(timeout_s)
+        for pid, report in reports or ():
             if (process := by_pid.get(pid)) is not None:
                 _apply(process, report)
         self._changed()
+        return reports is not None
 
     def _changed(self) -> None:
         if self.on_change is not None:

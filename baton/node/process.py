@@ -115,7 +115,7 @@ def _run_process(
             if hosts.rank > 0:
                 services = (SERVICE_NAME, PREFILL, DECODE)
                 exit_at_once(runner.run(run_host(settings, directory, hosts, tls, server, services, supervisor)))
-        with start_ranks(settings, program, _CERTIFIED[role]) as group:
+        with start_ranks(settings, program, _CERTIFIED[role], supervisor) as group:
             with ending_at_signals():
                 parallel = SINGLE if group.size == 1 else join(0, settings, meeting=group.meeting_place())
                 built = load(settings, parallel, supervisor=supervisor)

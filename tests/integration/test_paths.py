@@ -63,7 +63,7 @@ def error_line(*command: str, code: int) -> None:
 
 
 def test_a_setting_that_names_a_strange_path_has_one_line(strange: Path) -> None:
-    gateway = (sys.executable, "-m", "gateway", "--decode", "127.0.0.1:1", "--model", str(LLAMA))
+    gateway = (sys.executable, "-m", "baton.gateway", "--decode", "127.0.0.1:1", "--model", str(LLAMA))
     for flags in (("--model", str(strange)), ("--ready-file", f"{strange}/none/ready"), ("--name", STRANGE)):
         error_line(*gateway, *flags, code=2)
 

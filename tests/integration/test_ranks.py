@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.supervisor import Supervisor
 from baton.core.types import Path as RequestPath
 from baton.core.types import SamplingParams
 from baton.node.ranks.group import start_ranks
@@ -206,7 +207,7 @@ def test_ranks_start_where_the_users_files_are_named_like_our_packages(
     monkeypatch.setenv("PYTHONPATH", python_path)
     settings = DecodeSettings.model_validate({"tensor_parallel_size": 2, "device": "cpu"})
     imported = False
-    with start_ranks(settings, "decode_node", Role.DECODE) as group:
+    with start_ranks(settings, "decode_node", Role.DECODE, Supervisor(None)) as group:
         group.on_failure(lambda reason: None)
         with suppress(EOFError):
             imported = bool(group.meeting_place())

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from baton.core.errors import ConfigError, Draining
 from baton.core.exits import END_S, exit_at_once, exit_within
+from baton.core.supervisor import Supervisor
 from baton.node.fault import Fault
 from baton.node.ranks.child import child_command
 from baton.node.ranks.host import how_ended, worker_command
@@ -91,10 +92,10 @@ class Worker:
 class RankGroup:
     """The workers of this process. Made by `start_ranks`."""
 
-    def __init__(self, settings: NodeSettings, program: str, role: Role) -> None:
+    def __init__(self, settings: NodeSettings, program: str, role: Role, supervisor: Supervisor) -> None:
         self.size = settings.tensor_parallel_size
         self.workers: tuple[Worker, ...] = ()
-        self._settings, self._program, self._role = settings, program, role
+        self._settings, self._program, self._role, self._supervisor = settings, program, role, supervisor
         self._hosts = Hosts.of(settings)
         self._lock, self._ended = threading.Lock(), threading.Lock()
         self._failed = threading.Event()
@@ -211,7 +212,7 @@ class RankGroup:
         self._end_once()
         exit_within(_REAP_S + END_S)
         self._kill()  # first, so that no rank reports what the end of another one breaks
-        fault.log(self._program)
+        fault.log(self._program, self._supervisor)
         self._reap(_REAP_S)
         exit_at_once(fault.exit_code)
 
@@ -331,11 +332,11 @@ def _spawn(command: list[str], descriptors: tuple[int, ...]) -> subprocess.Popen
 
 
 @contextmanager
-def start_ranks(settings: NodeSettings, program: str, role: Role) -> Iterator[RankGroup]:
+def start_ranks(settings: NodeSettings, program: str, role: Role, supervisor: Supervisor) -> Iterator[RankGroup]:
     """Starts the ranks above 0 as child processes; a node of one rank has none. They load their parts of the model
     while the caller loads its own. They end with this context, and with this process, however it ends; those of other
     hosts too, which come by themselves. An error of the context ends this process."""
-    group = RankGroup(settings, program, role)
+    group = RankGroup(settings, program, role, supervisor)
     try:
         group.start()
         yield group

@@ -24,6 +24,11 @@ from baton.core.supervisor import Supervisor
 supervisor = Supervisor(sys.argv[-1])
 if "fail" in sys.argv:
     raise SystemExit(3)
+if "explain" in sys.argv:
+    for stage in ("looking", "loading", "compiling"):
+        supervisor.report(stage)
+    supervisor.failed("the reason")
+    raise SystemExit(2)
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "slow" in sys.argv:
@@ -77,6 +82,14 @@ def test_a_child_that_ends_is_an_error_with_its_name_and_exit_code() -> None:
     with Processes(lambda line: None, launch=start_child) as processes:
         child = processes.start("node", ["fail"], name="decode-1")
         with pytest.raises(ConfigError, match="decode-1 ended with exit code 3"):
+            processes.wait_ready([child])
+
+
+def test_a_child_that_ends_right_after_its_reports_is_an_error_with_its_reason() -> None:
+    with Processes(lambda line: None, launch=start_child) as processes:
+        child = processes.start("node", ["explain"])
+        child.popen.wait()  # none of its reports has been read
+        with pytest.raises(ConfigError, match="the reason"):
             processes.wait_ready([child])
 
 

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 
 def bench_program() -> typer.Typer:
-    """`python -m load`, as which `baton bench` runs."""
+    """`python -m baton.load`, as which `baton bench` runs."""
     app = new_app()
     app.command()(bench)
     return app
@@ -116,7 +116,7 @@ def test_certificates_replace_nothing_but_files(kind: str, tmp_path: Path) -> No
     assert set(os.listdir(tmp_path)) <= {"gateway.key", "linked"}
 
 
-@pytest.mark.parametrize("module", ["gateway", "baton.gateway.picker", "decode_node"])
+@pytest.mark.parametrize("module", ["baton.gateway", "baton.gateway.picker", "decode_node"])
 def test_a_ready_file_that_cannot_be_written_is_found_before_anything_is_loaded(module: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
     command = [sys.executable, "-m", module, "--ready-file", str(tmp_path / "ready"), "--model", str(tmp_path)]

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 
 from attention.selection import select_backend
 from baton.core.costs import StepCosts
-from baton.core.errors import ConfigError
+from baton.core.errors import BatonError, ConfigError
 from baton.core.memory import memory_limit_bytes
 from baton.engine.context_room import cpu_cache_bytes
 from baton.engine.device.fits import check_fits, memory_of
@@ -94,7 +95,7 @@ class Built(NamedTuple):
         memory: the result of a profile; None where the size of the cache was given.
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
-        grammars: for the model's tokenizer, which is read on first use.
+        grammars: for the model's tokenizer, which is read already.
         costs: of steps as they are served; None before `measured`.
     """
 
@@ -233,6 +234,9 @@ def build_runner(
         _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
     clock = time.thread_time if parallel.rank == 0 else None  # rank 0 ends requests
     grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids, clock=clock)
+    # No step could run meanwhile: the library holds the interpreter lock, for 2.4 s where there are 128,000 tokens.
+    with suppress(BatonError):  # requests with a grammar get it
+        grammars.load()
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
         known = replace(facts, num_blocks=cache.shape.num_blocks, state_slots=cache.shape.state_slots)

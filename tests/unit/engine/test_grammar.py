@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +254,14 @@ async def test_an_engine_without_a_tokenizer_refuses_grammars(llama: Sequence[An
         with pytest.raises(InvalidRequest, match=r"tokenizer\.json") as refused:
             engine.submit(request("bound", (5, 6), constrained(GrammarKind.CHOICE, 1)))
         assert refused.value.field == "grammar"
+
+
+def test_the_tokenizer_is_read_before_the_engine_serves(tmp_path: Path) -> None:
+    """Reading one with 128,000 tokens takes the interpreter lock for seconds, in which no step runs."""
+    shutil.copytree(DEMO_MODELS / "llama", tmp_path, dirs_exist_ok=True)
+    built = build(tmp_path, num_blocks=8, block_size=16)
+    (tmp_path / "tokenizer.json").write_text("no tokenizer")
+    built.grammars.check(Grammar(GrammarKind.CHOICE, '["yes", "no"]'))
 
 
 async def test_no_matcher_outlives_its_request(demo: Built) -> None:

@@ -1,6 +1,7 @@
 """Arguments without a type, read as a schema says, whole and as they come."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -199,3 +200,29 @@ def test_a_value_is_the_same_however_it_was_cut_and_valid_json(schema: Any, text
     json.loads(whole, parse_constant=not_json)
     writer = ArgumentText(typed(schema).of("a"))
     assert "".join(map(writer.push, cut(value, places))) + writer.finish() == whole
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"enum": list(range(10_000)), "allOf": [{"enum": list(range(10_000))}]}, "[" * 60_000),
+        ({"enum": [{"x": i} for i in range(10_000)]}, '{"x": [' + "1," * 20_000),
+        ({"enum": [f"v{i}" for i in range(10_000)]}, "v" * 60_000),
+        ({"allOf": [{"$ref": "#/$defs/Many"}] * 250}, "v1"),
+    ],
+)
+def test_large_enumerations_and_long_texts_take_bounded_time(schema: Any, text: str) -> None:
+    """Each pair of values was compared, and the text was read anew for each value: minutes of the gateway's loop."""
+    many = {"Many": {"enum": [f"v{i}" for i in range(100_000)]}}
+    started_s = time.process_time()
+    json.loads(typed(schema, **{"$defs": many}).of("a").read(text))
+    assert time.process_time() - started_s < 5
+
+
+def test_enumerations_of_two_keywords_have_their_common_values_in_order() -> None:
+    schema = {
+        "enum": [3, "b", "a", 1.5, None, 2],
+        "allOf": [{"enum": ["a", 2, 3, None]}, {"type": ["integer", "string", "null"]}],
+    }
+    kind = typed(schema).of("a")
+    assert [each.constant for each in kind.alternatives] == ["3", '"a"', None, "2"]

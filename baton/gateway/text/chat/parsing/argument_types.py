@@ -18,6 +18,7 @@ from baton.gateway.text.chat.parsing.lenient_json import json_so_far, rewritten,
 Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's arguments, by its name
 
 SCHEMAS_MAX = 256  # looked at for one argument: references may be endless
+VALUES_MAX = 1 << 14  # of all enumerations for one argument; a further one says nothing
 NULL_CHARS_MAX = 64  # with the space around it
 PYTHON_CHARS_MAX = 64 << 10
 INTEGERS_OF_DOUBLES = 1 << 53
@@ -86,8 +87,9 @@ class ArgumentType:
         is a string, or where the schema has objects or arrays, the one that it looks like."""
         if self.is_null(text):
             return "null"
+        given = _Given(text, exact=self.is_text)
         for alternative in self.alternatives:
-            found = _fit(alternative, text, exact=self.is_text)
+            found = given.fit(alternative)
             if found is not None:
                 return found
         if any(each.type in ("object", "array") for each in self.alternatives):
@@ -143,7 +145,7 @@ class ArgumentTypes:
 
 
 class _Walk:
-    """Looks at a bounded number of schemas within one.
+    """Looks at a bounded number of schemas and enumerated values within one.
 
     Args:
         root: what references point into.
@@ -152,6 +154,7 @@ class _Walk:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = SCHEMAS_MAX
+        self._values_left = VALUES_MAX
 
     def member(self, schema: Any, name: str) -> Any:
         """The schema of an object's member; None: there is none."""
@@ -188,8 +191,10 @@ class _Walk:
         """What each keyword of the schema allows."""
         if "const" in schema:
             yield [_constant(schema["const"])]
-        if isinstance(schema.get("enum"), list) and schema["enum"]:
-            yield [_constant(value) for value in schema["enum"]]
+        values = schema.get("enum")
+        if isinstance(values, list) and 0 < len(values) <= self._values_left:
+            self._values_left -= len(values)
+            yield [_constant(value) for value in values]
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
         types = [Alternative(TYPES.get(str(name).lower(), "any")) for name in names]
@@ -234,7 +239,13 @@ def _constant(value: Any) -> Alternative:
 
 def _common(some: Sequence[Alternative], others: Sequence[Alternative]) -> list[Alternative]:
     """What both allow, in the order of the first."""
-    both = (_both(one, other) for one in some for other in others)
+    same = dict.fromkeys(others)
+    types = [other for other in same if other.constant is None]
+    both = (
+        _both(one, other)
+        for one in dict.fromkeys(some)
+        for other in (same if one.constant is None else [one] if one in same else types)
+    )
     return list(dict.fromkeys(each for each in both if each is not None))
 
 
@@ -248,12 +259,42 @@ def _both(one: Alternative, other: Alternative) -> Alternative | None:
     return Alternative(type, other.constant if one.constant is None else one.constant)
 
 
-def _fit(alternative: Alternative, text: str, *, exact: bool) -> str | None:
-    """The text as JSON; None: it is no such value. `exact`: it may be a string as well, so no spelling is mended."""
+class _Given:
+    """An argument's text, which is read once as each type.
+
+    Args:
+        exact: it may be a string as well, so no spelling is mended.
+    """
+
+    def __init__(self, text: str, *, exact: bool) -> None:
+        self._text = text
+        self._stripped = text.strip()
+        self._exact = exact
+        self._values: dict[str, tuple[object, ...]] = {}
+
+    def fit(self, alternative: Alternative) -> str | None:
+        """The text as JSON; None: it is no such value."""
+        type, constant = alternative.type, alternative.constant
+        if constant is None:
+            return _fit(type, self._text, exact=self._exact)
+        is_quoted = type == "string" and self._stripped == constant
+        return constant if is_quoted or json.loads(constant) in self._values_as(type) else None
+
+    def _values_as(self, type: str) -> tuple[object, ...]:
+        """What the text may be as a constant of this type."""
+        if type not in self._values:
+            if type == "string":
+                self._values[type] = well_formed(self._text), well_formed(self._stripped)
+            else:
+                found = _fit(type, self._text, exact=False)
+                self._values[type] = () if found is None else (json.loads(found),)
+        return self._values[type]
+
+
+def _fit(type: str, text: str, *, exact: bool) -> str | None:
+    """The text as JSON of this type; None: it is no such value."""
     stripped = text.strip()
-    if alternative.constant is not None:
-        return alternative.constant if _is_constant(alternative, text, stripped) else None
-    match alternative.type:
+    match type:
         case "string":
             return quoted(text)
         case "null":
@@ -269,15 +310,7 @@ def _fit(alternative: Alternative, text: str, *, exact: bool) -> str | None:
         case "any":
             return literal(stripped, mend=not exact)
     found = literal(stripped, mend=not exact)
-    return found if found is not None and found.startswith("{" if alternative.type == "object" else "[") else None
-
-
-def _is_constant(alternative: Alternative, text: str, stripped: str) -> bool:
-    value = json.loads(alternative.constant or "null")
-    if isinstance(value, str):
-        return value in (well_formed(text), well_formed(stripped)) or stripped == alternative.constant
-    found = _fit(Alternative(alternative.type), text, exact=False)
-    return found is not None and bool(json.loads(found) == value)
+    return found if found is not None and found.startswith("{" if type == "object" else "[") else None
 
 
 def _integer(text: str) -> str | None:

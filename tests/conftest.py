@@ -5,6 +5,7 @@ interrupted, also where a shell started pytest in the background."""
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.attention_table import AttentionTable
 
         config.pluginmanager.register(AttentionTable(Path(path)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logged may have path bytes that are no UTF-8. xdist's workers cannot send these, and end."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

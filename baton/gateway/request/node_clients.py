@@ -263,7 +263,10 @@ class NodeClient:
                 call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S, while_loading=True))
                 reading = asyncio.ensure_future(call.read())
                 await asyncio.wait([reading], timeout=_SILENT_S)
-            status = await self._first_status(reading)
+            if not reading.done() and not self._answered and self._pace.crowded:
+                return "it sends no status, nor do many other addresses"
+            with self._pace.waiting(answered=self._answered):
+                status = await self._first_status(reading)
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
                 self._status_received = self._answered = True
@@ -271,7 +274,8 @@ class NodeClient:
                 self._callbacks.status(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            return last_cause(error)
+            # NOTE: its frames refer to the call, which would keep the connection open until Python looks for cycles.
+            return last_cause(error.with_traceback(None))
         finally:
             if call is not None:
                 call.cancel()

@@ -1,7 +1,7 @@
 """However many addresses do not answer, few are tried at once; those that have answered do not wait for the others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,11 +14,45 @@ BOUND_S = 60.0
 MANY = 200
 
 
-class Strange:
-    """A server that is no node: it never answers, or answers as an HTTP server does; counts its connections."""
+NOT_FOUND = bytes([0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D])  # HTTP/2: 404 on the first stream, which ends
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+
+async def say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+async def answer_http_1(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 16):
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+
+
+async def serve_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = b"") -> None:
+    """Shakes hands, answers pings, and each call with `answer`."""
+    settings, headers, ping = 4, 1, 6
+    writer.write(bytes([0, 0, 0, settings, 0, 0, 0, 0, 0]))
+    await reader.readexactly(24)
+    while True:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        kind, is_answer = head[3], head[4] & 1
+        if kind == headers:
+            writer.write(answer)
+        elif kind == settings and not is_answer:
+            writer.write(bytes([0, 0, 0, settings, 1, 0, 0, 0, 0]))
+        elif kind == ping and not is_answer:
+            writer.write(bytes([0, 0, 8, ping, 1, 0, 0, 0, 0]) + payload)
+
+
+async def refuse_in_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await serve_http_2(reader, writer, NOT_FOUND)
+
+
+class Strange:
+    """A server that is no node; counts its connections."""
+
+    def __init__(self, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+        self._talk = talk
         self.open = self.most_open = self.total = 0
         self.enough = asyncio.Event()
 
@@ -26,12 +60,11 @@ class Strange:
         self.open += 1
         self.total += 1
         self.most_open = max(self.most_open, self.open)
-        if self.total > connect_pace._TURNS + 8:
+        if self.total > 3 * connect_pace._TURNS:
             self.enough.set()
         try:
-            while await reader.read(1 << 16):
-                writer.write(self._answer)
-        except OSError:
+            await self._talk(reader, writer)
+        except (OSError, EOFError):
             pass
         finally:
             self.open -= 1
@@ -42,7 +75,7 @@ class Strange:
 async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
     """Clients of many addresses at which the same server listens."""
     pace = ConnectPace()
-    callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True)
+    callbacks = WatchCallbacks(lambda _: None, lambda _: None, lambda _: True, lambda: None)
     addresses = [f"127.0.{number // 250}.{number % 250 + 1}:{port}" for number in range(MANY)]
     clients = [NodeClient(address, callbacks, lambda: None, pace=pace) for address in addresses]
     watches = [asyncio.create_task(client.watch()) for client in clients]
@@ -54,13 +87,16 @@ async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
     assert pace.silent == 0
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
-async def test_few_connections_are_open_to_addresses_that_do_not_answer(answer: bytes) -> None:
-    strange = Strange(answer)
+@pytest.mark.parametrize("talk", [say_nothing, answer_http_1, serve_http_2, refuse_in_http_2])
+async def test_few_connections_are_open_to_addresses_that_do_not_answer(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect_pace, "_UNANSWERED_MAX", 8)
+    strange = Strange(talk)
     async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)
-        assert strange.most_open <= connect_pace._TURNS + 1  # an old one may end while the next begins
+        assert strange.most_open <= 2 * connect_pace._TURNS + 8  # old ones may end while the next begin
 
 
 async def test_an_address_that_has_answered_does_not_wait_for_its_turn() -> None:

@@ -185,6 +185,7 @@ class Connections:
             for address in addresses - members.keys():
                 if address not in self._clients[role]:  # else one of the other list that has this role now
                     self._add(role, address)
+                    await asyncio.sleep(0)  # a connection takes 2 ms to make, and a list may have thousands
             for address, member in list(members.items()):
                 client = self._clients[member.role][address]
                 node = self.fleet.node(member.role, address)

@@ -278,7 +278,8 @@ class NodeClient:
                 self._callbacks.status(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            return last_cause(error)
+            # NOTE: its frames refer to the call, which would keep the connection open until Python looks for cycles.
+            return last_cause(error.with_traceback(None))
         except TimeoutError as error:
             return str(error)
         finally:

@@ -1,7 +1,7 @@
 """However many addresses do not answer, few are tried at once; those that have answered do not wait for the others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,11 +14,45 @@ BOUND_S = 60.0
 MANY = 200
 
 
-class Strange:
-    """A server that is no node: it never answers, or answers as an HTTP server does; counts its connections."""
+NOT_FOUND = bytes([0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D])  # HTTP/2: 404 on the first stream, which ends
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+
+async def say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+async def answer_http_1(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 16):
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+
+
+async def serve_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = b"") -> None:
+    """Shakes hands, answers pings, and each call with `answer`."""
+    settings, headers, ping = 4, 1, 6
+    writer.write(bytes([0, 0, 0, settings, 0, 0, 0, 0, 0]))
+    await reader.readexactly(24)
+    while True:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        kind, is_answer = head[3], head[4] & 1
+        if kind == headers:
+            writer.write(answer)
+        elif kind == settings and not is_answer:
+            writer.write(bytes([0, 0, 0, settings, 1, 0, 0, 0, 0]))
+        elif kind == ping and not is_answer:
+            writer.write(bytes([0, 0, 8, ping, 1, 0, 0, 0, 0]) + payload)
+
+
+async def refuse_in_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await serve_http_2(reader, writer, NOT_FOUND)
+
+
+class Strange:
+    """A server that is no node; counts its connections."""
+
+    def __init__(self, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+        self._talk = talk
         self.open = self.most_open = self.total = 0
         self.enough = asyncio.Event()
 
@@ -29,9 +63,8 @@ class Strange:
         if self.total > connect_pace._TURNS + 8:
             self.enough.set()
         try:
-            while await reader.read(1 << 16):
-                writer.write(self._answer)
-        except OSError:
+            await self._talk(reader, writer)
+        except (OSError, EOFError):
             pass
         finally:
             self.open -= 1
@@ -54,9 +87,13 @@ async def watching(port: int) -> AsyncIterator[list[NodeClient]]:
     assert pace.silent == 0
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
-async def test_few_connections_are_open_to_addresses_that_do_not_answer(answer: bytes) -> None:
-    strange = Strange(answer)
+@pytest.mark.parametrize(
+    "talk", [say_nothing, answer_http_1, pytest.param(serve_http_2, marks=pytest.mark.slow), refuse_in_http_2]
+)
+async def test_few_connections_are_open_to_addresses_that_do_not_answer(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> None:
+    strange = Strange(talk)
     async with await asyncio.start_server(strange.serve, "0.0.0.0", 0, backlog=MANY) as server:
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)

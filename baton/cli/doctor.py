@@ -1,14 +1,11 @@
-"""`baton doctor`: runs the checks of `baton.node.doctor` in a child process, so that this program does not import
-torch."""
+"""`baton doctor`: becomes the checks of `baton.node.doctor`, so that this program does not import torch."""
 
-import subprocess
-import sys
 from typing import Annotated
 
 import typer
 
+from baton.cli.roles import become
 from baton.core.limits import RATE_MAX
-from baton.settings.environment import child_environment
 
 
 def doctor(
@@ -16,5 +13,4 @@ def doctor(
     min_gb_per_s: Annotated[float, typer.Option(min=0, max=RATE_MAX, help="Slowest acceptable link, in GB/s.")] = 0.3,
 ) -> None:
     """Check whether this machine or pod can run a node. Prints one verdict per line."""
-    command = [sys.executable, "-m", "baton.node.doctor", f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}"]
-    raise typer.Exit(subprocess.run(command, env=child_environment(), check=False).returncode)
+    become("baton.node.doctor", [f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}"])

@@ -76,8 +76,12 @@ def check_can_write(path: Path) -> None:
     folder = os.stat(path.parent)
     if not stat.S_ISDIR(folder.st_mode):
         raise OSError(0, f"{path.parent} is no directory")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OSError(0, f"nothing can be written into {path.parent}")
+    part = path.parent / f".{secrets.token_hex(8)}.part"
+    try:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise OSError(0, f"nothing can be written into {path.parent}: {error.strerror}") from error
+    part.unlink()
 
 
 def _regular_or_absent(path: Path) -> os.stat_result | None:

@@ -1,14 +1,17 @@
 """`python -m baton.gateway.picker`: one endpoint picker, until SIGTERM."""
 
-from baton.settings.environment import quiet_grpc
-from baton.settings.gateway_config import PickerSettings
-from baton.settings.reader import read_settings
+from baton.core.interrupts import plain_interrupts
 
 
 def main() -> None:
-    settings = read_settings(PickerSettings, "picker")
-    quiet_grpc()  # before its import, at which it reads the variable
-    from baton.gateway.picker.process import start
+    with plain_interrupts("picker"):
+        from baton.settings.environment import quiet_grpc
+        from baton.settings.gateway_config import PickerSettings
+        from baton.settings.reader import read_settings
+
+        settings = read_settings(PickerSettings, "picker")
+        quiet_grpc()  # before its import, at which it reads the variable
+        from baton.gateway.picker.process import start
 
     start(settings)
 

@@ -1,95 +1,11 @@
-"""Runs all checks in turn and prints each verdict at once. Exit code 1 when a check failed."""
+"""`python -m baton.node.doctor` is `baton doctor`."""
 
-import argparse
 import sys
-from collections.abc import Iterator
-from itertools import combinations_with_replacement
 
-from rich.console import Console
-from rich.markup import escape
-
-from baton.core.errors import ConfigError
-from baton.core.memory import memory_limit_bytes
-from baton.node.doctor.machine import Wanted, check_machine, read_host
-from baton.node.doctor.packages import check_packages
-from baton.node.doctor.verdict import Grade, Verdict
-from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
-from baton.settings.environment import visible_gpus
-from baton.settings.reader import read_settings
-
-_COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
-_MOST_GPUS_LINKED = 2
-
-
-def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
-    """All verdicts; a check comes after those that it depends on."""
-    settings = read_settings(DecodeSettings, "baton doctor", [])
-    on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
-    cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
-    staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
-    yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes), read_host())
-    broken = False
-    for verdict in check_packages():
-        broken = broken or verdict.grade is Grade.FAIL
-        yield verdict
-    if broken:
-        return
-    # Imported only now: these modules need the packages that were just checked.
-    import torch
-
-    from baton.node.doctor.gpus import check_gpus
-    from baton.node.doctor.link import check_link
-
-    yield from check_gpus()
-    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s)
-    gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), _MOST_GPUS_LINKED))]
-    for pair in combinations_with_replacement(gpus, 2):
-        yield check_link(pair, floor_gigabytes_per_s=floor_gigabytes_per_s)
-
-
-def cache_bytes_of(settings: DecodeSettings) -> int:
-    """What the caches of a node's ranks take in main memory; the smallest default where the model cannot be read."""
-    ranks = settings.tensor_parallel_size
-    smallest = (settings.kv_cache_bytes or CPU_CACHE_MIB * MIB) * ranks
-    if settings.kv_cache_bytes is not None:
-        return smallest
-    try:
-        # Imported only now: without torch the other checks still say what is missing.
-        from baton.engine.build import KV_CACHE_DTYPES
-        from baton.engine.context_room import cpu_cache_bytes
-        from baton.models.families.reader import read_config
-        from baton.models.layers.parallel import TensorParallel
-        from baton.models.loading.local_config import local_config
-        from baton.models.loading.needs import kv_cache_spec, resolve_dtype
-
-        config = read_config(settings.model).for_context(settings.max_context_tokens)
-        dtype = resolve_dtype(config, settings.dtype, device_type="cpu")
-        rank_config = local_config(config, TensorParallel(0, ranks))
-    except (ImportError, ConfigError):
-        return smallest
-    spec = kv_cache_spec(rank_config, dtype, KV_CACHE_DTYPES[settings.kv_cache_dtype])
-    if settings.num_blocks is not None:
-        return settings.num_blocks * settings.block_size * spec.bytes_per_token * ranks
-    context_tokens, memory_bytes = config.max_context_tokens, memory_limit_bytes()
-    return cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes) * ranks
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
-    parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
-    parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
-    given = parser.parse_args()
-    console = Console(highlight=False, soft_wrap=True)
-    failed = 0
-    for verdict in checks(given.pairs, given.min_gb_per_s):
-        failed += verdict.grade is Grade.FAIL
-        color = _COLORS[verdict.grade]
-        console.print(f"[{color}]{verdict.grade.value:4}[/] {escape(verdict.check)}: {escape(verdict.found)}")
-        if verdict.cure:
-            console.print(f"     {escape(verdict.cure)}")
-    console.print(f"{failed} failed" if failed else "all well")
-    return 1 if failed else 0
-
+from baton.core.interrupts import plain_interrupts
 
 if __name__ == "__main__":
+    with plain_interrupts("baton doctor"):
+        from baton.node.doctor.checks import main
+
     sys.exit(main())

@@ -53,3 +53,15 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_program_that_was_started_without_its_streams_writes_nowhere(closed: tuple[int, ...]) -> None:
+    program = (
+        f"import os, sys\nfor number in {closed}: os.close(number)\nsys.stdout = sys.stderr = None\n"
+        "from baton.core.interrupts import plain_interrupts\n"
+        "with plain_interrupts('x'): pass\n"
+        f"assert all(os.fstat(number) for number in range(3))\n"
+        "sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 7

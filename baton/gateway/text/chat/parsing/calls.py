@@ -6,7 +6,7 @@ from collections.abc import Callable
 from baton.gateway.text.chat.parsing.argument_types import Schemas
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import Cursor, Markers, Reading
-from baton.gateway.text.chat.parsing.json_call import CallObject, accept_next, end_of_call, json_value
+from baton.gateway.text.chat.parsing.json_call import CallObject, accept_next, end_of_call, json_value, repeats
 from baton.gateway.text.chat.parsing.pythonic import PythonCall
 
 CallReader = Callable[[Cursor, Collector], Reading[bool]]
@@ -29,12 +29,20 @@ def content_only(cursor: Cursor, out: Collector) -> Reading[None]:
     yield from cursor.until(Markers(), out.content)
 
 
-def between_markers(cursor: Cursor, out: Collector, markers: Markers, read_calls: CallReader) -> Reading[None]:
-    """Content up to a marker, then calls, and so on. A marker that no call follows is content."""
+def between_markers(
+    cursor: Cursor, out: Collector, markers: Markers, read_calls: CallReader, *, repeated: bool = False
+) -> Reading[None]:
+    """Content up to a marker, then calls, and so on. A marker that no call follows is content.
+
+    Args:
+        repeated: some models repeat the marker.
+    """
     while marker := (yield from cursor.until(markers, out.content)):
+        if repeated:
+            marker += yield from repeats(cursor, marker)
         start = cursor.position
         if not (yield from read_calls(cursor, out)):
-            cursor.position = start
+            cursor.back(start)
             out.content(marker)
 
 
@@ -43,8 +51,6 @@ def hermes(cursor: Cursor, out: Collector) -> Reading[None]:
     out.trim_content()
 
     def read_call(cursor: Cursor, out: Collector) -> Reading[bool]:
-        while (yield from accept_next(cursor, TOOL_CALL)):  # some models repeat the tag
-            pass
         yield from cursor.skip_space()
         call = CallObject(cursor, out, None, bare=False, ends=TOOL_CALL_TAGS)
         if (yield from call.read()):
@@ -54,7 +60,7 @@ def hermes(cursor: Cursor, out: Collector) -> Reading[None]:
             yield from cursor.accept(TOOL_CALL_END)
         return call.begun
 
-    yield from between_markers(cursor, out, Markers(TOOL_CALL), read_call)
+    yield from between_markers(cursor, out, Markers(TOOL_CALL), read_call, repeated=True)
 
 
 def mistral(cursor: Cursor, out: Collector) -> Reading[None]:
@@ -146,7 +152,7 @@ def llama(schemas: Schemas) -> Callable[[Cursor, Collector], Reading[None]]:
         out.trim_content()
         start = cursor.position
         if not (yield from read_calls(cursor, out)):
-            cursor.position = start
+            cursor.back(start)
         yield from between_markers(cursor, out, Markers(*PYTHON_TAGS), read_tagged)
 
     def read_tagged(cursor: Cursor, out: Collector) -> Reading[bool]:
@@ -181,7 +187,7 @@ def _objects(
         call = CallObject(cursor, out, None if begun and close else known, bare=bare, ends=ends)
         ended = yield from call.read()
         if not call.begun:
-            cursor.position = end
+            cursor.back(end)
             return begun
         begun = True
         if not ended:
@@ -205,7 +211,7 @@ def _python_calls(cursor: Cursor, out: Collector, schemas: Schemas) -> Reading[b
         ended = yield from call.read()
         begun = begun or call.begun
         if not call.begun:
-            cursor.position = end
+            cursor.back(end)
         if not ended:
             return begun
         end = cursor.position

@@ -85,7 +85,7 @@ class _Trimmed:
     """
 
     def __init__(self, *, leading: str = "", trailing: str = "") -> None:
-        self._held = ""
+        self._held: list[str] = []  # of trailing characters only
         self.leading = leading
         self.trailing = trailing
 
@@ -96,15 +96,17 @@ class _Trimmed:
             if not text:
                 return ""
             self.leading = ""
-        text = self._held + text
         kept = text.rstrip(self.trailing) if self.trailing else text
-        self._held = text[len(kept) :]
-        return kept
+        before = self.flush() if kept else ""
+        if len(kept) < len(text):
+            self._held.append(text[len(kept) :])
+        return before + kept
 
     def drop(self) -> None:
-        self._held = ""
+        self._held.clear()
 
     def flush(self) -> str:
         """What was held back, as part of the text."""
-        held, self._held = self._held, ""
+        held = "".join(self._held)
+        self._held.clear()
         return held

@@ -7,12 +7,14 @@ from typing import TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed
 SPACE = " \t\r\n"
+READ_AGAIN_CHARS_MAX = 32 << 10  # of one output: reading broken JSON takes up to 4 us a character
 
 
 class Cursor:
     """The text that has come and was not consumed yet, and whether more will come.
 
-    `position` may be set back to any place that was reached since the last `forget`.
+    `position` may be set back to any place that was reached since the last `forget`. All reading of one output takes
+    time in proportion to its length.
 
     Attributes:
         cut: the text ended before the model ended it.
@@ -23,11 +25,37 @@ class Cursor:
         self.position = 0
         self.ended = False
         self.cut = False
+        self._read_again_chars = 0
+        self._plain = 0  # `until` finds no marker before this place
+
+    def push(self, text: str) -> None:
+        # NOTE: only a local name that holds the one reference grows in place; `self.text += text` would copy all of it.
+        whole = self.text
+        self.text = ""
+        whole += text
+        self.text = whole
 
     def forget(self) -> None:
         """Drops what was read. Positions taken before are void."""
-        self.text = self.text[self.position :]
-        self.position = 0
+        self._drop(self.position)
+
+    def _drop(self, end: int) -> None:
+        if 2 * end < len(self.text):
+            return  # copying the rest is put off until it is shorter than what is dropped
+        self.text = self.text[end:]
+        self.position -= end
+        self._plain = max(0, self._plain - end)
+
+    def back(self, position: int) -> None:
+        """Sets the cursor back to read text again that was no call.
+
+        Attempts that fail far behind their beginnings may overlap. So once many characters were read again, the text
+        of an attempt is looked at no more: markers in it are plain text.
+        """
+        if self._read_again_chars > READ_AGAIN_CHARS_MAX:
+            self._plain = max(self._plain, self.position)
+        self._read_again_chars += self.position - position
+        self.position = position
 
     def have(self, count: int) -> Reading[bool]:
         """Whether `count` more characters come."""
@@ -74,24 +102,24 @@ class Cursor:
         self.unread((yield from self.until(markers, lambda _: None)))
 
     def unread(self, marker: str) -> None:
-        """Sets the cursor back to before a marker that `until` has read."""
-        self.text = marker + self.text[self.position :]
-        self.position = 0
+        """Sets the cursor back to before a marker that `until` has read last."""
+        self.position -= len(marker)
 
     def until(self, markers: "Markers", write: Callable[[str], None]) -> Reading[str]:
-        """Passes the text up to the next marker on, as it comes, and reads the marker. Forgets what it read.
+        """Passes the text up to the next marker on, as it comes, and reads the marker. Forgets what is before that.
 
         Returns:
             The marker; empty at the text's end.
         """
         while True:
-            found = markers.pattern.search(self.text, self.position)
-            end = found.start() if found else markers.held(self.text, self.position)
+            start = max(self.position, self._plain)
+            found = markers.pattern.search(self.text, start)
+            end = found.start() if found else markers.held(self.text, start)
             if end > self.position and (found or not self.ended):
                 write(self.text[self.position : end])
             if found:
                 self.position = found.end()
-                self.forget()
+                self._drop(found.start())
                 return found.group()
             if self.ended:
                 write(self.text[self.position :])

@@ -68,6 +68,18 @@ def accept_next(cursor: Cursor, literal: str) -> Reading[bool]:
     return False
 
 
+def repeats(cursor: Cursor, marker: str) -> Reading[str]:
+    """Reads the marker as often as it comes again, with space before each, and returns what it read.
+
+    No call follows any of them if none follows the last: trying each in turn would take time by the square of their
+    number.
+    """
+    start = cursor.position
+    while (yield from accept_next(cursor, marker)):
+        pass
+    return cursor.text[start : cursor.position]
+
+
 def json_string(cursor: Cursor) -> Reading[str | None]:
     """Reads a string and returns its value; None: no string."""
     start = cursor.position

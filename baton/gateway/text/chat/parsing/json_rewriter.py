@@ -99,7 +99,7 @@ class JsonRewriter:
         self._out: list[str] = []
         self._closers = ["}"] if inside else []
         self._wants = "comma" if inside else "value"  # or "key", "colon"
-        self._comma = ""  # with the space after it: written once something follows
+        self._comma: list[str] = []  # and the space after it: written once something follows
         self._quote = ""  # of the string that the text is in
         self._after_quote: list[str] | None = None  # space after a quote that may have ended the string
         self._unquoted: list[str] = []  # pieces of a number, literal, or string without quotes
@@ -129,7 +129,7 @@ class JsonRewriter:
         text = "".join(self._unquoted)
         if text:
             text = quoted(text)[:-1] if self._wants == "key" else scalar_so_far(text)
-        return self._comma + text + ('"' if self._after_quote is not None else "")
+        return "".join(self._comma) + text + ('"' if self._after_quote is not None else "")
 
     def complete(self) -> None:
         """Closes what is open."""
@@ -235,10 +235,7 @@ class JsonRewriter:
     def _between(self, text: str, position: int) -> int:
         spaces = SPACES.match(text, position)
         if spaces:
-            if self._comma:
-                self._comma += spaces.group()
-            else:
-                self._out.append(spaces.group())
+            (self._comma or self._out).append(spaces.group())
             return spaces.end()
         character = text[position]
         if character in CLOSES:
@@ -264,12 +261,12 @@ class JsonRewriter:
     def _begin(self) -> None:
         """Writes what has to stand before a key or value that comes."""
         if self._wants == "comma":
-            self._comma, self._wants = ",", self._next()
+            self._comma, self._wants = [","], self._next()
         elif self._wants == "colon":
             self._out.append(": ")
             self._wants = "value"
-        self._out.append(self._comma)
-        self._comma = ""
+        self._out += self._comma
+        self._comma.clear()
 
     def _next(self) -> str:
         """What comes first in the innermost object or array."""
@@ -291,7 +288,7 @@ class JsonRewriter:
     def _end_member(self) -> None:
         self._end_value()
         if self._wants == "comma":
-            self._comma, self._wants = ",", self._next()
+            self._comma, self._wants = [","], self._next()
 
     def _end_value(self) -> None:
         """Writes the value that a key lacks."""
@@ -306,8 +303,8 @@ class JsonRewriter:
     def _close(self) -> str:
         """Writes the innermost bracket's end, and returns it."""
         self._end_value()
-        self._out.append(self._comma[1:])
-        self._comma = ""
+        self._out += self._comma[1:]
+        self._comma.clear()
         self._out.append(closer := self._closers.pop())
         self._wants = "comma"
         return closer

@@ -27,7 +27,7 @@ class FormatParser:
         self._reading: Reading[None] | None = read(self._cursor, out)
 
     def push(self, text: str) -> list[ParsedDelta]:
-        self._cursor.text += text
+        self._cursor.push(text)
         return self._go_on()
 
     def finish(self, *, cut: bool) -> list[ParsedDelta]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from baton.gateway.text.chat.parsing.argument_types import ArgumentText, ArgumentTypes, Schemas
 from baton.gateway.text.chat.parsing.collector import Collector
 from baton.gateway.text.chat.parsing.cursor import Cursor, Markers, Reading
-from baton.gateway.text.chat.parsing.json_call import accept_next
+from baton.gateway.text.chat.parsing.json_call import accept_next, repeats
 from baton.gateway.text.chat.parsing.json_rewriter import quoted
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -36,20 +36,22 @@ def xml_calls(schemas: Schemas) -> Callable[[Cursor, Collector], Reading[None]]:
         while marker := (yield from cursor.until(markers, out.content)):
             if marker == CALL_END:
                 continue
-            cursor.unread(marker)
+            if marker == CALL:
+                marker += yield from repeats(cursor, CALL)
+            start = cursor.position
+            if marker == FUNCTION:
+                cursor.unread(marker)
             if (yield from _calls(cursor, out, schemas)):
                 markers = AFTER_CALL
             else:
-                cursor.position = len(marker)
+                cursor.position = start
                 out.content(marker)
 
     return read
 
 
 def _calls(cursor: Cursor, out: Collector, schemas: Schemas) -> Reading[bool]:
-    """Reads calls and surplus tags around them. Returns whether one has begun; if not, the cursor is anywhere."""
-    while (yield from accept_next(cursor, CALL)):
-        pass
+    """Reads calls and surplus tags around them. Returns whether one has begun."""
     begun = False
     while name := (yield from _tag(cursor, FUNCTION)):
         out.start_call(name)
@@ -93,9 +95,10 @@ class _Call:
         while not ended:
             marker = yield from cursor.until(IN_FUNCTION, lambda _: None)
             if marker == PARAMETER:
+                start = cursor.position
                 cursor.unread(marker)
                 if not (yield from self._parameter()):
-                    cursor.position = len(marker)
+                    cursor.position = start
             elif marker == FUNCTION and self._before == "{":  # the tag once more
                 continue
             else:
@@ -140,8 +143,9 @@ class _Call:
         return ends
 
     def _next_key(self) -> Reading[str]:
+        start = self._cursor.position
         key = yield from _tag(self._cursor, PARAMETER)
-        self._cursor.position = 0
+        self._cursor.position = start
         return key
 
 

@@ -64,14 +64,14 @@ async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: R
         first, second = (Conversation(gateway, prompt) for prompt in prompts)
         at = {conversation: (await conversation.turn()).proof.prefill_node for conversation in (first, second)}
         assert len(set(at.values())) == 2, "idle nodes take turns"
-        for conversation in (second, first, first, first, second):
+        for conversation in (second, first, first, second, first):
             await until_known(gateway, *prefills)
             computed = len(conversation.tokens) - GREEDY.max_tokens
             proof = (await conversation.turn(1, 2, 3)).proof
             assert proof.prefill_node == at[conversation]
             assert proof.prefill_cached_tokens == computed // 16 * 16
 
-        # The first conversation's node comes back without its blocks, so the node with fewer requests is chosen.
+        # The first conversation's node comes back without its blocks, so the node chosen longest ago is chosen.
         names = {(await status(node)).info.name: node for node in prefills}
         killed = names[at[first]]
         start.kill(killed)

@@ -15,7 +15,7 @@ from attention.kernels.blocksparse import prefill as blocksparse
 from attention.kernels.decode import attend as decode
 from attention.kernels.mla import gathered, hopper as mla_decode_hopper, portable as mla_decode_plain
 from attention.kernels.paged import hopper, persistent, portable
-from attention.kernels.paged.call import Call, Features, Keys
+from attention.kernels.paged.call import AttentionCall, KernelFeatures, Keys
 from attention.kernels.paged.work_list import WorkList, list_work
 from baton.kvcache.kernels import gather
 from baton.kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
@@ -62,7 +62,7 @@ def paged_call(num_reqs, moved, width, num_tokens):
     keys = Keys(layer[0], layer[1], None, numbers[:-1], tables, expected_len=64)
     queries = torch.zeros(num_tokens, 4, 64, dtype=torch.bfloat16)
     sums = torch.zeros(4, num_tokens)
-    return Call(queries, keys, numbers, 128, 0.5, Features(sinks_H=sums[:, 0]), torch.zeros_like(queries), sums)
+    return AttentionCall(queries, keys, numbers, 128, 0.5, KernelFeatures(sinks_H=sums[:, 0]), torch.zeros_like(queries), sums)
 
 def record(kernel, *arguments, grid, warmup, **options):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)

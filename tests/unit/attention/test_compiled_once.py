@@ -62,7 +62,8 @@ def paged_call(num_reqs, moved, width, num_tokens):
     keys = Keys(layer[0], layer[1], None, numbers[:-1], tables, expected_len=64)
     queries = torch.zeros(num_tokens, 4, 64, dtype=torch.bfloat16)
     sums = torch.zeros(4, num_tokens)
-    return AttentionCall(queries, keys, numbers, 128, 0.5, KernelFeatures(sinks_H=sums[:, 0]), torch.zeros_like(queries), sums)
+    features = KernelFeatures(sinks_H=sums[:, 0])
+    return AttentionCall(queries, keys, numbers, 128, 0.5, features, torch.zeros_like(queries), sums)
 
 def record(kernel, *arguments, grid, warmup, **options):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)

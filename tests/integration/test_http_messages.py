@@ -167,7 +167,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_field(client: Anthropic) ->
     ):
         with pytest.raises(anthropic.BadRequestError) as raised:
             call()
-        assert "up to" in raised.value.message
+        assert "maximum" in raised.value.message
 
 
 def test_the_beta_endpoint_and_its_headers_are_accepted(client: Anthropic) -> None:

@@ -172,9 +172,10 @@ class Fleet:
         return [*commands, DropSession(role, address, reason)]
 
     def silent(self, role: Role, address: str) -> None:
-        """The node answers pings and sends no status: its start, or something else, keeps its interpreter busy."""
+        """The node is connected and sends no status. If it never sent one, its start keeps its interpreter busy; one
+        that did may be frozen, and stays lost: requests do not wait for it."""
         node = self._of(role)[address]
-        if not node.reachable and not node.loading:
+        if not node.reachable and not node.loading and node.never_connected:
             node.take_loading(node_pb2.NodeStatus(info=node.status.info, loading=node_pb2.Loading(stage=_SILENT)))
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:

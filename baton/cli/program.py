@@ -32,12 +32,25 @@ def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
         code = app(list(arguments), prog_name=program, standalone_mode=False)
     except _UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else program
-        code = _fail(f"{error.format_message().rstrip('.')}; see `{path} --help`", 2)
+        message = error.format_message().rstrip(".")
+        value = _value_of(arguments, getattr(getattr(error, "param", None), "opts", ()))
+        if value is not None and value not in message:
+            message += f", not {value}"
+        code = _fail(f"{message}; see `{path} --help`", 2)
     except BatonError as error:
         code = _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     raise SystemExit(code)
+
+
+def _value_of(arguments: Sequence[str], flags: Sequence[str]) -> str | None:
+    """What the command line gives for a flag; bounds of numbers are checked without naming it."""
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        flag, has_value, value = argument.partition("=")
+        if flag in flags:
+            return value if has_value else following
+    return None
 
 
 def _fail(line: str, code: int) -> int:

@@ -279,11 +279,19 @@ def test_a_restarted_node_that_loads_drops_the_session_with_what_it_was() -> Non
     assert not fleet.decodes["d1"].reachable
 
 
-def test_a_connected_node_without_a_status_is_waited_for_and_a_lost_one_is_not() -> None:
-    fleet = SmallFleet(0, 1)
-    fleet.silent(DECODE, "d1")  # it has sent one
-    assert not fleet.nodes_load()
-    fleet.lose("d1")
+def test_a_node_that_never_sent_a_status_is_waited_for() -> None:
+    fleet = SmallFleet(0, 0)
+    fleet.add(DECODE, "d1")
     fleet.silent(DECODE, "d1")
     assert fleet.nodes_load()
-    assert fleet.explain() == "node-21 is starting, it sends no status yet"
+    assert fleet.explain() == "a decode node is starting, it sends no status yet"
+
+
+def test_a_silent_node_that_sent_a_status_before_is_not_waited_for() -> None:
+    fleet = SmallFleet(0, 1)
+    fleet.silent(DECODE, "d1")
+    assert not fleet.nodes_load()
+    fleet.lose("d1", "it does not answer")
+    fleet.silent(DECODE, "d1")
+    assert not fleet.nodes_load()
+    assert fleet.explain() == "node-21 cannot be used (it does not answer)"

@@ -135,7 +135,7 @@ async def test_a_frozen_prefill_node_is_replaced_and_may_come_back(
     prefill, decode = start.nodes(("prefill", {**NODE, **limits}), ("decode", {**NODE, **limits}), held=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prefill_stall_s=2)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
-    reached = asyncio.create_task(until_status(prefill, lambda last: last.requests_running + last.requests_waiting > 0))
+    reached = asyncio.create_task(until_prefilling(start, prefill))
     await asyncio.wait([reached, request], return_when=asyncio.FIRST_COMPLETED)
     start.freeze(prefill)
     result = await request

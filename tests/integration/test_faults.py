@@ -150,6 +150,18 @@ async def test_a_frozen_prefill_node_is_replaced_and_may_come_back(
     await until_released(prefill, decode)
 
 
+async def test_a_prefill_node_that_answers_and_computes_nothing_is_replaced(
+    start: Machines, reference: Reference, prompts: list[list[int]]
+) -> None:
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    gateway = start.gateway([prefill], [decode], model=LLAMA, prefill_stall_s=2)
+    result = await generate(gateway, prompts[0], GREEDY)
+    assert result.token_ids == reference.greedy(prompts[0], 12).token_ids
+    assert result.proof.path is RequestPath.LOCAL
+    start.let_go(prefill)
+    await until_released(prefill, decode)
+
+
 async def until_remote(gateway: Process, prompt: list[int], reference: Reference) -> None:
     """Every answer is right, and after some time one comes from a prefill node again."""
     expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids

@@ -283,9 +283,9 @@ def _never_cancels(patch: pytest.MonkeyPatch) -> None:
 def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
     take_status = FleetNode.take_status
 
-    def mutated(self: FleetNode, status: node_pb2.NodeStatus, detail: str) -> None:
+    def mutated(self: FleetNode, status: node_pb2.NodeStatus, detail: str, now_s: float) -> None:
         before = self.peers
-        take_status(self, status, detail)
+        take_status(self, status, detail, now_s)
         self.peers = {**before, **self.peers}
 
     patch.setattr(FleetNode, "take_status", mutated)

@@ -117,7 +117,9 @@ class Fleet:
         """Records a node's status. A node that has another role than this one is used in the role that it has, once it
         is reached as a node of that role, unless its address is listed for that role too."""
         node = self._of(role)[address]
-        node.last_message_at_s = now_s
+        # NOTE: nodes repeat an unchanged status. That is no sign of life: a node whose device hangs sends it too.
+        if not node.reachable or status != node.status:
+            node.last_message_at_s = now_s
         info = status.info
         if status.HasField("loading"):
             return self._loads(node, status)
@@ -149,7 +151,7 @@ class Fleet:
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
         measured = node.costs.reported
-        node.take_status(status, foreign)
+        node.take_status(status, foreign, now_s)
         if node.costs.reported is not measured:
             self._costs_at_s = -inf
         self.breakers.reported(node.incarnation, stuck=status.stuck)
@@ -179,7 +181,7 @@ class Fleet:
             node.take_loading(node_pb2.NodeStatus(info=node.status.info, loading=node_pb2.Loading(stage=_SILENT)))
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:
-        """Records a sign of life: a message on any connection of the node."""
+        """Records a sign of life: a message about a request of this gateway."""
         self._of(role)[address].last_message_at_s = now_s
 
     def cache_changed(self, role: Role, address: str, batch: node_pb2.WatchCacheResponse) -> bool:

@@ -55,7 +55,7 @@ class FleetNode:
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
         self.status = node_pb2.NodeStatus()
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
-        self.last_message_at_s = 0.0  # last message on any connection
+        self.last_message_at_s = 0.0  # last changed status, or message about a request
         self.retired = False  # no longer listed: removed once its requests are done
         self.cache = CachePosition()
         self.revision = ""  # of its weights: requests continue only on nodes of theirs; empty: never reached
@@ -162,8 +162,8 @@ class FleetNode:
         if costs is not self._costs:
             self._costs, self._view = costs, None
 
-    def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
-        before, now_s = self.status, self.last_message_at_s
+    def take_status(self, status: node_pb2.NodeStatus, detail: str, now_s: float) -> None:
+        before = self.status
         started = before.info.incarnation != status.info.incarnation
         works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
         if started:

@@ -29,7 +29,7 @@ def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
     assert fleet.serves()
     assert decoding_node(fleet, WANTED) is node
     assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 2.0)) == []
-    assert node.last_message_at_s == 2.0
+    assert node.last_message_at_s == 1.0  # it only repeats itself
     assert fleet.lost(DECODE, "d1", "it ended the stream") == [
         LogLine("node-21: lost, it ended the stream", warning=True),
         DropSession(DECODE, "d1", "it ended the stream"),
@@ -295,3 +295,13 @@ def test_a_silent_node_that_sent_a_status_before_is_not_waited_for() -> None:
     fleet.silent(DECODE, "d1")
     assert not fleet.nodes_load()
     assert fleet.explain() == "node-21 cannot be used (it does not answer)"
+
+
+def test_a_status_that_only_repeats_the_last_one_is_no_sign_of_life() -> None:
+    fleet = SmallFleet(0, 1)
+    fleet.status_received(DECODE, "d1", status(DECODE, 21), 5.0)
+    assert fleet.decodes["d1"].last_message_at_s == 0.0
+    works = status(DECODE, 21)
+    works.requests_running = 1
+    fleet.status_received(DECODE, "d1", works, 6.0)
+    assert fleet.decodes["d1"].last_message_at_s == 6.0

@@ -35,7 +35,7 @@ def test_only_nodes_of_the_model_that_gave_tokens_continue_the_request() -> None
     fleet = SmallFleet(0, 2)
     other = fleet.decodes["d2"]
     other.status.info.model.weights_digest = "other"
-    other.take_status(other.status, "")
+    other.take_status(other.status, "", 0.0)
     choice = NodeChoice(rules(), fleet)
     assert decode_node(choice, begun=False) is fleet.decodes["d1"]
     fleet.lose("d1")

@@ -466,12 +466,12 @@ def test_a_silent_prefill_node_is_replaced() -> None:
 def test_any_sign_of_life_of_a_prefill_node_counts_while_the_call_is_queued_there() -> None:
     served = Served()
     served.decode(reserved())
-    served.fleet.connect("p1", 8.0)
+    served.fleet.message_received(common_pb2.ROLE_PREFILL, "p1", 8.0)
     assert served.handle(TimePassed(), after_s=10.0) == []
     assert served.machine.deadline_s == 18.0
     served.prefill(SCHEDULED)
     assert served.machine.deadline_s == 20.0
-    served.fleet.connect("p1", 19.0)
+    served.fleet.message_received(common_pb2.ROLE_PREFILL, "p1", 19.0)
     assert of(served.handle(TimePassed(), after_s=10.0), LoseNode)
 
 
@@ -503,7 +503,7 @@ def test_a_lost_decode_node_is_replaced_and_the_stream_goes_on() -> None:
 def test_a_silent_decode_node_is_replaced() -> None:
     served = decoding()
     assert served.machine.deadline_s == 30.0
-    served.fleet.connect("d1", 20.0)
+    served.fleet.message_received(common_pb2.ROLE_DECODE, "d1", 20.0)
     assert served.handle(TimePassed(), after_s=30.0) == []
     assert served.machine.deadline_s == 50.0
     commands = served.handle(TimePassed(), after_s=20.0)
@@ -590,7 +590,7 @@ def give_other_weights(served: Served) -> None:
     """To the second decode node."""
     node = served.fleet.decodes["d2"]
     node.status.info.model.weights_digest = "other"
-    node.take_status(node.status, "")
+    node.take_status(node.status, "", served.now_s)
 
 
 @pytest.mark.parametrize("error", [None, Draining("going away")])

@@ -28,7 +28,7 @@ def change(node: FleetNode, **fields: object) -> None:
         for each in outer:
             message = getattr(message, each)
         setattr(message, name, value)
-    node.take_status(node.status, node.detail)
+    node.take_status(node.status, node.detail, 0.0)
 
 
 def mixed() -> SmallFleet:

@@ -22,7 +22,7 @@ def report(running: Running, *, requests: int) -> None:
     status = node_pb2.NodeStatus()
     status.CopyFrom(node.status)
     status.requests_running, status.max_batch_requests = requests, 2
-    node.take_status(status, "")
+    node.take_status(status, "", 0.0)
 
 
 def waiting(serving: Serving) -> int:
@@ -112,7 +112,7 @@ async def test_a_broken_node_is_no_room_while_another_one_serves(running: Runnin
     status = node_pb2.NodeStatus()
     status.CopyFrom(fleet.decodes[running.decode.address].status)
     status.info.incarnation, status.requests_running = 77, 5
-    other.take_status(status, "")
+    other.take_status(status, "", 0.0)
     assert [node.load for node in room._look_at_nodes(now_s).decodes] == [5]
 
 

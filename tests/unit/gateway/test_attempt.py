@@ -3,14 +3,14 @@
 import pytest
 
 from baton.gateway.request.attempt import Attempt, PrefillCall
-from tests.unit.gateway.fleets import SmallFleet
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet
 
 
 def attempt(**facts: object) -> Attempt:
-    """An attempt with a call to a node whose last status came at 5 s, on a decode node whose last one came at 3 s."""
+    """An attempt with a call to a node whose last message came at 5 s, on a decode node whose last one came at 3 s."""
     fleet = SmallFleet(1, 1)
-    fleet.connect("p1", 5.0)
-    fleet.connect("d1", 3.0)
+    fleet.message_received(PREFILL, "p1", 5.0)
+    fleet.message_received(DECODE, "d1", 3.0)
     call = PrefillCall(1, fleet.prefills["p1"], last_message_at_s=2.0, **facts)  # type: ignore[arg-type]
     return Attempt(1, fleet.decodes["d1"], num_given=0, waiting_since_s=1.0, answered=True, call=call)
 

@@ -207,3 +207,18 @@ def test_a_folder_that_others_may_write_is_not_used(
     monkeypatch.setattr(find, "_places", lambda: iter([shared]))
     with pytest.raises(ConfigError, match="no place to keep it"):
         tokenizer_json(kimi(tmp_path / "kimi", ranks))
+
+
+def test_a_user_without_a_home_keeps_converted_files_in_the_temporary_folder(
+    tmp_path: Path, ranks: dict[bytes, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_such_user(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.undo()
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_such_user)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert tokenizer_json(kimi(tmp_path / "kimi", ranks)).is_relative_to(tmp_path / "temporary")

@@ -17,6 +17,7 @@ from baton.core.regular_file import write_regular_file
 from baton.models.config.file import ConfigFile, read_regular
 from baton.models.loading.tokenizer_files import byte_pairs, sentencepiece_model
 from baton.settings.config import tokenizer_file
+from baton.settings.environment import cache_directory
 
 TEKKEN, TIKTOKEN, SENTENCEPIECE = "tekken.json", "tiktoken.model", "tokenizer.model"
 OTHER_FORMS = (TEKKEN, TIKTOKEN, SENTENCEPIECE)
@@ -98,7 +99,8 @@ def _digest(contents: dict[str, bytes]) -> str:
 
 
 def _places() -> Iterator[Path]:
-    yield Path.home() / ".cache" / "baton" / "tokenizers"
+    if (cache := cache_directory()) is not None:
+        yield cache / "tokenizers"
     yield Path(tempfile.gettempdir()) / f"baton-tokenizers-{os.getuid()}"
 
 

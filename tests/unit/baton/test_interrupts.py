@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import module_of
-from baton.core.interrupts import INTERRUPTED, plain_interrupts
+from baton.core.interrupts import INTERRUPTED, TERMINATED, plain_interrupts
 
-# Stands for a package that is being imported, and that takes an interrupt for an error of its own.
-INTERRUPTED_IMPORT = """
+# Stands for a package that is being imported, and that takes a signal for an error of its own.
+SIGNALLED_IMPORT = """
 import os, signal
 try:
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.{signal})
     while True:
         signal.pause()
 except BaseException as error:
@@ -23,13 +23,16 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize(
+PROGRAMS = pytest.mark.parametrize(
     ("program", "package"),
     [("gateway", "uvloop"), ("prefill_node", "torch"), ("decode_node", "torch"), ("baton", "typer")],
 )
-def test_an_interrupt_during_imports_is_one_line(program: str, package: str, tmp_path: Path) -> None:
-    (tmp_path / f"{package}.py").write_text(INTERRUPTED_IMPORT)
-    flags = [] if program == "baton" else ["--decode=127.0.0.1:1"] if program == "gateway" else []
+
+
+def signalled_during_imports(program: str, package: str, name: str, tmp_path: Path) -> tuple[int, str]:
+    """Starts a program that gets the signal while it imports the package; returns its exit code and stderr."""
+    (tmp_path / f"{package}.py").write_text(SIGNALLED_IMPORT.format(signal=name))
+    flags = ["--decode=127.0.0.1:1"] if program == "gateway" else []
     done = subprocess.run(
         [sys.executable, "-m", module_of(program), *flags],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
@@ -37,7 +40,21 @@ def test_an_interrupt_during_imports_is_one_line(program: str, package: str, tmp
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (INTERRUPTED, f"{program}: interrupted\n")
+    return done.returncode, done.stderr
+
+
+@PROGRAMS
+def test_an_interrupt_during_imports_is_one_line(program: str, package: str, tmp_path: Path) -> None:
+    ended = signalled_during_imports(program, package, "SIGINT", tmp_path)
+    assert ended == (INTERRUPTED, f"{program}: interrupted\n")
+
+
+@PROGRAMS
+def test_the_first_process_of_a_container_ends_at_sigterm_during_imports(
+    program: str, package: str, tmp_path: Path
+) -> None:
+    # The kernel gives such a process only the signals for which it has a handler, and that one exits with a code.
+    assert signalled_during_imports(program, package, "SIGTERM", tmp_path) == (TERMINATED, "")
 
 
 def test_a_program_that_runs_handles_its_interrupts_itself() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attention.metadata import build_common_metadata
 from baton.core.types import SamplingParams
 from baton.engine.build import Built
+from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
@@ -107,5 +108,5 @@ def _logits(built: Built, prompt: list[int]) -> Tensor:
     with torch.inference_mode():
         metadata = built.runner.backend.builder.build(0, common)
         token_ids_T = torch.tensor(prompt, device=built.cache.view.device)
-        hidden_TD = built.runner.model(token_ids_T, positions_T, built.cache, metadata)
+        hidden_TD = built.runner.model.compute(token_ids_T, positions_T, built.cache, StepContext(metadata))
         return built.runner.model.compute_logits(hidden_TD)

@@ -18,6 +18,7 @@ from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVKind
+from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here
@@ -197,5 +198,5 @@ def _expected(built: Built, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor
     )
     token_ids_R = torch.tensor([each.token_ids[0] for each in rows], device=cache.view.device)
     metadata = built.runner.backend.builder.build(0, common)
-    hidden_RD = built.runner.model(token_ids_R, positions_R, cache, metadata)
+    hidden_RD = built.runner.model.compute(token_ids_R, positions_R, cache, StepContext(metadata))
     return built.runner.model.compute_logits(hidden_RD)

@@ -40,6 +40,7 @@ from baton.models.adapters.adapter import Adapter
 from baton.models.adapters.bank import AdapterBank
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.expert_counts import FetchedCounts
+from baton.models.layers.step_context import StepContext
 
 _FIRST_ROWS = 64
 
@@ -264,13 +265,15 @@ class ModelRunner:
         inputs = stage_step(
             rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
         )
-        if exchange is not None and inputs.shares is not None:
-            exchange.use(inputs.shares)
-        self.model.use_adapters(inputs.adapters_T)
-        self.model.use_states(inputs.states)
-        self.model.count_tokens(inputs.common.slot_mapping)
-        metadata = self.backend.builder.build(0, inputs.common)
-        hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+        adapters = self.model.adapters_of(inputs.adapters_T)
+        context = StepContext(
+            self.backend.builder.build(0, inputs.common),
+            slots_T=inputs.common.slot_mapping,
+            adapters=adapters,
+            states=inputs.states,
+            shares=inputs.shares,
+        )
+        hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
         scored = self._score(hidden_TD, inputs.starts, scores)
         if not inputs.sampled:
             self._forget_grammars()

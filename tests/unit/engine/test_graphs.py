@@ -28,6 +28,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.row import SampleRow
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.step_context import StepContext
 from baton.models.loading.loader import load_model
 from baton.models.loading.needs import attention_needs
 from tests.unit.engine.tiny import BLOCK_SIZE, build
@@ -103,7 +104,9 @@ class Reference:
             block_size=BLOCK_SIZE,
         )
         token_ids = torch.tensor([each.token_ids[0] for each in rows])
-        hidden = self._model(token_ids, positions, self.cache, self._backend.builder.build(0, common))
+        hidden = self._model.compute(
+            token_ids, positions, self.cache, StepContext(self._backend.builder.build(0, common))
+        )
         return self._model.compute_logits(hidden)
 
 

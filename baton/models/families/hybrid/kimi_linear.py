@@ -25,6 +25,7 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.step_context import StepContext
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -135,11 +136,9 @@ class KimiLinearForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
         self.rotary_pairs = mla.qk_rope_head_dim // 2
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         del positions_T
-        assert self.state_rows is not None
+        assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         # Latent attention turns by no angle: positions come from the layers with states.
@@ -147,5 +146,5 @@ class KimiLinearForCausalLM(CausalLM):
         rotation = Rotation(cos_TP, torch.zeros_like(cos_TP), interleaved=False)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

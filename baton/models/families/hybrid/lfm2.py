@@ -22,6 +22,7 @@ from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.recurrent.short_conv import short_conv
+from baton.models.layers.step_context import StepContext
 
 
 class Filter(nn.Module):
@@ -130,14 +131,12 @@ class Lfm2ForCausalLM(CausalLM):
         ]
         super().__init__(config, layers, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         assert isinstance(self.model.norm, RMSNorm)
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

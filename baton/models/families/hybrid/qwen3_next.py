@@ -25,6 +25,7 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.step_context import StepContext
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -141,15 +142,13 @@ class Qwen3NextForCausalLM(CausalLM):
         norm = GemmaRMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         super().__init__(config, layers, dtype=dtype, norm=norm)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
-        assert self.state_rows is not None
+        assert context.states is not None
         assert isinstance(self.model.norm, GemmaRMSNorm)
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

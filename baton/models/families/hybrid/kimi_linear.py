@@ -14,7 +14,7 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.families.hybrid.delta_config import DeltaSwitches
-from baton.models.families.hybrid.delta_parts import ConvWeights, DeltaMixer, by_head
+from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.families.latent.deepseek import DeepseekAttention
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
@@ -25,6 +25,7 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights
 from baton.models.layers.step_context import StepContext
 
 
@@ -51,7 +52,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.f_b_proj = Linear(rank, size, dtype=dtype)
         self.g_b_proj = Linear(rank, size, dtype=dtype)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            ConvWeights(size, switches.conv_width, dtype=dtype) for _ in range(3)
+            DepthwiseWeights(size, switches.conv_width, dtype=dtype) for _ in range(3)
         )
         self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(size, dtype=torch.float32))

@@ -16,7 +16,7 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.delta_config import DeltaSwitches
-from baton.models.families.hybrid.delta_parts import ConvWeights, DeltaMixer, by_head
+from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP
@@ -25,6 +25,7 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights
 from baton.models.layers.step_context import StepContext
 
 
@@ -51,7 +52,7 @@ class GatedDeltaNet(DeltaMixer):
         if switches.by_key_head:
             self.qkvz_proj.keep_in_one("in_proj_qkvz")
             self.ba_proj.keep_in_one("in_proj_ba")
-        self.conv1d = ConvWeights(qkv_size, switches.conv_width, dtype=dtype)
+        self.conv1d = DepthwiseWeights(qkv_size, switches.conv_width, dtype=dtype)
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.norm = GatedRMSNorm(switches.value_dim, eps=norm_eps, dtype=dtype)

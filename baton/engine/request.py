@@ -7,6 +7,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError, InvalidRequest
 from baton.core.types import AdapterRef, SamplingParams, TokenOutput
+from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
 # the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
@@ -15,10 +16,6 @@ IntArray: TypeAlias = "array[int]"
 
 def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
     return array("i", values)
-
-
-# A request without a deadline counts as due so long after its arrival.
-PATIENCE_S = 10.0
 
 
 class QueuePlace(NamedTuple):
@@ -42,7 +39,8 @@ class QueuePlace(NamedTuple):
         if request.output:
             return cls(request.priority, -inf, arrival)
         since_s = now if request.since_s is None else request.since_s
-        return cls(request.priority, since_s + PATIENCE_S if request.due_s is None else request.due_s, arrival)
+        due_s = since_s + DEFAULT_FIRST_TOKEN_S if request.due_s is None else request.due_s
+        return cls(request.priority, due_s, arrival)
 
     @property
     def begun(self) -> bool:

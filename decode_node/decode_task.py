@@ -125,7 +125,7 @@ class DecodeTask:
         match self.phase:
             case Phase.WAITING:
                 self._queued_s = now_s - self._submitted_s
-                why = self._why_here(reservation)
+                why = self._local_prefill_reason(reservation)
                 return self._prefill_here(self._request.output, why, now_s) if why else self._open_lease()
             case Phase.EXTENDING:
                 return self._open_lease()
@@ -142,7 +142,7 @@ class DecodeTask:
             return []  # asked again when blocks have become free
         return self.fail(error)
 
-    def _why_here(self, reservation: Reservation) -> str:
+    def _local_prefill_reason(self, reservation: Reservation) -> str:
         """Why this node should prefill the request itself; empty when a prefill node should."""
         if self._why_wanted_here or self._policy == pb.LOCAL_POLICY_STRICT:
             return self._why_wanted_here

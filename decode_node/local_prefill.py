@@ -29,7 +29,7 @@ class Streams:
 UNKNOWN = Streams(costs=None, rows=0, keys=0, step_tokens=0)
 
 
-def why_here(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
+def local_prefill_reason(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
     """Why the node prefills `uncached` tokens after `cached` ones itself; empty: a prefill node should.
 
     Args:

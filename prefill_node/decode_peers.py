@@ -27,8 +27,8 @@ from baton.node.describe import (
     to_measure,
     to_mismatches,
 )
-from baton.node.hello import check_accepted, check_addresses, check_info, check_measure
 from baton.node.link_floor import below_floor
+from baton.node.peer_checks import check_accepted, check_addresses, check_info, check_measure
 from baton.protos.v1 import common_pb2, decode_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import connect

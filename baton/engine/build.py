@@ -85,7 +85,7 @@ class StepLimits:
     max_batch_requests: int
 
 
-class Built(NamedTuple):
+class BuiltRunner(NamedTuple):
     """A runner and what it consists of; with several ranks, one rank's part.
 
     Attributes:
@@ -96,7 +96,7 @@ class Built(NamedTuple):
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
         grammars: for the model's tokenizer, which is read already.
-        costs: of steps as they are served; None before `measured`.
+        costs: of steps as they are served; None before `calibrate`.
     """
 
     runner: ModelRunner
@@ -112,7 +112,7 @@ class Built(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
-    largest: StepLimits | None = None  # that it was prepared for; None before `measured`
+    largest: StepLimits | None = None  # that it was prepared for; None before `calibrate`
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def build_runner(
     *,
     parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
-) -> Built:
+) -> BuiltRunner:
     """Loads a model, or one rank's part of it, and allocates its cache.
 
     Args:
@@ -139,7 +139,7 @@ def build_runner(
             the device. Their caches get the same number of blocks, set by the rank with the least memory.
         progress: called while weights are read, with the bytes read so far and the bytes in all.
 
-    On a GPU, where the settings give no step size, the limit is the largest one until `measured` has chosen.
+    On a GPU, where the settings give no step size, the limit is the largest one until `calibrate` has chosen.
 
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not fit together.
@@ -261,7 +261,7 @@ def build_runner(
             memory_bytes=None if memory is None else memory.graphs,
             max_tokens=limits.max_batch_tokens,
         )
-    return Built(
+    return BuiltRunner(
         make_runner(cache, graphs),
         cache,
         dtype,
@@ -277,7 +277,7 @@ def build_runner(
     )
 
 
-def measured(built: Built, settings: NodeSettings) -> Built:
+def calibrate(built: BuiltRunner, settings: NodeSettings) -> BuiltRunner:
     """Prepares the runner, measures what its steps cost as they are served, and chooses the step size if the settings
     give none. All ranks call it together, while the cache is empty.
     """
@@ -303,7 +303,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     return built._replace(limits=limits)
 
 
-def step_limits(built: Built, settings: NodeSettings) -> StepLimits:
+def step_limits(built: BuiltRunner, settings: NodeSettings) -> StepLimits:
     """The limits of a node in the role of these settings, within those that it was prepared for at its start."""
     if built.costs is None or built.largest is None or settings.max_batch_tokens is not None:
         return built.limits

@@ -19,7 +19,7 @@ from baton.core.file_limit import raise_file_limit
 from baton.core.logs import set_up_logging, show_name
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.expert_plan import plan_experts
 from baton.metrics.port import MetricsPort
 from baton.models.families.reader import read_config
@@ -137,7 +137,7 @@ async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> Grpc
 
 async def _run(
     settings: NodeSettings,
-    built: Built,
+    built: BuiltRunner,
     group: RankGroup,
     server: GrpcServer,
     metrics: socket.socket | None,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.metadata import build_common_metadata
 from baton.core.types import SamplingParams
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
@@ -94,7 +94,7 @@ def test_an_fp8_cache_stays_near(model: Path, reference: Reference, kv_cache_dty
         assert relative_error(_logits(built, prompt).cpu(), expected_TV) < 5 * BF16_ERROR
 
 
-def _logits(built: Built, prompt: list[int]) -> Tensor:
+def _logits(built: BuiltRunner, prompt: list[int]) -> Tensor:
     """Logits of every token [T, V], computed in one step."""
     facts = built.runner.facts
     blocks = list(range(-(-len(prompt) // facts.block_size)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.metadata import build_common_metadata
 from attention.selection import BackendClass
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
@@ -46,11 +46,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def demo(model: str, dtype: str, **options: Any) -> Built:
+def demo(model: str, dtype: str, **options: Any) -> BuiltRunner:
     return build_demo(DEMO_MODELS / model, dtype=dtype, num_blocks=512, cuda_graphs=False, **options)
 
 
-def prepared(built: Built, graphs: GraphSettings | None) -> ModelRunner:
+def prepared(built: BuiltRunner, graphs: GraphSettings | None) -> ModelRunner:
     runner = runner_of(built, graphs=graphs)
     runner.prepare()
     return runner
@@ -188,7 +188,7 @@ class _BusyDriver(Driver):
 
 
 @torch.inference_mode()
-def _expected(built: Built, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
+def _expected(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
     common, positions_R = build_common_metadata(
         query_lens=[1] * len(rows),
         context_lens=[each.token_start for each in rows],

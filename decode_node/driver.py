@@ -47,11 +47,11 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.gateway_sessions import GatewaySessions
-from decode_node.lease_numbers import lease_numbers
 from decode_node.local_prefill import Streams, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.rules import DecodeRules
+from decode_node.tag_numbers import lease_numbers
 from kvtransfer import records
 from kvtransfer.leases import LeaseTotals
 

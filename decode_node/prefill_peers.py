@@ -31,7 +31,7 @@ from baton.node.peer_checks import check_addresses, check_info
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
-from decode_node.sender_numbers import SenderNumbers
+from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
 from kvtransfer.records import LinkMeasure, PeerTraffic
 

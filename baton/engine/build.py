@@ -14,7 +14,7 @@ from attention.selection import select_backend
 from baton.core.costs import StepCosts
 from baton.core.errors import BatonError, ConfigError
 from baton.core.memory import memory_limit_bytes
-from baton.engine.context_room import cpu_cache_bytes
+from baton.engine.cache_size import choose_state_slots, cpu_cache_bytes
 from baton.engine.device.fits import check_fits, memory_of
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.out_of_memory import allocating
@@ -34,7 +34,6 @@ from baton.engine.device.step_costs import (
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
-from baton.engine.state_room import choose_state_slots
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import LayoutChoice

@@ -66,7 +66,7 @@ class EngineRequest:
         decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
         priority: among waiting requests lower values go first, and equal ones by `due_s`, then in order of arrival.
         due_s: when its first token is due, on the engine's clock. Late requests go after those that can still be in
-            time; None: see `baton.engine.scheduling.deadlines`.
+            time; None: see `baton.engine.scheduling.prompts`.
         refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
         tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
             see `baton.engine.scheduling.slices`.

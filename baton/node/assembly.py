@@ -15,7 +15,7 @@ import torch
 from baton.core.supervisor import Supervisor
 from baton.core.version import __version__
 from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
-from baton.engine.context_room import shortage
+from baton.engine.cache_size import shortage
 from baton.engine.device.device_thread import StepRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents

@@ -57,8 +57,8 @@ _names = itertools.count()
 class Machines:
     """Starts nodes and gateways, holds the engines of nodes, and sends signals.
 
-    A node with a `paused_engine` runs no engine step until the test allows it. So a request stays in the state that the test
-    needs, on any machine.
+    A node with a `paused_engine` runs no engine step until the test allows it. So a request stays in the state that
+    the test needs, on any machine.
     """
 
     processes: Processes

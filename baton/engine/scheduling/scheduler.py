@@ -24,8 +24,7 @@ from baton.engine.request import (
     context_limit,
 )
 from baton.engine.scheduling.costs import Costs, NoCosts
-from baton.engine.scheduling.load import engine_load
-from baton.engine.scheduling.open_blocks import stream_blocks
+from baton.engine.scheduling.load import engine_load, stream_blocks
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from baton.engine.scheduling.request_blocks import OwnerPlace, RequestBlocks

@@ -55,7 +55,7 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
     try:
         # Imported only now: without torch the other checks still say what is missing.
         from baton.engine.build import KV_CACHE_DTYPES
-        from baton.engine.context_room import cpu_cache_bytes
+        from baton.engine.cache_size import cpu_cache_bytes
         from baton.models.families.reader import read_config
         from baton.models.layers.parallel import TensorParallel
         from baton.models.loading.local_config import local_config

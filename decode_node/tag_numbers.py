@@ -1,4 +1,4 @@
-"""Draws the numbers that tags of KV messages carry: of senders and of leases. Pure, but for the source of randomness."""
+"""Draws the numbers in the tags of KV messages, of senders and of leases. Pure, but for the source of randomness."""
 
 import secrets
 from collections.abc import Callable, Iterator

@@ -175,8 +175,8 @@ _IDLE_ROW = BatchRow("", int_array([0]), 0, int_array([0]), None)
 
 
 class RowPlaces(NamedTuple):
-    """The rows whose attention this rank computes, and where every row's tokens lie in the tensors of all ranks. Without
-    attention data parallelism these are all rows, one after another.
+    """The rows whose attention this rank computes, and where every row's tokens lie in the tensors of all ranks.
+    Without attention data parallelism these are all rows, one after another.
 
     Attributes:
         own: the rows whose attention is computed here.

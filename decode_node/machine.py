@@ -20,7 +20,7 @@ from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
 from decode_node.deadlines import Deadlines
-from decode_node.decode_task import DecodeTask, Phase, why_wanted_here
+from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import (
     Aborted,
     Admitted,
@@ -45,6 +45,7 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
+from decode_node.local_prefill import why_wanted_here
 from decode_node.rules import DecodeRules
 
 
@@ -248,7 +249,7 @@ class DecodeMachine:
             if task.prefill_started_s is not None:
                 queue_s = task.prefill_queue_s
                 prefill_s, task.prefill_started_s = max(0.0, now_s - task.prefill_started_s - queue_s), None
-                chunks = task.chunk_times.take()
+                chunks = task.times.chunks.take()
             message = steps.get(task.session)
             if message is None:
                 message = steps[task.session] = pb.SessionResponse(step=pb.Step())

@@ -190,10 +190,12 @@ class DecodeMachine:
         return self._after(task, commands)
 
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
-        """Raises:
-        Draining: this node takes no new request.
-        InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to come
-            from elsewhere to a node that gives no leases.
+        """The engine's request for a gateway's message.
+
+        Raises:
+            Draining: this node takes no new request.
+            InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to
+                come from elsewhere to a node that gives no leases.
         """
         if self._draining:
             raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")

@@ -76,8 +76,10 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
 
 
 class TorchMLA:
-    """Raises:
-    ConfigError: the workspace is smaller than one token.
+    """Latent attention of one layer in plain torch.
+
+    Raises:
+        ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(

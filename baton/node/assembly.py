@@ -140,8 +140,10 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
     def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
-        """Raises:
-        ConfigError: the settings contradict each other.
+        """Describes the node in a role.
+
+        Raises:
+            ConfigError: the settings contradict each other.
         """
         built = self.built
         self.max_context_tokens = min(
@@ -172,8 +174,10 @@ class Node:
         )
 
     def check(self, settings: NodeSettings) -> None:
-        """Raises:
-        ConfigError: the node cannot take a role with these settings.
+        """Checks that the node can take a role with these settings.
+
+        Raises:
+            ConfigError: the node cannot take a role with these settings.
         """
         engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
 

@@ -91,13 +91,15 @@ class _Run:
 
 
 class SimulatedNode:
-    """Attributes:
-    queue: requests whose prompts are computed here, in the order of their places.
-    ready: requests whose KV is here, and that wait for a seat.
-    blocked: requests that wait for room in the cache.
-    runs: steps so far, as numbers of steps and the mean time of one.
-    version: of the present run; an event of an older one is void.
-    busy_s: time of all steps that ended.
+    """A node whose steps take what its costs predict.
+
+    Attributes:
+        queue: requests whose prompts are computed here, in the order of their places.
+        ready: requests whose KV is here, and that wait for a seat.
+        blocked: requests that wait for room in the cache.
+        runs: steps so far, as numbers of steps and the mean time of one.
+        version: of the present run; an event of an older one is void.
+        busy_s: time of all steps that ended.
     """
 
     def __init__(self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int) -> None:

@@ -64,8 +64,10 @@ GPUS = MappingProxyType(
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises:
-    ConfigError: the GPU is not in the table.
+    """The GPU of this name.
+
+    Raises:
+        ConfigError: the GPU is not in the table.
     """
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:

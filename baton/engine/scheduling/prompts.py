@@ -95,8 +95,10 @@ class Prompts:
         return backlog_s(costs, prompts, step_tokens=self._limits.max_batch_tokens)
 
     def check_in_time(self, state: RequestState, now: float) -> None:
-        """Raises:
-        Overloaded: a new request is to be refused if it is late, and is.
+        """Refuses a new request that is late already, if it asks for that.
+
+        Raises:
+            Overloaded: a new request is to be refused if it is late, and is.
         """
         if not state.request.refuse_late:
             return

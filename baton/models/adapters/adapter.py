@@ -53,8 +53,10 @@ class LayerDelta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Args:
-    layers: by the layer's name in the base's checkpoint, without `.weight`.
+    """An adapter's matrices, by layer.
+
+    Args:
+        layers: by the layer's name in the base's checkpoint, without `.weight`.
     """
 
     revision: str

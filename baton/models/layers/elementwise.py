@@ -33,7 +33,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """
+    """GELU with the same bits in every batch.
+
     Args:
         approximate: "none", or "tanh".
     """

@@ -133,8 +133,10 @@ class AltUp(nn.Module):
 
 
 class Gemma3nLayer(LayerWithInput):
-    """Args:
-    before: the attention of the layers before this one.
+    """One layer of Gemma 3n.
+
+    Args:
+        before: the attention of the layers before this one.
     """
 
     def __init__(

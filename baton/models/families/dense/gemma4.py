@@ -92,8 +92,10 @@ class Gemma4Experts(RoutedExperts):
 
 
 class Gemma4Layer(LayerWithInput):
-    """Args:
-    before: the attention of the layers before this one.
+    """One layer of Gemma 4.
+
+    Args:
+        before: the attention of the layers before this one.
     """
 
     def __init__(

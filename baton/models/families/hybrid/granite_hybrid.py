@@ -38,8 +38,10 @@ class SharedMLP(nn.Module):
 
 
 class HybridLayer(ParallelModule):
-    """Args:
-    layer_index: in the model.
+    """One layer of a Granite hybrid: Mamba-2 or attention, then an MLP.
+
+    Args:
+        layer_index: in the model.
     """
 
     def __init__(

@@ -54,8 +54,10 @@ class GatedShortConv(nn.Module):
 
 
 class Lfm2Layer(DecoderLayer):
-    """Attributes:
-    conv: None: the layer attends.
+    """One layer of LFM2: a gated convolution or attention, then an MLP.
+
+    Attributes:
+        conv: None: the layer attends.
     """
 
     def __init__(

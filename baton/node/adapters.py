@@ -73,7 +73,7 @@ class Adapters:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Unloads an adapter; requests that have it run to their end.
+        """Unloads an adapter.
 
         Raises:
             UnknownModel: it is not loaded.

@@ -140,7 +140,7 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
     def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
-        """Describes the node in a role.
+        """Takes a role's settings, limits and description, as a new incarnation.
 
         Raises:
             ConfigError: the settings contradict each other.

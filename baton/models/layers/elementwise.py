@@ -33,7 +33,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU with the same bits in every batch.
+    """Gaussian error linear units, computed in float32 on a CPU.
 
     Args:
         approximate: "none", or "tanh".

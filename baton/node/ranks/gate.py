@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Gate:
-    """Where other hosts connect before their ranks are known.
+    """Accepts the connections of other hosts' ranks.
 
     Args:
         control: to rank 0.

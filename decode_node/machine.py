@@ -19,7 +19,6 @@ from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampli
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
-from decode_node.deadlines import Deadlines
 from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import (
     Aborted,
@@ -47,6 +46,7 @@ from decode_node.events import (
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
 from decode_node.local_prefill import why_wanted_here
 from decode_node.rules import DecodeRules
+from decode_node.task_times import Deadlines
 
 
 class DecodeMachine:

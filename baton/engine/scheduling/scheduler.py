@@ -24,7 +24,7 @@ from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.prefixes import PrefixCache
 from baton.engine.scheduling.prompts import Prompts
-from baton.engine.scheduling.requests import Requests, overloaded
+from baton.engine.scheduling.request_table import RequestTable, overloaded
 from baton.engine.scheduling.state import NO_END, Phase
 from baton.engine.scheduling.steps import DecodeOrder, NextStep
 
@@ -34,7 +34,7 @@ _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
-    Seats, blocks and preemptions are described at `Requests`.
+    Seats, blocks and preemptions are described at `RequestTable`.
     Waiting requests run in the order of their places, and none overtakes another, except that one that cannot meet its
     deadline falls back (`prompts`). Prompts share a step in the same order, whether they run already or not; but no
     running request loses its blocks to a waiting one. A request waits as long as ones of better priority keep coming.
@@ -58,7 +58,7 @@ class Scheduler:
         self._facts = facts
         self._meter = meter or NoCosts()
         self._block_size = facts.block_size
-        self._requests = Requests(limits, facts, is_pending=is_pending)
+        self._requests = RequestTable(limits, facts, is_pending=is_pending)
         self.max_context_tokens = self._requests.max_context_tokens
         self._roster = self._requests.roster
         self._blocks = self._requests.blocks

@@ -16,7 +16,7 @@ from baton.engine.scheduling.state import Phase, RequestState
 from baton.engine.scheduling.steps import Step, StepsInFlight
 
 
-class Requests:
+class RequestTable:
     """Gives seats and blocks to requests, and takes them back.
 
     Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every

@@ -18,7 +18,8 @@ from baton.settings.config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
-from prefill_node.decode_peers import DecodePeer, DecodePeers
+from prefill_node.decode_peer import DecodePeer
+from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import (
     Aborted,
     BecameQuiet,

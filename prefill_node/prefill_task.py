@@ -311,8 +311,8 @@ def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s:
 
 
 class Unsent:
-    """What of a call's cache is computed and not sent yet, of the tokens [token_start, token_stop): in all parts, and of a
-    state its one cell.
+    """What of a call's cache is computed and not sent yet, of the tokens [token_start, token_stop): in all parts, and
+    of a state its one cell.
 
     Args:
         spec: its parts' layers are numbered in one row.

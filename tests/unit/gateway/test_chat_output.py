@@ -45,7 +45,7 @@ def test_tokens_flow_while_the_parser_holds_text_back() -> None:
 
 
 def test_the_last_message_has_what_was_held_back() -> None:
-    parser = Scripted([], paused_engine=[ParsedDelta(content="<tool")])
+    parser = Scripted([], held=[ParsedDelta(content="<tool")])
     output = ChatOutput(parser)
     output.messages(message("<tool"))
     (last,) = output.messages(message(finish_reason=STOP))

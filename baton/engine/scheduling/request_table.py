@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from baton.core.errors import InvalidRequest, Overloaded, UnknownLease
 from baton.core.types import Grammar
-from baton.engine.request import EngineLimits, EngineRequest, ModelFacts, QueuePlace, check_request, context_limit
+from baton.engine.request import EngineLimits, EngineRequest, ModelFacts, QueuePlace, context_limit
+from baton.engine.request_checks import check_request
 from baton.engine.scheduling.load import stream_blocks
 from baton.engine.scheduling.prompts import RETRY_AFTER_S
 from baton.engine.scheduling.request_blocks import OwnerPlace, RequestBlocks

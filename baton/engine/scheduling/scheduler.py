@@ -11,15 +11,8 @@ from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
-from baton.engine.request import (
-    EngineLimits,
-    EngineLoad,
-    EngineRequest,
-    ModelFacts,
-    Reservation,
-    check_first_token,
-    check_received,
-)
+from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
+from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.load import engine_load
 from baton.engine.scheduling.prefixes import PrefixCache

@@ -198,11 +198,14 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class MLAMetadata(AttentionMetadata):
-    """Attributes:
-    num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
-    prefill: the prefills' own tokens as queries and as keys; None without prefills.
-    context_chunks: the prefills' context, in order.
-    sparse_decodes, sparse_prefills: their queries, where these attend to selected tokens; None: to all that they see.
+    """The plan of a batch of latent attention.
+
+    Attributes:
+        num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
+        prefill: the prefills' own tokens as queries and as keys; None without prefills.
+        context_chunks: the prefills' context, in order.
+        sparse_decodes, sparse_prefills: their queries, where these attend to selected tokens; None: to all that they
+            see.
     """
 
     num_decode_tokens: int

@@ -32,10 +32,12 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
 
     @abstractmethod
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False) -> M_co:
-        """Args:
-        common_prefix_len: leading tokens, a multiple of the block size, whose blocks all requests share; 0 turns
-            cascade attention off. The caller asks `use_cascade_attention` first.
-        fast_build: a quick build matters more than the speed of the few layers that will use it.
+        """Plans a batch.
+
+        Args:
+            common_prefix_len: leading tokens, a multiple of the block size, whose blocks all requests share; 0 turns
+                cascade attention off. The caller asks `use_cascade_attention` first.
+            fast_build: a quick build matters more than the speed of the few layers that will use it.
         """
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> M_co:

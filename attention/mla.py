@@ -44,7 +44,9 @@ _LATENT_QUERIES = 1024
 
 
 class MLAAttention(nn.Module):
-    """Args:
+    """Latent attention of one layer.
+
+    Args:
         scale: factor of the scores.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
         scales: of an fp8 cache; its `k_scale` is the latents' scale.

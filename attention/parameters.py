@@ -28,16 +28,18 @@ class AttentionType(StrEnum):
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """Attributes:
-    sliding_window: a token sees itself and the `sliding_window - 1` before it, in an encoder also as many after it;
-        None: all.
-    attention_chunk_size: chunked local attention: a token sees itself and earlier tokens of its own chunk. The chunks
-        of a sequence are [0, size), [size, 2 * size), ...
-    logits_soft_cap: scores become cap * tanh(score / cap).
-    alibi_slopes_H: float32; slope * (key position - query position) is added to the score.
-    sinks_H: float32; a further score per head that takes part in the softmax and has no value.
-    blocksparse: pattern of key blocks that each block of queries sees, per head.
-    scales: of an fp8 cache, and of queries in fp8; None: 1.
+    """What attention computes in one layer, besides its sizes.
+
+    Attributes:
+        sliding_window: a token sees itself and the `sliding_window - 1` before it, in an encoder also as many after it;
+            None: all.
+        attention_chunk_size: chunked local attention: a token sees itself and earlier tokens of its own chunk. The
+            chunks of a sequence are [0, size), [size, 2 * size), ...
+        logits_soft_cap: scores become cap * tanh(score / cap).
+        alibi_slopes_H: float32; slope * (key position - query position) is added to the score.
+        sinks_H: float32; a further score per head that takes part in the softmax and has no value.
+        blocksparse: pattern of key blocks that each block of queries sees, per head.
+        scales: of an fp8 cache, and of queries in fp8; None: 1.
     """
 
     scale: float

@@ -14,14 +14,16 @@ OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
 
 @dataclass(frozen=True)
 class Platform:
-    """Attributes:
-    device_type: "cpu" or "cuda".
-    compute_capability: of the GPU, such as (9, 0); None without one.
-    num_sms: multiprocessors of the GPU; 1 without one.
-    packages: the optional packages that are installed.
-    triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
-    hopper_kernels: the GPU is one that our kernels for Hopper are made for. Each family also needs a version of
-        Triton that compiles it rightly (`baton.tritonlib.hopper_check`); otherwise portable kernels take its calls.
+    """The device that attention runs on, and what is installed for it.
+
+    Attributes:
+        device_type: "cpu" or "cuda".
+        compute_capability: of the GPU, such as (9, 0); None without one.
+        num_sms: multiprocessors of the GPU; 1 without one.
+        packages: the optional packages that are installed.
+        triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
+        hopper_kernels: the GPU is one that our kernels for Hopper are made for. Each family also needs a version of
+            Triton that compiles it rightly (`baton.tritonlib.hopper_check`); otherwise portable kernels take its calls.
     """
 
     device_type: str

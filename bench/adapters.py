@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.models.adapters.adapter import Adapter, LayerDelta
 from baton.models.adapters.bank import AdapterBank
 from baton.settings.config import NodeSettings
@@ -49,7 +49,7 @@ def _without_slots() -> dict[int, float]:
     return took_ms
 
 
-def _with_slots(built: Built, rank: int, plain_ms: dict[int, float]) -> Iterator[Row]:
+def _with_slots(built: BuiltRunner, rank: int, plain_ms: dict[int, float]) -> Iterator[Row]:
     assert built.runner.adapters is not None
     for slot in range(_SLOTS):
         built.runner.load_adapter(slot, _random_adapter(built.runner.adapters, rank, seed=slot))
@@ -62,11 +62,11 @@ def _with_slots(built: Built, rank: int, plain_ms: dict[int, float]) -> Iterator
             yield Row("decode step over that without slots", where, step_ms / plain_ms[batch], "x", limit=limit)
 
 
-def _measure(built: Built, batch: int, *, adapters: list[int] | None) -> float:
+def _measure(built: BuiltRunner, batch: int, *, adapters: list[int] | None) -> float:
     return decode_ms(built.runner, requests=batch, context=_CONTEXT, adapters=adapters)
 
 
-def _built(*, rank: int) -> Iterator[Built]:
+def _built(*, rank: int) -> Iterator[BuiltRunner]:
     """The one engine, freed when the next one is asked for. `rank` 0: without slots for adapters."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(_CONFIG.read_text())

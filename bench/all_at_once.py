@@ -22,7 +22,7 @@ import torch
 from baton.cli.processes import Processes
 from baton.client.client import Client
 from baton.core.types import SamplingParams
-from baton.engine.build import build_runner, measured
+from baton.engine.build import build_runner, calibrate
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
@@ -101,7 +101,7 @@ def _best(seconds_of: Callable[[list[Ask]], float]) -> float:
 def of_the_engine(model: Path) -> float:
     """Tokens per second of the engine of a node that decodes what it prefills."""
     settings = DecodeSettings(model=model, load_format="dummy", device="cuda:0")
-    built = measured(build_runner(settings), settings)
+    built = calibrate(build_runner(settings), settings)
 
     async def seconds_of(requests: list[Ask]) -> float:
         left, over = {str(index) for index in range(len(requests))}, asyncio.Event()

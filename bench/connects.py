@@ -1,9 +1,9 @@
 """Connects that come to nothing, and prefill nodes that are killed: does a node grow, or remember them?
 
-A decode node and a prefill node on the CPU, without TLS, so that anybody may connect. Strangers begin pairs with both
-and are refused, abort, cancel, or give made-up addresses (`bench.strangers`). Then prefill nodes without a model pair
-with the decode node and are killed after each step of the handshake in turn; each replaces the one before at its
-address (`bench.mortal_peer`). At the end the two real nodes pair.
+A decode node and a prefill node on the CPU, without TLS, so that anybody may connect. Unauthenticated peers begin pairs
+with both and are refused, abort, cancel, or give made-up addresses (`bench.unauthenticated_peers`). Then prefill nodes
+without a model pair with the decode node and are killed after each step of the handshake in turn; each replaces the one
+before at its address (`bench.mortal_peer`). At the end the two real nodes pair.
 `python -m bench.connects 20000 200` prints the tables for 20,000 connects and 200 kills.
 """
 
@@ -23,9 +23,9 @@ from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc, prefill_pb2, pr
 from baton.rpc.server import connect
 from baton.settings.config import DEMO_MODELS
 from bench.mortal_peer import STEPS, live, peers
-from bench.strangers import DecodeStrangers, PrefillStrangers
 from bench.table import Row, print_rows
 from bench.table import write_markdown as write_table
+from bench.unauthenticated_peers import UnauthenticatedDecodePeers, UnauthenticatedPrefillPeers
 
 MODEL = DEMO_MODELS / "llama"
 CONNECTS = 100_000
@@ -111,15 +111,15 @@ async def endure(
     """Connects and kills; returns what happened.
 
     Args:
-        readings: at even intervals while strangers connect, and again while nodes are killed.
+        readings: at even intervals while unauthenticated peers connect, and again while nodes are killed.
 
     Raises:
         RuntimeError: a node ended, or the two cannot pair at the end.
     """
     info = (await quiet(decode.process)).info
-    of_decode = PrefillStrangers(decode.process.address, info, seed=SEED)
+    of_decode = UnauthenticatedPrefillPeers(decode.process.address, info, seed=SEED)
     rows: list[Row] = []
-    async with DecodeStrangers(prefill.process.address, info, seed=SEED) as of_prefill:
+    async with UnauthenticatedDecodePeers(prefill.process.address, info, seed=SEED) as of_prefill:
         turns = [of_decode.one, of_prefill.one]
         share = -(-connects // readings)
         bar = _Bar("connects", connects, progress)
@@ -130,8 +130,8 @@ async def endure(
                 _check_alive(watched.process)
                 await watched.read("connects", f"{start + count} connects")
             bar.show(start + count)
-        for who, strangers in (("decode node", of_decode), ("prefill node", of_prefill)):
-            rows += [Row(f"connects to the {who}", kind, count, "") for kind, count in sorted(strangers.counts.items())]
+        for who, peers in (("decode node", of_decode), ("prefill node", of_prefill)):
+            rows += [Row(f"connects to the {who}", kind, count, "") for kind, count in sorted(peers.counts.items())]
         await of_decode.close()
     rows += await kill_peers(decode, info, kills, progress, readings)
     rows.append(Row("the two nodes pair afterwards", "", await pairing_s(prefill.process, decode.process), "s"))

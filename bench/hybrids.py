@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops, state_bytes
 from bench.engine.run import Model, build, forget
@@ -37,7 +37,7 @@ def run(progress: Callable[[str], None], names: tuple[str, ...] = MODELS) -> Ite
         forget()
 
 
-def _decodes(name: str, built: Built, weights: Weights, machine: Ceilings) -> Iterator[Row]:
+def _decodes(name: str, built: BuiltRunner, weights: Weights, machine: Ceilings) -> Iterator[Row]:
     for batch in BATCHES:
         took_ms = decode_ms(built.runner, requests=batch, context=CONTEXT)
         work = decode_work(built.config, weights, built.cache.spec, requests=batch, context=CONTEXT)
@@ -47,7 +47,7 @@ def _decodes(name: str, built: Built, weights: Weights, machine: Ceilings) -> It
         yield Row("decode step", where, took_ms, "ms", "roofline", least_ms, less_is_better=True)
 
 
-def _prefills(name: str, built: Built, weights: Weights, machine: Ceilings) -> Iterator[Row]:
+def _prefills(name: str, built: BuiltRunner, weights: Weights, machine: Ceilings) -> Iterator[Row]:
     """The operations of the recurrence itself are not counted: they are few next to those of the products."""
     for length in PROMPTS:
         took_ms = prefill_ms(built.runner, lengths=[length])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.models.families.moe.gpt_oss import Mxfp4Experts
 from baton.models.quantization.packed_linear import PackedLinear
 from baton.settings.config import NodeSettings
@@ -133,7 +133,7 @@ def _of_case(case: _Case, machine: Ceilings, took_ms: dict[tuple[str, int], floa
     torch.cuda.empty_cache()
 
 
-def _build(case: _Case) -> Built:
+def _build(case: _Case) -> BuiltRunner:
     with tempfile.TemporaryDirectory() as directory:
         values = json.loads((_CONFIGS / case.base / "config.json").read_text()) | dict(case.fields)
         (Path(directory) / "config.json").write_text(json.dumps(values))
@@ -145,7 +145,7 @@ def _build(case: _Case) -> Built:
     return built
 
 
-def _counted(built: Built) -> Weights:
+def _counted(built: BuiltRunner) -> Weights:
     """The model's parameters in bytes as they are stored, with scales and zeros, and in numbers."""
     model = built.runner.model
     weights = count_weights(model, tied=built.config.tie_word_embeddings)

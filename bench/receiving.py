@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
@@ -214,7 +214,7 @@ async def _receiving(pair: Pair) -> AsyncIterator[None]:
 class _Decoding:
     """An engine whose requests decode all the time. The content of their KV does not matter."""
 
-    def __init__(self, built: Built, setup: Setup) -> None:
+    def __init__(self, built: BuiltRunner, setup: Setup) -> None:
         self.setup = setup
         self._names = count()
         limits = EngineLimits(
@@ -276,7 +276,7 @@ class _Decoding:
             self._stretch_over.set()
 
 
-def _build(setup: Setup) -> Built:
+def _build(setup: Setup) -> BuiltRunner:
     block_size = 16
     tokens = setup.requests * setup.room + PARTS * setup.tokens
     return build_runner(

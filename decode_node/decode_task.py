@@ -24,7 +24,6 @@ from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import to_detail
 from decode_node.admission import no_room
-from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
     Abort,
     Admit,
@@ -38,7 +37,9 @@ from decode_node.commands import (
     SendLeaseEnded,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal
+from decode_node.local_prefill import split_tokens, why_wanted_here
 from decode_node.rules import DecodeRules
+from decode_node.task_times import TaskTimes
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 
 
@@ -86,24 +87,15 @@ class DecodeTask:
         self._policy = submit.policy
         self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any one
         self._why_wanted_here = why_wanted_here(submit)
-        self._split_tokens = _split_tokens(submit, request, rules)
+        self._split_tokens = split_tokens(submit, request, rules)
         self._rules = rules
         self._lease_numbers = lease_numbers
-        self._submitted_s = now_s
-        self._traced = bool(submit.traceparent)
-        self.chunk_times = ChunkTimes()
-        self._filled_s = now_s
-        self._budget_s = submit.budget_s if submit.HasField("budget_s") else None
-        self._budget_deadline_s = None if self._budget_s is None else now_s + self._budget_s
-        self._max_queue_s = submit.queue_s if submit.HasField("queue_s") else 0.0
-        self._queued_s = 0.0
-        self._phase_deadline_s = now_s + self._max_queue_s if self._max_queue_s > 0 else None
+        self.times = TaskTimes(submit, now_s)
         self._reserving = False  # an answer of the engine is outstanding
         self._reservation: Reservation | None = None
         self.lease: int | None = None
         self._early: list[LeaseEvent] = []
         self._handed_over: HandedOver | None = None
-        self._handed_over_s = 0.0
         self._filled = False
         self._loss_reported = False
         self._lease_closing = False
@@ -124,8 +116,8 @@ class DecodeTask:
         self._reservation = reservation
         match self.phase:
             case Phase.WAITING:
-                self._queued_s = now_s - self._submitted_s
-                why = self._why_here(reservation)
+                self.times.queued_s = now_s - self.times.submitted_s
+                why = self._local_prefill_reason(reservation)
                 return self._prefill_here(self._request.output, why, now_s) if why else self._open_lease()
             case Phase.EXTENDING:
                 return self._open_lease()
@@ -138,11 +130,11 @@ class DecodeTask:
         was_reserving, self._reserving = self._reserving, False
         if self.phase is Phase.ENDING:
             return self._give_back() if was_reserving else []
-        if self.phase is Phase.WAITING and isinstance(error, Overloaded) and self._max_queue_s > 0:
+        if self.phase is Phase.WAITING and isinstance(error, Overloaded) and self.times.max_queue_s > 0:
             return []  # asked again when blocks have become free
         return self.fail(error)
 
-    def _why_here(self, reservation: Reservation) -> str:
+    def _local_prefill_reason(self, reservation: Reservation) -> str:
         """Why this node should prefill the request itself; empty when a prefill node should."""
         if self._why_wanted_here or self._policy == pb.LOCAL_POLICY_STRICT:
             return self._why_wanted_here
@@ -177,8 +169,7 @@ class DecodeTask:
             return [self._close()]
         self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
         reserved = self._ticket()
-        if self._traced:
-            reserved.at_s = now_s - self._submitted_s
+        self.times.trace_reserved(reserved, now_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
         early, self._early = self._early, []
         for event in early:
@@ -199,9 +190,9 @@ class DecodeTask:
             case HandedOver(lease=lease, first=first):
                 if (first is None) != (self._split_tokens > 0):
                     return self._report_loss(lease, DataLoss("the hand-over does not fit its ticket"))
-                self._handed_over, self._handed_over_s = event, now_s
+                self._handed_over, self.times.handed_over_s = event, now_s
             case Filled():
-                self._filled, self._filled_s = True, now_s
+                self._filled, self.times.filled_s = True, now_s
             case LeaseLost(lease=lease, error=error):
                 return self._report_loss(lease, error)
             case Renewal() | LocalPrefill():
@@ -209,7 +200,7 @@ class DecodeTask:
         sent = self._handed_over
         if sent is None or not (self._filled or sent.finished):
             return []
-        waited_s = now_s - self._handed_over_s
+        waited_s = now_s - self.times.handed_over_s
         return self._decide(replace(sent, sampled_ago_s=sent.sampled_ago_s + waited_s))
 
     def _report_loss(self, lease: int, error: BatonError) -> list[Command]:
@@ -238,10 +229,7 @@ class DecodeTask:
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
-                if self._traced:
-                    admitted.at_s = now_s - self._submitted_s
-                    admitted.filled_s = self._filled_s - self._submitted_s
-                    admitted.handed_over_s = self._handed_over_s - self._submitted_s
+                self.times.trace_admitted(admitted, now_s)
                 return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
             case Renewal(output=output, prefill_incarnation=incarnation):
                 self._enter(Phase.EXTENDING)
@@ -271,9 +259,8 @@ class DecodeTask:
         self._enter(Phase.DECODING)
         self.prefill_started_s = now_s
         cached_tokens = self._skipped_tokens(self._reservation)
-        accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
-        if self._traced:
-            accepted.at_s = now_s - self._submitted_s
+        accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self.times.queued_s)
+        self.times.trace_accepted(accepted, now_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 
     def _admit(self, first: TokenOutput | None, now_s: float) -> Command:
@@ -285,8 +272,8 @@ class DecodeTask:
 
     def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
         """A part of the prompt, before the first token."""
-        if self._traced and self.prefill_started_s is not None:
-            self.chunk_times.add(chunk.token_start, chunk.token_stop, now_s - self._submitted_s)
+        if self.prefill_started_s is not None:
+            self.times.trace_chunk(chunk, now_s)
 
     def _skipped_tokens(self, reservation: Reservation) -> int:
         """How many tokens need not be computed if the prompt is computed here."""
@@ -311,15 +298,14 @@ class DecodeTask:
         """When `time_passed` is due."""
         if self.phase in (Phase.ENDING, Phase.OVER):
             return None
-        deadlines = [at_s for at_s in (self._budget_deadline_s, self._phase_deadline_s) if at_s is not None]
-        return min(deadlines, default=None)
+        return self.times.deadline_s
 
     def time_passed(self, now_s: float) -> list[Command]:
         """The request's deadline has come."""
-        if self._budget_deadline_s is not None and now_s >= self._budget_deadline_s:
-            return self.fail(DeadlineExceeded(f"the request's {self._budget_s:g} s are over"))
+        if self.times.budget_is_over(now_s):
+            return self.fail(DeadlineExceeded(f"the request's {self.times.budget_s:g} s are over"))
         if self.phase is Phase.WAITING:
-            return self.fail(no_room(self._max_queue_s))
+            return self.fail(no_room(self.times.max_queue_s))
         late = f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s"
         return self.fail(DeadlineExceeded(late))
 
@@ -379,7 +365,7 @@ class DecodeTask:
         return max(self._reservation.cached_tokens, self._split_tokens - self._rules.block_size + 1)
 
     def _enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
-        self.phase, self._phase_deadline_s = phase, deadline_s
+        self.phase, self.times.phase_deadline_s = phase, deadline_s
 
     def _ticket(self) -> pb.Reserved:
         assert self._reservation is not None
@@ -400,28 +386,8 @@ class DecodeTask:
             owner_rank=self._reservation.owner,
         )
         return pb.Reserved(
-            key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s
+            key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self.times.queued_s
         )
 
     def _send(self, message: pb.SessionResponse) -> Send:
         return Send(self.session, message)
-
-
-def why_wanted_here(submit: pb.SubmitRequest) -> str:
-    """Why the gateway wants the prompt computed on this node, whatever its cache has; empty: it does not."""
-    if submit.policy == pb.LOCAL_POLICY_STRICT:
-        return ""
-    if submit.policy == pb.LOCAL_POLICY_LOCAL:
-        return "the policy is local"
-    if submit.placement == pb.PLACEMENT_LOCAL:
-        return submit.placement_why or "the gateway chose it"
-    return "" if submit.prefill_available else "no prefill node is available"
-
-
-def _split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: DecodeRules) -> int:
-    """How many leading tokens a prefill node computes of a split prompt; 0: it is not split."""
-    asked = submit.placement == pb.PLACEMENT_SPLIT and submit.policy == pb.LOCAL_POLICY_PREFER
-    if not asked or request.scores_prompt:  # prompt logprobs come from one node
-        return 0
-    tokens = submit.split_tokens // rules.split_unit * rules.split_unit
-    return tokens if tokens < len(request.prompt) + len(request.output) else 0

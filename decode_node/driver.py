@@ -47,11 +47,11 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.gateway_sessions import GatewaySessions
-from decode_node.lease_numbers import lease_numbers
-from decode_node.local_prefill import Streams, why_here
+from decode_node.local_prefill import Streams, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.rules import DecodeRules
+from decode_node.tag_numbers import lease_numbers
 from kvtransfer import records
 from kvtransfer.leases import LeaseTotals
 
@@ -133,7 +133,7 @@ class DecodeDriver:
     def _why_local(self, uncached: int, cached: int) -> str:
         load = self._engine.load()
         streams = Streams(self._meter.costs, load.decode_rows, load.context_tokens, self._max_batch_tokens)
-        return why_here(self._local_prefill_tokens, uncached, cached, streams=streams)
+        return local_prefill_reason(self._local_prefill_tokens, uncached, cached, streams=streams)
 
     # ---- events
 

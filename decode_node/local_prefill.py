@@ -1,8 +1,15 @@
-"""When a decode node prefills a prompt itself although a prefill node could: when its streams hardly notice. Pure."""
+"""Which tokens of a prompt the decode node prefills itself. Pure.
+
+These are all if the gateway wants it or the node's streams hardly notice, those after the first part of a split prompt,
+or none.
+"""
 
 from dataclasses import dataclass
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
+from baton.engine.request import EngineRequest
+from baton.protos.v1 import decode_pb2 as pb
+from decode_node.rules import DecodeRules
 
 # A step may become longer by this part of a plain decode step, or by this time, whichever is more.
 _EXTRA_PART = 0.1
@@ -29,7 +36,7 @@ class Streams:
 UNKNOWN = Streams(costs=None, rows=0, keys=0, step_tokens=0)
 
 
-def why_here(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
+def local_prefill_reason(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
     """Why the node prefills `uncached` tokens after `cached` ones itself; empty: a prefill node should.
 
     Args:
@@ -56,3 +63,23 @@ def _by_costs(costs: StepCosts, uncached: int, cached: int, streams: Streams) ->
     return (
         f"{uncached} uncached prompt tokens, which make a step of {1e3 * plain_s:.3g} ms {1e3 * extra_s:.2g} ms longer"
     )
+
+
+def why_wanted_here(submit: pb.SubmitRequest) -> str:
+    """Why the gateway wants the prompt computed on this node, whatever its cache has; empty: it does not."""
+    if submit.policy == pb.LOCAL_POLICY_STRICT:
+        return ""
+    if submit.policy == pb.LOCAL_POLICY_LOCAL:
+        return "the policy is local"
+    if submit.placement == pb.PLACEMENT_LOCAL:
+        return submit.placement_why or "the gateway chose it"
+    return "" if submit.prefill_available else "no prefill node is available"
+
+
+def split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: DecodeRules) -> int:
+    """How many leading tokens a prefill node computes of a split prompt; 0: it is not split."""
+    asked = submit.placement == pb.PLACEMENT_SPLIT and submit.policy == pb.LOCAL_POLICY_PREFER
+    if not asked or request.scores_prompt:  # prompt logprobs come from one node
+        return 0
+    tokens = submit.split_tokens // rules.split_unit * rules.split_unit
+    return tokens if tokens < len(request.prompt) + len(request.output) else 0

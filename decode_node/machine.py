@@ -11,15 +11,15 @@ from baton.core.errors import BatonError, InvalidRequest, NoNode
 from baton.core.errors import Draining as DrainingError
 from baton.core.pools import blocks_for
 from baton.engine.events import PromptScored, StepEvents
-from baton.engine.request import PATIENCE_S, EngineRequest
+from baton.engine.request import EngineRequest
+from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
-from decode_node.deadlines import Deadlines
-from decode_node.decode_task import DecodeTask, Phase, why_wanted_here
+from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import (
     Aborted,
     Admitted,
@@ -44,7 +44,9 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
+from decode_node.local_prefill import why_wanted_here
 from decode_node.rules import DecodeRules
+from decode_node.task_times import Deadlines
 
 
 class DecodeMachine:
@@ -188,10 +190,12 @@ class DecodeMachine:
         return self._after(task, commands)
 
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
-        """Raises:
-        Draining: this node takes no new request.
-        InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to come
-            from elsewhere to a node that gives no leases.
+        """The engine's request for a gateway's message.
+
+        Raises:
+            Draining: this node takes no new request.
+            InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to
+                come from elsewhere to a node that gives no leases.
         """
         if self._draining:
             raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
@@ -206,7 +210,7 @@ class DecodeMachine:
                 cure="send a request that needs a hand-over to a decode node",
             )
         # After a client has given up, its first token is of no use. A time that is longer than a queue says nothing.
-        soon = submit.HasField("budget_s") and submit.budget_s < PATIENCE_S
+        soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_FIRST_TOKEN_S
         gives_up_s = now_s + submit.budget_s if soon else None
         return EngineRequest(
             request_id=f"{session}.{submit.key}",
@@ -247,7 +251,7 @@ class DecodeMachine:
             if task.prefill_started_s is not None:
                 queue_s = task.prefill_queue_s
                 prefill_s, task.prefill_started_s = max(0.0, now_s - task.prefill_started_s - queue_s), None
-                chunks = task.chunk_times.take()
+                chunks = task.times.chunks.take()
             message = steps.get(task.session)
             if message is None:
                 message = steps[task.session] = pb.SessionResponse(step=pb.Step())

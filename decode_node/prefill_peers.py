@@ -26,12 +26,12 @@ from baton.node.describe import (
     to_mismatches,
     to_warm_ups,
 )
-from baton.node.hello import check_addresses, check_info
 from baton.node.link_floor import below_floor
+from baton.node.peer_checks import check_addresses, check_info
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
-from decode_node.sender_numbers import SenderNumbers
+from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
 from kvtransfer.records import LinkMeasure, PeerTraffic
 

@@ -16,9 +16,11 @@ from kvtransfer.plan import WirePlan
 
 @dataclass(frozen=True)
 class KVConversion:
-    """Attributes:
-    scales: the scales of a receiver's 8-bit cache: for each layer one for keys and one for values, or one for latents.
-        KV is divided by its scale. Empty for other dtypes.
+    """How KV changes on its way into the receiver's cache.
+
+    Attributes:
+        scales: the scales of a receiver's 8-bit cache: for each layer one for keys and one for values, or one for
+            latents. KV is divided by its scale. Empty for other dtypes.
     """
 
     source_dtype: str

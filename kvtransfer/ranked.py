@@ -213,8 +213,10 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         )
 
     async def use_link(self, pair: int, speed: LinkSpeed) -> None:
-        """Args:
-        speed: of the pair, as `warmed_up` measured it.
+        """Chooses message sizes for the pair's link.
+
+        Args:
+            speed: of the pair, as `warmed_up` measured it.
         """
         ends = self._pairs[pair]
         each = replace(speed, bytes_per_s=speed.bytes_per_s / _lanes(ends))

@@ -14,9 +14,9 @@ from baton.kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, SegmentRefusal
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Blocks, CacheReading, Mover, Pending
+from kvtransfer.pacing import RateLimit
 from kvtransfer.parts import part_with
 from kvtransfer.rank_transfer import OnFilled, OnRefused
-from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import RefusedSegment
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_sealed, decode_trailer

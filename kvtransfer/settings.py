@@ -10,7 +10,9 @@ from kvtransfer.segments import TRAILER_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSettings:
-    """Attributes:
+    """The settings of one rank's transfer.
+
+    Attributes:
         incarnation: of the node; segments for another one are refused.
         transport: a name of `kvtransfer.transports.table`.
         segment_bytes: largest payload of one message; a staging slot holds it and its trailer.

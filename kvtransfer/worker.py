@@ -24,13 +24,13 @@ from baton.kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
+from kvtransfer.pacing import wake_punctually
 from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
-from kvtransfer.timer_slack import wake_punctually
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import REACH_GPU_MEMORY, Transport
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 from baton.core.errors import BatonError, InternalError
 from baton.core.logs import enter_request
@@ -18,7 +18,8 @@ from baton.settings.config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
-from prefill_node.decode_peers import DecodePeer, DecodePeers
+from prefill_node.decode_peer import DecodePeer
+from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import (
     Aborted,
     BecameQuiet,
@@ -32,9 +33,52 @@ from prefill_node.events import (
     StopFailed,
 )
 from prefill_node.machine import PrefillMachine, PrefillRules
-from prefill_node.response_stream import ResponseStream, Write
 
 log = logging.getLogger("baton")
+
+Write = Callable[[pb.PrefillEvent], Awaitable[None]]
+
+
+class ResponseStream:
+    """The responses of one Prefill call on their way to the gateway: `put` any number, then `end` once.
+
+    They are queued, so that a slow gateway delays neither the sending of KV nor other calls.
+    """
+
+    def __init__(self) -> None:
+        self._unwritten: asyncio.Queue[pb.PrefillEvent | None] = asyncio.Queue()
+        self._ended = asyncio.Event()
+        self._error: BatonError | None = None
+
+    def put(self, event: pb.PrefillEvent) -> None:
+        self._unwritten.put_nowait(event)
+
+    def end(self, error: BatonError | None) -> None:
+        self._error = error
+        self._unwritten.put_nowait(None)
+        self._ended.set()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+    async def write_all(self, write: Write) -> None:
+        """Writes every response, at the pace of the gateway. An error at the end drops what is unwritten.
+
+        Raises:
+            BatonError: the error that the stream was ended with.
+            ExceptionGroup: with what `write` has raised.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(self._write_all(write))
+            await self._ended.wait()
+            if self._error is not None:
+                writing.cancel()
+        if self._error is not None:
+            raise self._error
+
+    async def _write_all(self, write: Write) -> None:
+        while (event := await self._unwritten.get()) is not None:
+            await write(event)
 
 
 class PrefillDriver:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from itertools import chain, groupby
 
 from baton.core.errors import BatonError, InvalidRequest
 from baton.engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
@@ -21,7 +22,6 @@ from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
-from prefill_node.unsent import Unsent
 
 EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed
 TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
@@ -308,3 +308,41 @@ def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s:
     if scored is not None:
         add_prompt_logprobs(first_token, scored.logprobs)
     return first_token
+
+
+class Unsent:
+    """What of a call's cache is computed and not sent yet, of the tokens [token_start, token_stop): in all parts, and
+    of a state its one cell.
+
+    Args:
+        spec: its parts' layers are numbered in one row.
+    """
+
+    def __init__(self, spec: KVCacheSpec, *, token_start: int, token_stop: int) -> None:
+        self._token_stop = token_stop
+        self._index_start = spec.num_layers
+        self._taken = [part.first_kept(token_start, token_stop) for part in spec.parts for _ in range(part.num_layers)]
+        self._computed = self._taken[:]
+
+    def computed(self, token_stop: int, *, layer_stop: int | None = None, index_stop: int = 0) -> None:
+        """The cache holds all tokens before `token_stop`, in the layers before `layer_stop` or in all of them; of a
+        state, it holds that after `token_stop` tokens only.
+
+        Args:
+            index_stop: in how many layers of an index too, where `layer_stop` is given.
+
+        A prompt that is computed again after a preemption takes nothing back.
+        """
+        token_stop = min(token_stop, self._token_stop)
+        index = range(self._index_start, self._index_start + index_stop)
+        for layer in range(len(self._computed)) if layer_stop is None else chain(range(layer_stop), index):
+            self._computed[layer] = max(self._computed[layer], token_stop)
+
+    def take(self) -> list[SegmentPiece]:
+        """All that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
+        ranges = list(zip(self._taken, self._computed, strict=True))
+        self._taken = self._computed[:]
+        alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]
+        return [
+            SegmentPiece(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]
+        ]

@@ -13,6 +13,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import parse_layout
 from baton.kvcache.spec import KVCacheShape, KVKind
 from baton.models.families.reader import read_config
+from baton.models.layers.step_context import StepContext
 from baton.models.loading.loader import load_model
 from baton.models.loading.needs import attention_needs, kv_cache_spec
 
@@ -112,7 +113,7 @@ class Invariant:
             )
             token_ids_T = torch.tensor([token for _, tokens in batch for token in tokens]).to(self.device)
             metadata = self.backend.builder.build(0, common)
-            hidden_TD = self.model(token_ids_T, positions_T, self.cache, metadata)
+            hidden_TD = self.model.compute(token_ids_T, positions_T, self.cache, StepContext(metadata))
             place = next(index for index, (request, _) in enumerate(batch) if request is target)
             rows = slice(*common.query_start_loc_cpu[place : place + 2].tolist())
             last_R = common.query_start_loc[1:].long() - 1

@@ -25,7 +25,7 @@ BASE = {"baton.core", "baton.settings", "baton.protos"}
 KV = {"baton.core", "baton.tritonlib", "baton.kvcache"}
 SERVING = BASE | {"baton.security", "baton.rpc", "baton.metrics", "baton.tracing"}
 MODEL_CONFIG = {"baton.models.config", "baton.models.families", "baton.models.loading"}
-NODE = SERVING | MODEL_CONFIG | {"baton.kvcache", "kvtransfer", "baton.engine"}
+NODE = SERVING | MODEL_CONFIG | {"baton.kvcache", "kvtransfer", "baton.engine", "baton.engine.scheduling.slices"}
 MAY_IMPORT = {
     "baton.core": set[str](),
     "baton.protos": set[str](),
@@ -66,9 +66,10 @@ MAY_IMPORT = {
     | {"attention"}
     | {f"baton.models.{room}" for room in ("config", "checkpoint", "kernels", "layers", "loading")},
     # nodes
+    "baton.engine.scheduling.slices": {"baton.core"},  # `baton plan` simulates nodes with it
     "baton.engine": KV
     | MODEL_CONFIG
-    | {"attention", "baton.settings", "baton.grammar"}
+    | {"attention", "baton.settings", "baton.grammar", "baton.engine.scheduling.slices"}
     | {f"baton.models.{room}" for room in ("checkpoint", "kernels", "layers", "adapters")},
     "baton.node": NODE | {"baton.models.layers", "baton.models.adapters"},
     "prefill_node": NODE | {"baton.node", "decode_node"},  # it also decodes
@@ -95,7 +96,7 @@ MAY_IMPORT = {
     "baton.__main__": {"baton.core", "baton.cli"},
     "baton.load": BASE | {"baton.security", "baton.client", "baton.cli"},
     "baton.planner": BASE
-    | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet"}
+    | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet", "baton.engine.scheduling.slices"}
     | {"baton.models.config", "baton.models.families"},
 }
 PACKAGES = {"attention", "baton", "decode_node", "kvtransfer", "prefill_node"}
@@ -111,6 +112,7 @@ WITH_TORCH = {"attention", "kvtransfer", "prefill_node", "decode_node"} | {
     f"baton.{room}" for room in ("tritonlib", "kvcache", "models", "grammar", "engine", "node")
 }
 WITHOUT_TORCH_MODULES = {
+    "baton.engine.scheduling.slices",
     "baton.grammar.checker",
     "baton.grammar.trial",
     "baton.kvcache.layout",

@@ -41,10 +41,12 @@ _HOPPER = 9  # the first number of its compute capability
 
 @dataclass(frozen=True)
 class BlocksparseMetadata(AttentionMetadata):
-    """Attributes:
-    num_decodes: the first requests of the batch, of one token each; all others are prefills.
-    pieces: the number of pieces that each decode's keys are cut into.
-    without_context: no prefill has context, so the call's keys are all keys.
+    """The plan of a batch for block-sparse attention.
+
+    Attributes:
+        num_decodes: the first requests of the batch, of one token each; all others are prefills.
+        pieces: the number of pieces that each decode's keys are cut into.
+        without_context: no prefill has context, so the call's keys are all keys.
     """
 
     common: CommonAttentionMetadata
@@ -82,8 +84,10 @@ class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
 
 
 class BlocksparseFlashAttention:
-    """Raises:
-    ConfigError: a layer's pattern has a block size that the kernels do not take, or is for another number of heads.
+    """Attention of one layer over the blocks that its pattern keeps.
+
+    Raises:
+        ConfigError: a layer's pattern has a block size that the kernels do not take, or is for another number of heads.
     """
 
     capabilities: ClassVar = BackendCapabilities(

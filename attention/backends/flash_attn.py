@@ -24,12 +24,14 @@ from baton.kvcache.tokens import WriteIndex
 
 @dataclass(frozen=True)
 class FlashAttnPrefills:
-    """Attributes:
-    query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's queries begin, and where its keys
-        would begin if all requests' keys were adjacent.
-    block_table: [R, blocks] int32.
-    max_query_len, max_seq_len: of any request.
-    without_context: all keys are those of the batch's own tokens.
+    """The prefills of a batch, as flash-attn takes them.
+
+    Attributes:
+        query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's queries begin, and where its
+            keys would begin if all requests' keys were adjacent.
+        block_table: [R, blocks] int32.
+        max_query_len, max_seq_len: of any request.
+        without_context: all keys are those of the batch's own tokens.
     """
 
     query_start_loc: Tensor

@@ -29,10 +29,12 @@ _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 @dataclass(frozen=True)
 class FlashInferMetadata(AttentionMetadata):
-    """Attributes:
-    cascade: a planned wrapper for the whole batch, if its shared prefix is computed once; None otherwise.
-    decode: a planned wrapper for the first `num_decodes` requests; None without decodes.
-    prefills: all other requests.
+    """FlashInfer's plan of a batch.
+
+    Attributes:
+        cascade: a planned wrapper for the whole batch, if its shared prefix is computed once; None otherwise.
+        decode: a planned wrapper for the first `num_decodes` requests; None without decodes.
+        prefills: all other requests.
     """
 
     causal: bool
@@ -111,8 +113,10 @@ class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
 
 
 class FlashInfer:
-    """Raises:
-    ConfigError: the layers disagree about window, soft cap or scale.
+    """Attention of one layer by FlashInfer.
+
+    Raises:
+        ConfigError: the layers disagree about window, soft cap or scale.
     """
 
     capabilities: ClassVar = BackendCapabilities(

@@ -32,8 +32,10 @@ ROTARY_DIM = 64
 
 @dataclass(frozen=True)
 class FlashInferMLAMetadata(MLAMetadata):
-    """Attributes:
-    decode: the planned wrapper; None without decodes.
+    """FlashInfer's plan of a batch of latent attention.
+
+    Attributes:
+        decode: the planned wrapper; None without decodes.
     """
 
     decode: Any

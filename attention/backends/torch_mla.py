@@ -7,6 +7,7 @@ Legend: T queries, S keys, H heads, D key channels, V value channels, C latent p
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,17 +15,17 @@ from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilit
 from attention.backends.invariance import check_decodes_first
 from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
-from attention.backends.torch_sparse import attend_selected, select
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.sparse import SparseQueries, sparse_decodes, sparse_prefills
+from attention.sparse import SparseQueries, best_keys, index_scores, slots_of, sparse_decodes, sparse_prefills
+from baton.kvcache.access import gather_tokens
 from baton.kvcache.cache import TORCH_DTYPES
 from baton.kvcache.layout import MLA_LAYOUTS
 from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from baton.kvcache.tokens import WriteIndex
+from baton.kvcache.tokens import TokenIndex, WriteIndex
 
 # Queries whose scores are in memory at once. With the workspace this bounds memory for any prompt and context.
 _PIECE_TOKENS = 256
@@ -75,8 +76,10 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
 
 
 class TorchMLA:
-    """Raises:
-    ConfigError: the workspace is smaller than one token.
+    """Latent attention of one layer in plain torch.
+
+    Raises:
+        ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(
@@ -180,3 +183,59 @@ def _attend_piece(q_THD: Tensor, k_HDS: Tensor, v_HSV: Tensor, *, causal: bool, 
     lse_HT = scores_HTS.logsumexp(dim=-1)
     weights_HTS = scores_HTS.sub_(lse_HT.unsqueeze(-1)).exp_()
     return torch.bmm(weights_HTS, v_HSV).transpose(0, 1), lse_HT
+
+
+# Queries whose scores, or selected latents, are in memory at once.
+_SCORED_QUERIES, _ATTENDING_QUERIES = 64, 16
+
+
+def select(q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
+    """As `SparseMLABackend.select`; -1 past a query's slots."""
+    block_size = index_layer.shape[2]
+    slots_TK = torch.full((len(q_THD), queries.width), -1, dtype=torch.int32)
+    for request, (start, stop, seq_len) in enumerate(queries.ranges):
+        blocks_B = queries.block_table[request]
+        positions_S = np.arange(seq_len)
+        tokens = TokenIndex(blocks_B.numpy()[positions_S // block_size].astype(np.int64), positions_S % block_size)
+        if not seq_len:
+            continue
+        k_SD = gather_tokens(index_layer, tokens, dtype=q_THD.dtype).view(seq_len, -1)
+        for first in range(start, stop, _SCORED_QUERIES):
+            rows = slice(first, min(first + _SCORED_QUERIES, stop))
+            scores_TS = index_scores(q_THD[rows], weights_TH[rows], k_SD)
+            positions_TK = best_keys(scores_TS, queries.seq_lens_T[rows], queries.width)
+            table_TB = blocks_B.expand(len(positions_TK), -1)
+            slots_TK[rows, : positions_TK.shape[1]] = slots_of(positions_TK, table_TB, block_size)
+    return slots_TK
+
+
+def attend_selected(
+    q_THC: Tensor,
+    kv_layer: Tensor,
+    slots_TK: Tensor,
+    queries: SparseQueries,
+    *,
+    scale: float,
+    k_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `SparseMLABackend.attend_selected`; 0 for a query that sees nothing."""
+    for start, stop, seq_len in queries.ranges:
+        width = min(seq_len, queries.width)
+        for first in range(start, stop, _ATTENDING_QUERIES):
+            rows = slice(first, min(first + _ATTENDING_QUERIES, stop))
+            out[rows] = _attend(q_THC[rows], kv_layer, slots_TK[rows, :width], scale, k_scale, out.shape[-1])
+
+
+def _attend(
+    q_THC: Tensor, kv_layer: Tensor, slots_TK: Tensor, scale: float, k_scale: Tensor | None, value_dim: int
+) -> Tensor:
+    if not slots_TK.shape[1]:
+        return q_THC.new_zeros(*q_THC.shape[:2], value_dim)
+    unseen_TK = slots_TK < 0
+    blocks, offsets = np.divmod(slots_TK.clamp(min=0).flatten().numpy().astype(np.int64), kv_layer.shape[2])
+    gathered = gather_tokens(kv_layer, TokenIndex(blocks, offsets), dtype=q_THC.dtype, scale=k_scale)
+    kv_TKC = gathered.view(*slots_TK.shape, -1).float().masked_fill(unseen_TK.unsqueeze(-1), 0)
+    scores_THK = torch.bmm(q_THC.float() * scale, kv_TKC.transpose(1, 2))
+    weights_THK = scores_THK.masked_fill_(unseen_TK.unsqueeze(1), -torch.inf).softmax(-1)
+    return torch.bmm(weights_THK, kv_TKC[..., :value_dim]).to(q_THC.dtype)

@@ -44,9 +44,11 @@ class PromptPiece:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Attributes:
-    keys: places of the request's keys in the cache, or their rows among the call's own keys.
-    first_key: position of the first key.
+    """One request's prefill: its queries and where their keys are.
+
+    Attributes:
+        keys: places of the request's keys in the cache, or their rows among the call's own keys.
+        first_key: position of the first key.
     """
 
     keys: TokenIndex | slice
@@ -73,9 +75,11 @@ def plan_prefills(
     block_size: int,
     mask_dtype: torch.dtype,
 ) -> TorchPrefills:
-    """Args:
-    query_starts: each request's first query, then the number of queries.
-    seq_lens: each request's number of keys in the cache.
+    """Plans the prefills of a batch, request by request.
+
+    Args:
+        query_starts: each request's first query, then the number of queries.
+        seq_lens: each request's number of keys in the cache.
     """
     requests = []
     for request, seq_len in enumerate(seq_lens):

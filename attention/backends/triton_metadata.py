@@ -104,14 +104,16 @@ def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[D
 
 @dataclass(frozen=True)
 class TritonAttentionMetadata(AttentionMetadata):
-    """Attributes:
-    query_start_loc: of all requests.
-    fresh_prefills: no prefill has context, so all its keys are among the call's own. Always False where results must
-        not depend on the batch, because this does.
-    prefill_query_len: query length that the prefills' tiles are chosen for: the longest, or more.
-    plans: of the decodes.
-    prefix: the keys that cascade attention reads once; None without one.
-    rest_plans: of the decodes' keys after that prefix.
+    """The plan of a batch for our Triton kernels.
+
+    Attributes:
+        query_start_loc: of all requests.
+        fresh_prefills: no prefill has context, so all its keys are among the call's own. Always False where results
+            must not depend on the batch, because this does.
+        prefill_query_len: query length that the prefills' tiles are chosen for: the longest, or more.
+        plans: of the decodes.
+        prefix: the keys that cascade attention reads once; None without one.
+        rest_plans: of the decodes' keys after that prefix.
     """
 
     query_start_loc: Tensor
@@ -125,8 +127,10 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 
 class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
-    """Args:
-    persistent_prefills: whether prefills run the persistent kernel; None: where it is faster.
+    """Plans batches for our Triton kernels.
+
+    Args:
+        persistent_prefills: whether prefills run the persistent kernel; None: where it is faster.
     """
 
     plans_on_device: ClassVar[bool] = True

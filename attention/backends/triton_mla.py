@@ -32,9 +32,11 @@ _SELECTING_QUERIES = 512
 
 @dataclass(frozen=True)
 class TritonMLAMetadata(MLAMetadata):
-    """Attributes:
-    seq_lens: [R] int32 of the decodes, on the device.
-    block_table: [R, blocks] int32 of the decodes.
+    """The plan of a batch for our Triton kernels of latent attention.
+
+    Attributes:
+        seq_lens: [R] int32 of the decodes, on the device.
+        block_table: [R, blocks] int32 of the decodes.
     """
 
     seq_lens: Tensor
@@ -88,8 +90,10 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
 
 class TritonMLA:
-    """Raises:
-    ConfigError: the workspace is smaller than one token.
+    """Latent attention of one layer by our Triton kernels.
+
+    Raises:
+        ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(

@@ -55,10 +55,12 @@ class UnifiedRequests:
 
 @dataclass(frozen=True)
 class XFormersMetadata(AttentionMetadata):
-    """Attributes:
-    attn_bias: xformers' name for which slots of the cache each decode reads; None if it runs no decode.
-    prefills: all other requests; None without any.
-    everything: all requests, for layers whose decodes xformers cannot run.
+    """The plan of a batch for xformers.
+
+    Attributes:
+        attn_bias: xformers' name for which slots of the cache each decode reads; None if it runs no decode.
+        prefills: all other requests; None without any.
+        everything: all requests, for layers whose decodes xformers cannot run.
     """
 
     num_decodes: int

@@ -11,9 +11,11 @@ from baton.core.types import AdapterRef
 
 
 class AdapterSlots:
-    """Args:
-    count: number of slots.
-    in_use: whether a request uses the adapter in a slot.
+    """Which adapter each slot of a model has.
+
+    Args:
+        count: number of slots.
+        in_use: whether a request uses the adapter in a slot.
     """
 
     def __init__(self, count: int, in_use: Callable[[int], bool]) -> None:
@@ -33,8 +35,10 @@ class AdapterSlots:
         return self._free() is None
 
     def slot_of(self, adapter: AdapterRef) -> int:
-        """Raises:
-        UnknownModel: it is not loaded.
+        """The slot of a loaded adapter.
+
+        Raises:
+            UnknownModel: it is not loaded.
         """
         slot = self._slots.get(adapter)
         if slot is None:

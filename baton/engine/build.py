@@ -13,18 +13,16 @@ import torch
 from attention.selection import select_backend
 from baton.core.costs import StepCosts
 from baton.core.errors import BatonError, ConfigError
-from baton.core.memory import memory_limit_bytes
-from baton.engine.context_room import cpu_cache_bytes
-from baton.engine.device.fits import check_fits, memory_of
+from baton.engine.cache_size import given_sizes, profiled_sizes
+from baton.engine.device.fits import check_fits
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.out_of_memory import allocating
-from baton.engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
+from baton.engine.device.profile import MemoryPlan
 from baton.engine.device.runner import ModelRunner
 from baton.engine.device.step_costs import (
     BOTH_RULE,
     DECODE_RULE,
     PREFILL_RULE,
-    STEP_TOKENS,
     StepRule,
     choose_step_tokens,
     measure_costs,
@@ -34,7 +32,6 @@ from baton.engine.device.step_costs import (
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.engine.request import ModelFacts
 from baton.engine.same_model import check_same_config, check_same_files, hashing_content
-from baton.engine.state_room import choose_state_slots
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import LayoutChoice
@@ -50,13 +47,8 @@ from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import attention_needs, kv_cache_spec, resolve_dtype
 from baton.models.loading.tokenizer_files.find import tokenizer_json
 from baton.settings.config import (
-    CPU_BATCH_REQUESTS,
-    CPU_BATCH_TOKENS,
-    CPU_CACHE_SHARE,
     GPU_BATCH_REQUESTS,
-    GPU_PREFILL_REQUESTS,
     MIB,
-    SMALL_GPU_BATCH_REQUESTS,
     DecodeSettings,
     NodeSettings,
     PrefillSettings,
@@ -67,14 +59,6 @@ _log = logging.getLogger(__name__)
 # Values of --kv-cache-dtype, and the cache dtype that each means; "" is the dtype of the model.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
-# Bound of a profiled cache: with a tiny model it would have so many blocks that their tables take gigabytes.
-_MOST_BLOCKS = 1 << 20
-# A seat is of use where the cache holds so many tokens for each.
-_SEAT_TOKENS = 512
-# The cache's part of the memory that a node may use, as far as is known before the weights are loaded.
-_CACHE_SHARE = 0.5
-# The part of a cache's memory that recurrent states may take.
-_STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,7 @@ class StepLimits:
     max_batch_requests: int
 
 
-class Built(NamedTuple):
+class BuiltRunner(NamedTuple):
     """A runner and what it consists of; with several ranks, one rank's part.
 
     Attributes:
@@ -96,7 +80,7 @@ class Built(NamedTuple):
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
         grammars: for the model's tokenizer, which is read already.
-        costs: of steps as they are served; None before `measured`.
+        costs: of steps as they are served; None before `calibrate`.
     """
 
     runner: ModelRunner
@@ -112,17 +96,7 @@ class Built(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
-    largest: StepLimits | None = None  # that it was prepared for; None before `measured`
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it, and `state_slots`."""
-
-    max_batch_tokens: int
-    max_batch_requests: int
-    num_blocks: int | None
-    state_slots: int
+    largest: StepLimits | None = None  # that it was prepared for; None before `calibrate`
 
 
 def build_runner(
@@ -130,7 +104,7 @@ def build_runner(
     *,
     parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
-) -> Built:
+) -> BuiltRunner:
     """Loads a model, or one rank's part of it, and allocates its cache.
 
     Args:
@@ -139,7 +113,7 @@ def build_runner(
             the device. Their caches get the same number of blocks, set by the rank with the least memory.
         progress: called while weights are read, with the bytes read so far and the bytes in all.
 
-    On a GPU, where the settings give no step size, the limit is the largest one until `measured` has chosen.
+    On a GPU, where the settings give no step size, the limit is the largest one until `calibrate` has chosen.
 
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not fit together.
@@ -183,7 +157,7 @@ def build_runner(
     check_same_plan(parallel, device)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, setting=settings.kv_cache_layout)
-    sizes = _given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
+    sizes = given_sizes(settings, spec, device, context_tokens=config.max_context_tokens)
     check_fits(settings, spec, num_blocks=sizes.num_blocks, state_slots=sizes.state_slots, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
@@ -244,7 +218,7 @@ def build_runner(
 
     memory: MemoryPlan | None = None
     if sizes.num_blocks is None:
-        sizes, memory = _profiled_sizes(settings, sizes, make_runner, spec, shape, device)
+        sizes, memory = profiled_sizes(settings, sizes, make_runner, spec, shape, device)
     assert sizes.num_blocks is not None, "given or profiled"
     num_blocks = parallel.smallest(sizes.num_blocks, device)
     state_slots = parallel.smallest(sizes.state_slots, device)
@@ -261,7 +235,7 @@ def build_runner(
             memory_bytes=None if memory is None else memory.graphs,
             max_tokens=limits.max_batch_tokens,
         )
-    return Built(
+    return BuiltRunner(
         make_runner(cache, graphs),
         cache,
         dtype,
@@ -277,7 +251,7 @@ def build_runner(
     )
 
 
-def measured(built: Built, settings: NodeSettings) -> Built:
+def calibrate(built: BuiltRunner, settings: NodeSettings) -> BuiltRunner:
     """Prepares the runner, measures what its steps cost as they are served, and chooses the step size if the settings
     give none. All ranks call it together, while the cache is empty.
     """
@@ -303,7 +277,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     return built._replace(limits=limits)
 
 
-def step_limits(built: Built, settings: NodeSettings) -> StepLimits:
+def step_limits(built: BuiltRunner, settings: NodeSettings) -> StepLimits:
     """The limits of a node in the role of these settings, within those that it was prepared for at its start."""
     if built.costs is None or built.largest is None or settings.max_batch_tokens is not None:
         return built.limits
@@ -318,74 +292,6 @@ def step_rule(settings: NodeSettings) -> StepRule:
         return DECODE_RULE
     also_decodes = isinstance(settings, PrefillSettings) and settings.also_decodes
     return BOTH_RULE if also_decodes else PREFILL_RULE
-
-
-def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device, *, context_tokens: int) -> _Sizes:
-    """The sizes that the settings give, and the defaults of the others."""
-    on_gpu = device.type == "cuda"
-    num_blocks, cache_bytes = settings.num_blocks, settings.kv_cache_bytes
-    # States are next to a cache of given or default blocks, and within one of given memory.
-    state_bytes = int(memory_of(device) * CPU_CACHE_SHARE) // settings.tensor_parallel_size
-    if cache_bytes is None and not on_gpu:
-        memory_bytes = memory_limit_bytes()
-        cache_bytes = cpu_cache_bytes(settings, spec, context_tokens=context_tokens, memory_bytes=memory_bytes)
-    elif cache_bytes is not None and num_blocks is None:
-        state_bytes = int(cache_bytes * _STATE_SHARE)
-    seats = settings.max_batch_requests
-    slots = choose_state_slots(settings.state_slots, spec, seats=seats or CPU_BATCH_REQUESTS, most_bytes=state_bytes)
-    if num_blocks is None and cache_bytes is not None:
-        kv_bytes = cache_bytes - slots * spec.bytes_per_slot if settings.kv_cache_bytes is not None else cache_bytes
-        num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=kv_bytes)
-    if seats is None and on_gpu:
-        known = None if num_blocks is None else num_blocks * settings.block_size
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        share_bytes = int(total_bytes * settings.gpu_memory_fraction * _CACHE_SHARE)
-        owners = settings.tensor_parallel_size if settings.attention_data_parallel else 1
-        seats = gpu_seats(settings, owners * (share_bytes // spec.bytes_per_token if known is None else known))
-    return _Sizes(
-        settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
-        seats or CPU_BATCH_REQUESTS,
-        num_blocks,
-        slots,
-    )
-
-
-def gpu_seats(settings: NodeSettings, cache_tokens: int) -> int:
-    """Requests of a step on a GPU, by what the node serves and the size that the cache is expected to have."""
-    if not settings.decodes:
-        return GPU_PREFILL_REQUESTS
-    return GPU_BATCH_REQUESTS if cache_tokens >= GPU_BATCH_REQUESTS * _SEAT_TOKENS else SMALL_GPU_BATCH_REQUESTS
-
-
-def _profiled_sizes(
-    settings: NodeSettings,
-    sizes: _Sizes,
-    make_runner: Callable[[PagedKVCache], ModelRunner],
-    spec: KVCacheSpec,
-    shape: KVCacheShape,
-    device: torch.device,
-) -> tuple[_Sizes, MemoryPlan]:
-    """Runs the model on the GPU to choose the size of the cache."""
-    share = MemoryShare(settings.gpu_memory_fraction, settings.staging_bytes(on_gpu=True), graphs=settings.cuda_graphs)
-    with allocating("steps of the largest size"):
-        memory = size_on_gpu(
-            make_runner,
-            spec,
-            shape,
-            device=device,
-            step_tokens=sizes.max_batch_tokens,
-            max_batch_requests=sizes.max_batch_requests,
-            share=share,
-        )
-    slots = choose_state_slots(
-        settings.state_slots,
-        spec,
-        seats=sizes.max_batch_requests,
-        most_bytes=int(memory.kv_cache * _STATE_SHARE),
-    )
-    kv_bytes = memory.kv_cache - slots * spec.bytes_per_slot
-    fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=kv_bytes)
-    return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS), state_slots=slots), memory
 
 
 def _facts(
@@ -426,16 +332,3 @@ def _resolve_device(device: str) -> torch.device:
         )
     # With an index, so that it means the same GPU in every thread.
     return torch.device("cuda", index)
-
-
-def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int) -> int:
-    block_bytes = spec.bytes_per_token * block_size
-    if block_bytes > kv_cache_bytes:
-        raise ConfigError(
-            f"a cache of {kv_cache_bytes} bytes holds no block of {block_bytes} bytes",
-            field="kv_cache_mib",
-            value=kv_cache_bytes,
-            allowed=(f"at least {block_bytes} bytes",),
-            cure="give the cache more memory, or use a smaller block_size",
-        )
-    return kv_cache_bytes // block_bytes

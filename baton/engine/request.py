@@ -1,12 +1,13 @@
-"""Input and status of an engine: requests, reservations, limits, load. Plain values, and the checks on requests."""
+"""Input and status of an engine: requests, reservations, limits, load. Plain values."""
 
 from array import array
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
-from baton.core.errors import ConfigError, InvalidRequest
-from baton.core.types import AdapterRef, SamplingParams, TokenOutput
+from baton.core.errors import ConfigError
+from baton.core.types import AdapterRef, SamplingParams
+from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
 # the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
@@ -15,10 +16,6 @@ IntArray: TypeAlias = "array[int]"
 
 def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
     return array("i", values)
-
-
-# A request without a deadline counts as due so long after its arrival.
-PATIENCE_S = 10.0
 
 
 class QueuePlace(NamedTuple):
@@ -42,7 +39,8 @@ class QueuePlace(NamedTuple):
         if request.output:
             return cls(request.priority, -inf, arrival)
         since_s = now if request.since_s is None else request.since_s
-        return cls(request.priority, since_s + PATIENCE_S if request.due_s is None else request.due_s, arrival)
+        due_s = since_s + DEFAULT_FIRST_TOKEN_S if request.due_s is None else request.due_s
+        return cls(request.priority, due_s, arrival)
 
     @property
     def begun(self) -> bool:
@@ -68,7 +66,7 @@ class EngineRequest:
         decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
         priority: among waiting requests lower values go first, and equal ones by `due_s`, then in order of arrival.
         due_s: when its first token is due, on the engine's clock. Late requests go after those that can still be in
-            time; None: see `baton.engine.scheduling.deadlines`.
+            time; None: see `baton.engine.scheduling.prompts`.
         refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
         tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
             see `baton.engine.scheduling.slices`.
@@ -264,114 +262,6 @@ def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:
     """Longest prompt plus output that an engine can hold."""
     limit = min(facts.max_context_tokens, facts.num_blocks * facts.block_size)
     return limit if limits.max_context_tokens is None else min(limit, limits.max_context_tokens)
-
-
-def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int, align_tokens: int = 1) -> None:
-    """Raises InvalidRequest when the request could never run."""
-    if not request.prompt:
-        raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
-    _check_ids("prompt", request.prompt, vocab_size)
-    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", tuple(request.sampling.logit_bias), vocab_size)
-    check_output(request, request.output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
-    if request.stop_tokens is not None:
-        _check_stop(request, request.stop_tokens, multiple=align_tokens)
-
-
-def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> None:
-    length = len(request.prompt) + len(request.output)
-    if not 0 < stop_tokens < length or stop_tokens % multiple:
-        raise InvalidRequest(
-            f"stop_tokens is {stop_tokens} of {length} tokens",
-            field="stop_tokens",
-            value=stop_tokens,
-            allowed=(f"a multiple of {multiple} from 1 to {length - 1}",),
-        )
-    if not request.prefill_only:
-        raise InvalidRequest(
-            "a request that stops within its prompt must be prefill_only", field="stop_tokens", value=stop_tokens
-        )
-    if request.scores_prompt:
-        raise _split_scores("stop_tokens", stop_tokens)
-
-
-def check_received(request: EngineRequest, tokens: int, *, stop: int, multiple: int) -> None:
-    """Raises InvalidRequest when the KV of the tokens before `tokens` cannot have been received.
-
-    Args:
-        stop: length of the sequence, whose last token is always computed here.
-        multiple: of tokens at which a sequence may be split.
-    """
-    if tokens % multiple or not 0 <= tokens < stop:
-        raise InvalidRequest(
-            f"the KV of {tokens} of {stop} tokens cannot have arrived",
-            field="received_tokens",
-            value=tokens,
-            allowed=(f"a multiple of {multiple} from 0 to {stop - 1}",),
-        )
-    if tokens and request.scores_prompt:
-        raise _split_scores("received_tokens", tokens)
-
-
-def _split_scores(field: str, tokens: int) -> InvalidRequest:
-    return InvalidRequest(
-        "a prompt whose logprobs are wanted cannot be split",
-        field=field,
-        value=tokens,
-        cure="prefill it on one node",
-    )
-
-
-def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest when `request` cannot continue after `output`."""
-    _check_ids("output", output, vocab_size)
-    if len(output) >= request.sampling.max_tokens:
-        raise InvalidRequest(
-            f"the output has {len(output)} tokens already, and max_tokens is {request.sampling.max_tokens}",
-            field="output",
-            value=len(output),
-            allowed=(f"at most {request.sampling.max_tokens - 1} tokens",),
-        )
-    length = len(request.prompt) + len(output)
-    if length >= max_context_tokens:
-        raise InvalidRequest(
-            f"prompt and output have {length} tokens, which leaves no room for another one",
-            field="prompt",
-            value=length,
-            allowed=(f"at most {max_context_tokens - 1} tokens",),
-            cure="shorten the prompt",
-        )
-
-
-def check_continuation(known: tuple[int, ...], output: tuple[int, ...]) -> None:
-    """Raises InvalidRequest when `output` does not begin with `known`, the request's output so far."""
-    if output[: len(known)] != known:
-        raise InvalidRequest(
-            f"the output does not begin with the {len(known)} tokens that the request has",
-            field="output",
-            value=output,
-            cure="pass all output tokens so far",
-        )
-
-
-def check_first_token(first: TokenOutput, *, index: int, vocab_size: int) -> None:
-    """Raises InvalidRequest when `first` is not the token at `index` of a request's output."""
-    _check_ids("first_token", (first.token_id,), vocab_size)
-    if first.index != index:
-        raise InvalidRequest(
-            f"the first token has index {first.index}",
-            field="first_token.index",
-            value=first.index,
-            allowed=(str(index),),
-        )
-
-
-def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and (max(ids) >= vocab_size or min(ids) < 0):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(
-            f"{name} has token id {wrong}", field=name, value=wrong, allowed=(f"0 to {vocab_size - 1}",)
-        )
 
 
 def _at_least(name: str, value: int, least: int) -> None:

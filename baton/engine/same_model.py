@@ -40,7 +40,9 @@ def check_same_config(parallel: TensorParallel, model: Path, config: ModelConfig
 def check_same_files(
     parallel: TensorParallel, model: Path, identity: ModelIdentity, tokenizer: Path, device: torch.device
 ) -> None:
-    """Args:
+    """Checks that all ranks read the same weights and tokenizer.
+
+    Args:
         tokenizer: that ranks compile grammars for; it need not exist.
 
     Raises:

@@ -10,8 +10,10 @@ MOST_BYTES = 1 << 18
 
 
 def check_usable(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> None:
-    """Raises:
-    InvalidRequest: no grammar can be followed with this model.
+    """Checks that grammars work with a model's tokenizer.
+
+    Raises:
+        InvalidRequest: no grammar can be followed with this model.
     """
     if not tokenizer_json.is_file():
         raise refusal(
@@ -23,8 +25,10 @@ def check_usable(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> None:
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raises:
-    InvalidRequest: the grammar's text is too long.
+    """Checks the length of a grammar's text.
+
+    Raises:
+        InvalidRequest: the grammar's text is too long.
     """
     if (size := len(grammar.text.encode(errors="surrogatepass"))) > MOST_BYTES:
         raise refusal(f"the grammar has {size} bytes", value=size, allowed=(f"at most {MOST_BYTES}",))

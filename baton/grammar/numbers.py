@@ -99,8 +99,11 @@ class Multiples:
         self._values: set[Decimal] = set()
 
     def add(self, value: Any, place: str) -> None:
-        """Raises:
-        InvalidRequest: it is no number above 0, or one that the library reads as another one, or that costs too much.
+        """Takes the value of a `multipleOf`.
+
+        Raises:
+            InvalidRequest: it is no number above 0, or one that the library reads as another one, or that costs too
+                much.
         """
         if not _is_number(value) or not 0 < value < _PRODUCT_END:
             raise wrong_keyword(_MULTIPLE, place, value, (f"a number above 0 and up to {_MOST_DIGITS}",))
@@ -115,8 +118,10 @@ class Multiples:
         self._values.add(exact)
 
     def check_together(self) -> None:
-        """Raises:
-        InvalidRequest: the library cannot honour all of them at once.
+        """Checks all values that were added, as the library will see them.
+
+        Raises:
+            InvalidRequest: the library cannot honour all of them at once.
         """
         decimals = max((_decimals(each) for each in self._values), default=0)
         common = 1

@@ -17,8 +17,10 @@ from baton.grammar.refusal import refusal
 
 
 def checks(facts: Mapping[str, Any]) -> Work:
-    """Args:
-    facts: `tokenizer`, `vocab_size` and `eos_token_ids`, as of `GrammarCompiler`.
+    """The work of the process that tries grammars.
+
+    Args:
+        facts: `tokenizer`, `vocab_size` and `eos_token_ids`, as of `GrammarCompiler`.
     """
     compiler = GrammarCompiler(Path(facts["tokenizer"]), facts["vocab_size"], facts["eos_token_ids"])
     with suppress(BatonError):  # each check will say it

@@ -79,8 +79,10 @@ class RateSearch:
         return min(rates, default=None)
 
     def observe(self, rate: float, good: Sequence[int], total: int) -> None:
-        """Args:
-        good: for each goal, how many of the run's `total` requests met it.
+        """Takes the result of a run at a rate.
+
+        Args:
+            good: for each goal, how many of the run's `total` requests met it.
         """
         self.runs += 1
         for goal, count in zip(self.goals, good, strict=True):

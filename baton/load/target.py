@@ -1,20 +1,62 @@
 """Where load goes: the address of a server as the command line gives it, and what was found out about the server."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Slo
-from baton.load.answer import Asker
+from baton.load.answer import Asker, AskError, LoadAnswer
 from baton.load.grpc_asker import GrpcAsker
 from baton.load.http_stream import HttpStreams, Origin
 from baton.load.openai_asker import Dialect, OpenAiAsker
 from baton.load.prompts import Contents, PromptMaker
-from baton.load.several_gateways import SeveralGateways
+from baton.load.workload import PlannedRequest
 from baton.security.exposure import is_loopback
+
+# The gateway is gone, or goes.
+_LOST = ("NoConnection", "BrokenStream", "503 draining", "draining")
+
+
+@dataclass
+class SeveralGateways:
+    """Requests to several gateways in front of the same nodes, which get them in turn.
+
+    A stream whose gateway is lost goes on at the next one: the same tokens, none twice.
+
+    Args:
+        askers: one for each gateway; they differ in nothing else.
+    """
+
+    askers: Sequence[OpenAiAsker]
+    _next: int = 0
+
+    def prepare(self, request: PlannedRequest) -> tuple[dict[str, Any], Mapping[str, str]]:
+        body, headers = self.askers[0].question(request)
+        # Drawn tokens follow from the seed, so that another gateway's are the same.
+        return {"seed": request.index, **body, "return_token_ids": True}, headers
+
+    async def ask(self, prepared: tuple[dict[str, Any], Mapping[str, str]], answer: LoadAnswer) -> None:
+        body, headers = prepared
+        token_ids: list[int] = []
+        place, lost = self._next, 0
+        self._next += 1
+        while True:
+            asker, known = self.askers[place % len(self.askers)], len(token_ids)
+            question = asker.encode({**body, "output_token_ids": token_ids} if token_ids else body, headers)
+            try:
+                return await asker.ask(question, answer, token_ids)
+            except AskError as error:
+                lost = 1 if len(token_ids) > known else lost + 1
+                if error.kind not in _LOST or lost >= len(self.askers):
+                    raise
+            place += 1
+
+    async def close(self) -> None:
+        for asker in self.askers:
+            await asker.close()
 
 
 class Api(StrEnum):

@@ -44,9 +44,11 @@ class Adapters:
         self._waiting: set[str] = set()
 
     async def load(self, name: str, directory: Path) -> AdapterRef:
-        """Raises:
-        InvalidRequest: the name cannot be one, the directory has no adapter for this model, or the node takes none.
-        Overloaded: no slot is free.
+        """Loads an adapter from a directory under a name.
+
+        Raises:
+            InvalidRequest: the name cannot be one, the directory has no adapter for this model, or the node takes none.
+            Overloaded: no slot is free.
         """
         if self._bank is None:
             cure = "start the node with --max-adapters"
@@ -71,8 +73,10 @@ class Adapters:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Raises:
-        UnknownModel: it is not loaded.
+        """Unloads an adapter.
+
+        Raises:
+            UnknownModel: it is not loaded.
         """
         known = tuple(each.name for each in self._engine.adapters.loaded)
         if not self._engine.adapters.unload(name):

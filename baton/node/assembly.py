@@ -14,8 +14,8 @@ import torch
 
 from baton.core.supervisor import Supervisor
 from baton.core.version import __version__
-from baton.engine.build import Built, build_runner, measured, step_limits
-from baton.engine.context_room import shortage
+from baton.engine.build import BuiltRunner, build_runner, calibrate, step_limits
+from baton.engine.cache_size import shortage
 from baton.engine.device.device_thread import StepRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -91,7 +91,7 @@ class Node:
     def __init__(
         self,
         settings: NodeSettings,
-        built: Built,
+        built: BuiltRunner,
         *,
         role: common_pb2.Role.ValueType,
         address: str,
@@ -140,8 +140,10 @@ class Node:
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
     def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
-        """Raises:
-        ConfigError: the settings contradict each other.
+        """Takes a role's settings, limits and description, as a new incarnation.
+
+        Raises:
+            ConfigError: the settings contradict each other.
         """
         built = self.built
         self.max_context_tokens = min(
@@ -172,8 +174,10 @@ class Node:
         )
 
     def check(self, settings: NodeSettings) -> None:
-        """Raises:
-        ConfigError: the node cannot take a role with these settings.
+        """Checks that the node can take a role with these settings.
+
+        Raises:
+            ConfigError: the node cannot take a role with these settings.
         """
         engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
 
@@ -266,7 +270,7 @@ class Node:
         )
 
 
-def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) -> TransferSettings:
+def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: int) -> TransferSettings:
     """One rank's transfer settings, derived from the node's settings."""
     return TransferSettings(
         incarnation=incarnation,
@@ -284,7 +288,7 @@ def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) ->
 
 
 def open_transfer(
-    settings: NodeSettings, built: Built, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+    settings: NodeSettings, built: BuiltRunner, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
 ) -> KVTransfer:
     """The KV transfer of one rank, not yet started."""
     return KVTransfer(
@@ -295,7 +299,9 @@ def open_transfer(
     )
 
 
-def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None) -> Built:
+def load(
+    settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None
+) -> BuiltRunner:
     """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
     steps. Slow. All ranks call it together.
 
@@ -314,7 +320,7 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, superviso
         return built  # it learns what steps cost while it serves
     if supervisor is not None:
         supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
-    return measured(built, settings)
+    return calibrate(built, settings)
 
 
 def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
@@ -323,7 +329,7 @@ def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgre
     return ReportedProgress(supervisor, None if supervisor.present else LoadingProgress())
 
 
-def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
+def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tokens: int) -> EngineLimits:
     """Raises: ConfigError: the settings contradict each other."""
     limits = step_limits(built, settings)
     max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
@@ -348,7 +354,7 @@ def _no_lease_here(event: LeaseTotals | RefusedSegment) -> None:
     raise AssertionError(f"this node gives no leases: {event}")
 
 
-def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> NodeDescription:
+def _describe(identity: ModelIdentity, built: BuiltRunner, settings: NodeSettings) -> NodeDescription:
     shape: KVCacheShape = built.cache.shape
     return NodeDescription(
         architecture=identity.architecture,

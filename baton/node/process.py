@@ -10,8 +10,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from baton.core.exits import ending_soon_if_it_fails, exit_at_once
@@ -19,7 +19,7 @@ from baton.core.file_limit import raise_file_limit
 from baton.core.logs import set_up_logging, show_name
 from baton.core.ready_file import check_ready_file, write_ready_file
 from baton.core.supervisor import Supervisor
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.expert_plan import plan_experts
 from baton.metrics.port import MetricsPort
 from baton.models.families.reader import read_config
@@ -27,7 +27,6 @@ from baton.models.layers.parallel import SINGLE
 from baton.models.loading.local_config import local_config
 from baton.node.adapters import Adapters
 from baton.node.assembly import STUCK_AFTER_S, Node, load
-from baton.node.early_end import end_at_once, ending_at_signals
 from baton.node.fault import Fault
 from baton.node.ranks.group import RankGroup, start_ranks
 from baton.node.ranks.host import run_host
@@ -137,7 +136,7 @@ async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> Grpc
 
 async def _run(
     settings: NodeSettings,
-    built: Built,
+    built: BuiltRunner,
     group: RankGroup,
     server: GrpcServer,
     metrics: socket.socket | None,
@@ -285,3 +284,42 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
         if ready != (not stack):
             ready = not stack
             await server.set_ready(ready=ready)
+
+
+@contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """Inside it, SIGTERM and SIGINT end this process at once with exit code 0: nothing is served yet, and other ranks
+    end with it. Both must have Python handlers, which then may not run. On the main thread only.
+
+    It works while the main thread is in a call that runs no Python, such as those in which ranks wait for each other:
+    torch.distributed waits for up to 20 minutes.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    thread = threading.Thread(target=_end_at_signals, args=(ours,), name="signals", daemon=True)
+    thread.start()
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:  # else it is ignored, or someone else's
+        signal.signal(signal.SIGINT, lambda *_: None)
+    # NOTE: the C part of Python's handlers writes the signal's number there, whatever the main thread does.
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGINT, interrupt)
+        theirs.close()
+        thread.join()
+        ours.close()
+
+
+def end_at_once() -> None:
+    exit_at_once(0)
+
+
+def _end_at_signals(signals: socket.socket) -> None:
+    while numbers := signals.recv(1):
+        if numbers[0] == signal.SIGINT:
+            logging.getLogger("baton").info("interrupted")
+        if numbers[0] in (signal.SIGTERM, signal.SIGINT):
+            exit_at_once(0)

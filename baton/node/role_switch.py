@@ -173,8 +173,10 @@ class RoleSwitch:
             )  # fmt: skip
 
     def _settings_for(self, role: common_pb2.Role.ValueType) -> NodeSettings:
-        """Raises:
-        InvalidRequest: the settings or the certificate do not allow the role.
+        """The settings of this process in a role.
+
+        Raises:
+            InvalidRequest: the settings or the certificate do not allow the role.
         """
         node = self._node
         try:
@@ -212,8 +214,10 @@ class RoleSwitch:
             self._next = None
 
     async def _drain(self, role: common_pb2.Role.ValueType, grace_s: float) -> None:
-        """Raises:
-        Draining: the process is to end, so the role does not change any more.
+        """Ends the present role's requests, within the grace.
+
+        Raises:
+            Draining: the process is to end, so the role does not change any more.
         """
         log.info("switching to role %s, after at most %.3g s", role_name(role), grace_s)
         self.role.stop_admission()

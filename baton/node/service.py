@@ -72,8 +72,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     @property
     def _served(self) -> NodeParts:
-        """Raises:
-        Draining: the node does not serve yet.
+        """The parts that serve, once the node serves.
+
+        Raises:
+            Draining: the node does not serve yet.
         """
         if self._parts is None:
             status = self._loading()

@@ -26,15 +26,17 @@ Choose = Callable[[Sequence[NodeView], Sequence[NodeView], RoutedRequest], Place
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Args:
-    policy: as the gateway's `--local-policy`.
-    also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
-    local_tokens: a decode node prefills prompts itself of which its cache lacks at most so many tokens.
-    link_bytes_per_s, link_latency_s: of each prefill node's sends.
-    hand_over_s: from the last byte on the link to the request's admission.
-    hop_s: from the client to the first node, and back with the first token, together.
-    report_s: how old a node's report may be when the gateway chooses.
-    events_s: until the gateway has a change of a prefix cache.
+    """A simulated cluster.
+
+    Args:
+        policy: as the gateway's `--local-policy`.
+        also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
+        local_tokens: a decode node prefills prompts itself of which its cache lacks at most so many tokens.
+        link_bytes_per_s, link_latency_s: of each prefill node's sends.
+        hand_over_s: from the last byte on the link to the request's admission.
+        hop_s: from the client to the first node, and back with the first token, together.
+        report_s: how old a node's report may be when the gateway chooses.
+        events_s: until the gateway has a change of a prefix cache.
     """
 
     prefills: int

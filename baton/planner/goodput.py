@@ -57,9 +57,11 @@ def find_goodput(
     choose: Choose = place,
     on_run: Callable[[], None] = lambda: None,
 ) -> Goodput:
-    """Args:
-    start: the rate that is tried first, in requests per second.
-    on_run: called before each run.
+    """The highest rate at which a simulated cluster meets the goal.
+
+    Args:
+        start: the rate that is tried first, in requests per second.
+        on_run: called before each run.
     """
 
     def run(rate: float) -> tuple[bool, SimulatedOutcome]:

@@ -10,15 +10,17 @@ from baton.load.goals import Goal
 
 @dataclass(eq=False, slots=True)
 class PlanJob:
-    """Attributes:
-    arrived_s: when its client sent it.
-    due_s: when its first token is due; the order of prompts on a node.
-    at, stop: the next prompt token to compute, and the first one not to compute, on the node where it is now.
-    first_s, second_s, last_s: when tokens came; infinite: not yet.
-    prefill, decode: numbers of its nodes; -1: none.
-    runs: of the decode node, numbers of steps and the mean time of one; its own are from `first_run` to `last_run`.
-    sent: prompt tokens whose KV has been sent.
-    cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
+    """One simulated request.
+
+    Attributes:
+        arrived_s: when its client sent it.
+        due_s: when its first token is due; the order of prompts on a node.
+        at, stop: the next prompt token to compute, and the first one not to compute, on the node where it is now.
+        first_s, second_s, last_s: when tokens came; infinite: not yet.
+        prefill, decode: numbers of its nodes; -1: none.
+        runs: of the decode node, numbers of steps and the mean time of one; its own are from `first_run` to `last_run`.
+        sent: prompt tokens whose KV has been sent.
+        cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
     """
 
     arrived_s: float

@@ -14,16 +14,10 @@ from heapq import heappop, heappush
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.types import Slo
+from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S, Slicer, StepBound
 from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
 from baton.planner.prefix_cache import SimulatedPrefixCache
-
-# As the engine's scheduler bounds the time of steps with prompts next to streams.
-_TPOT_SHARE = 0.9
-_MOST_DECODES, _STEADY_S, _DOUBLING_S = 3.0, 0.025, 0.5
-_LEAST_SLICE, _SKIPS_MAX = 128, 3
-_PATIENCE_S = 10.0
-_INTERPOLATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,15 @@ class _Run:
 
 
 class SimulatedNode:
-    """Attributes:
-    queue: requests whose prompts are computed here, in the order of their places.
-    ready: requests whose KV is here, and that wait for a seat.
-    blocked: requests that wait for room in the cache.
-    runs: steps so far, as numbers of steps and the mean time of one.
-    version: of the present run; an event of an older one is void.
-    busy_s: time of all steps that ended.
+    """A node whose steps take what its costs predict.
+
+    Attributes:
+        queue: requests whose prompts are computed here, in the order of their places.
+        ready: requests whose KV is here, and that wait for a seat.
+        blocked: requests that wait for room in the cache.
+        runs: steps so far, as numbers of steps and the mean time of one.
+        version: of the present run; an event of an older one is void.
+        busy_s: time of all steps that ended.
     """
 
     def __init__(self, number: int, spec: NodeSpec, slo: Slo, prefix_tokens: int) -> None:
@@ -120,14 +116,14 @@ class SimulatedNode:
         self.cache = SimulatedPrefixCache(spec.kv_tokens // max(1, prefix_tokens))
         self.backlog_s = 0.0  # predicted time of the prompts in its queue
         self.requests = 0
-        self._tpot_s = slo.tpot_s
+        self._tpots = (slo.tpot_s,)
+        self._slicer = Slicer()
         self._rows = 0
         self._keys = 0
         self._steps = 0
         self._ending: list[tuple[int, int, PlanJob]] = []
         self._run: _Run | None = None
         self._order = 0
-        self._skips = 0
 
     @property
     def rows(self) -> int:
@@ -150,7 +146,7 @@ class SimulatedNode:
         job.queued_s, job.started = now_s, False
         self._order += 1
         self.backlog_s += self.prompt_s(job)
-        insort(self.queue, (min(job.due_s, now_s + _PATIENCE_S), self._order, job))
+        insort(self.queue, (min(job.due_s, now_s + DEFAULT_FIRST_TOKEN_S), self._order, job))
 
     def arrival(self, now_s: float) -> float | None:
         """Something arrived: when the present run ends now, if that changes, or when a first one does."""
@@ -256,25 +252,21 @@ class SimulatedNode:
         """The prompt tokens of the next step, by request."""
         self._put_late_ones_last(now_s)
         budget = self.spec.step_tokens - self._rows
-        bound_s = self._bound_s(work, now_s)
+        bound = self._bound(work, now_s)
         slices: list[tuple[PlanJob, int]] = []
         for _, _, job in self.queue:
             if not job.started:
                 self._start(job)
             tokens = min(budget, job.stop - job.at)
-            if tokens > 0 and bound_s is not None:
-                fitting = self._fitting(work, job, tokens, bound_s)
-                if fitting < min(tokens, _LEAST_SLICE):
-                    forced = not slices and self._skips >= _SKIPS_MAX
-                    fitting = min(tokens, _LEAST_SLICE) if forced else 0
-                tokens = fitting
+            if tokens > 0 and bound is not None:
+                tokens = bound.tokens(work, job.at, job.at + tokens)
             if tokens <= 0:
                 break
             slices.append((job, tokens))
             budget -= tokens
             pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
             work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
-        self._skips = 0 if slices else self._skips + 1
+        self._slicer.launched(skipped=not slices)
         return slices
 
     def _start(self, job: PlanJob) -> None:
@@ -292,42 +284,14 @@ class SimulatedNode:
         """Prompts that cannot be in time go after those that can, for a bounded time."""
         while self.queue:
             place, order, job = self.queue[0]
-            patient = job.queued_s + _PATIENCE_S
+            patient = job.queued_s + DEFAULT_FIRST_TOKEN_S
             if place >= patient or now_s + self.prompt_s(job) <= place:
                 return
             del self.queue[0]
             insort(self.queue, (patient, order, job))
 
-    def _bound_s(self, work: StepWork, now_s: float) -> float | None:
-        """The longest that the next step may take; None: there is no bound."""
-        if not work.decode_rows or not self.spec.bounded:
+    def _bound(self, work: StepWork, now_s: float) -> StepBound | None:
+        """The bound on the next step's time; None: there is none."""
+        if not self.spec.bounded:
             return None
-        if self._tpot_s is not None:
-            return _TPOT_SHARE * self._tpot_s
-        steady_s = max(_MOST_DECODES * self.spec.seconds(work), _STEADY_S)
-        return steady_s * (1 + (now_s - self.queue[0][2].queued_s) / _DOUBLING_S)
-
-    def _fitting(self, work: StepWork, job: PlanJob, most: int, bound_s: float) -> int:
-        """The most tokens of the prompt with which the step is within the bound, to within a few tokens below."""
-
-        def seconds(tokens: int) -> float:
-            pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
-            return self.spec.seconds(StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs))
-
-        low, low_s, high, high_s = 0, seconds(0), most, seconds(most)
-        if high_s <= bound_s:
-            return most
-        if low_s > bound_s:
-            return 0
-        # Times are nearly linear in tokens, so a few interpolations do.
-        for _ in range(_INTERPOLATIONS):
-            if high - low <= 1:
-                break
-            tokens = low + int((high - low) * (bound_s - low_s) / max(1e-12, high_s - low_s))
-            tokens = min(high - 1, max(low + 1, tokens))
-            its_s = seconds(tokens)
-            if its_s <= bound_s:
-                low, low_s = tokens, its_s
-            else:
-                high, high_s = tokens, its_s
-        return low
+        return self._slicer.bound(self.spec, work, self._tpots, waited_s=now_s - self.queue[0][2].queued_s)

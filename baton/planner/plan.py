@@ -52,9 +52,11 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Question:
-    """Args:
-    rate: requests per second to serve; None: the most that `gpus` serve.
-    gpus: None: as few as serve `rate`.
+    """What a plan is asked for.
+
+    Args:
+        rate: requests per second to serve; None: the most that `gpus` serve.
+        gpus: None: as few as serve `rate`.
     """
 
     kind: NodeKind
@@ -114,8 +116,11 @@ OnStep = Callable[[str, int, int], None]
 
 
 def find_plan(question: Question, *, on_step: OnStep = lambda *_: None) -> Plan:
-    """Args:
-    on_step: called before each simulation, with what is simulated, how many options are done, and how many there are.
+    """Searches the nodes that answer the question with the fewest GPUs.
+
+    Args:
+        on_step: called before each simulation, with what is simulated, how many options are done, and how many there
+            are.
 
     Raises:
         ConfigError: the GPUs do not divide into nodes, or not even many nodes serve the rate.

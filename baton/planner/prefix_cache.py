@@ -16,8 +16,10 @@ class SimulatedChanges(NamedTuple):
 
 
 class SimulatedPrefixCache:
-    """Args:
-    capacity: ids that fit.
+    """A prefix cache of ids in place of tokens, which drops the ids that were used longest ago.
+
+    Args:
+        capacity: ids that fit.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -12,9 +12,11 @@ from baton.planner.plan import NOTHING, Option, Plan
 
 
 def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
-    """Args:
-    title: what load, SLO and GPU are planned for.
-    costs: where the costs are from.
+    """The plan as text for a terminal.
+
+    Args:
+        title: what load, SLO and GPU are planned for.
+        costs: where the costs are from.
     """
     kind, best = plan.question.kind, plan.best
     lines = [

@@ -26,7 +26,7 @@ _RESERVED_BYTES, _MEMORY_SHARE = 4e9, 0.9
 _TYPICAL_CONTEXT = 2048
 SEATS = 512  # requests of a step
 # Of recurrent states: their part of the cache at most, and their number where that is enough
-# (`baton.engine.state_room`).
+# (`baton.engine.cache_size`).
 _STATE_SHARE, _SLOTS_PER_SEAT = 0.5, 3
 LEAST_SLOTS = 2
 
@@ -64,8 +64,10 @@ GPUS = MappingProxyType(
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises:
-    ConfigError: the GPU is not in the table.
+    """The GPU of this name.
+
+    Raises:
+        ConfigError: the GPU is not in the table.
     """
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:

@@ -48,9 +48,11 @@ class HopperKernels:
 
 @dataclass(frozen=True)
 class HopperVerdict:
-    """Attributes:
-    difference: the largest of an element, relative to the largest element; infinite without a comparison.
-    reason: why there was none.
+    """How far a Hopper kernel's results are from the portable one's.
+
+    Attributes:
+        difference: the largest of an element, relative to the largest element; infinite without a comparison.
+        reason: why there was none.
     """
 
     difference: float

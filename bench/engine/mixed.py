@@ -10,7 +10,7 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.request import EngineLimits, EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
 from bench.engine.steps import GREEDY
@@ -52,7 +52,7 @@ WORKS = (
 )
 
 
-def run(model: str, built: Built, prefix: str = "") -> Iterator[Row]:
+def run(model: str, built: BuiltRunner, prefix: str = "") -> Iterator[Row]:
     """The rows of all works. All times first, because a profiler makes every later launch slower.
 
     Args:
@@ -68,7 +68,7 @@ def run(model: str, built: Built, prefix: str = "") -> Iterator[Row]:
         yield Row(f"{name}, GPU idle", f"{model}, {work}", idle * 100, "%")
 
 
-def _served(built: Built, work: Work) -> tuple[float, float]:
+def _served(built: BuiltRunner, work: Work) -> tuple[float, float]:
     """Milliseconds of a step, and of the host's CPU time for it."""
     steps = _steps(built, work)
     for _ in range(_WARM_STEPS):
@@ -82,7 +82,7 @@ def _served(built: Built, work: Work) -> tuple[float, float]:
     return float(median(np.diff(ends_s))) * 1e3, spent_s / _STEPS * 1e3
 
 
-def _busy(built: Built, work: Work) -> tuple[float, float]:
+def _busy(built: BuiltRunner, work: Work) -> tuple[float, float]:
     """Milliseconds of a step in which the GPU runs a kernel, and the share of time in which it runs none, from the
     profiler's records; NaN if it records none."""
     steps = _steps(built, work)
@@ -104,7 +104,7 @@ def _busy(built: Built, work: Work) -> tuple[float, float]:
     return busy_us / _PROFILED_STEPS / 1e3, 1 - busy_us / (until - spans[0][0])
 
 
-def _steps(built: Built, work: Work) -> Generator[None, None, None]:
+def _steps(built: BuiltRunner, work: Work) -> Generator[None, None, None]:
     """Yields when a step has ended and the next one is launched, by the real scheduler. Close it in the end."""
     facts = built.runner.facts
     limits = EngineLimits(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.build import Built, build_runner, measured
+from baton.engine.build import BuiltRunner, build_runner, calibrate
 from baton.models.layers.products import use_library_products
 from baton.settings.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
@@ -110,7 +110,7 @@ def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) 
         yield from _variant(model, weights, machine, what, attention_backend=backend, block_size=block_size)
 
 
-def _hosts(model: Model, built: Built) -> Iterator[Row]:
+def _hosts(model: Model, built: BuiltRunner) -> Iterator[Row]:
     """The host's time per step, then the GPU's idle time. In this order, because a profiler makes every later launch
     slower."""
     for requests in (32, 256):
@@ -136,7 +136,7 @@ def _variant(
     forget()
 
 
-def build(model: Model, **options: Any) -> Built:
+def build(model: Model, **options: Any) -> BuiltRunner:
     """The model with random weights on this machine's GPU; its steps are not prepared yet."""
     settings = {"block_size": model.block_size, **options}
     return build_runner(
@@ -145,7 +145,7 @@ def build(model: Model, **options: Any) -> Built:
 
 
 def _decodes(
-    model: Model, built: Built, weights: Weights, machine: Ceilings, what: str, *, few: bool = False
+    model: Model, built: BuiltRunner, weights: Weights, machine: Ceilings, what: str, *, few: bool = False
 ) -> Iterator[Row]:
     built.runner.prepare()
     points = [(batch, context) for context in CONTEXTS for batch in BATCHES]
@@ -166,9 +166,9 @@ def _decodes(
 
 
 def _prefills(
-    model: Model, built: Built, weights: Weights, machine: Ceilings, prefix: str = "", *, few: bool = False
+    model: Model, built: BuiltRunner, weights: Weights, machine: Ceilings, prefix: str = "", *, few: bool = False
 ) -> Iterator[Row]:
-    chosen = built.limits.max_batch_tokens if few else measured(built, NodeSettings()).limits.max_batch_tokens
+    chosen = built.limits.max_batch_tokens if few else calibrate(built, NodeSettings()).limits.max_batch_tokens
     cases: list[tuple[str, list[int], int | None]] = [("one step", [PROMPT], None)]
     if not few:
         cases += [(f"steps of {chosen} tokens", [PROMPT], chosen), ("8 prompts in one step", [PROMPT // 8] * 8, None)]
@@ -186,7 +186,7 @@ def _prefills(
         )
 
 
-def _fitting(built: Built, requests: int) -> int:
+def _fitting(built: BuiltRunner, requests: int) -> int:
     """Tokens of each request when requests share the cache and have room to decode."""
     return built.cache.shape.num_slots // requests - HOST_STEPS - 2 * built.cache.shape.block_size
 

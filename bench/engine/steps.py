@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from baton.core.errors import BatonError
 from baton.core.types import SamplingParams, TokenOutput
 from baton.engine.batch import Batch, BatchRow, RowResult
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.runner import ModelRunner
 from baton.engine.request import EngineLimits, EngineRequest, IntArray, int_array
 from baton.engine.sampling.row import SampleRow
@@ -91,7 +91,9 @@ def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
     return float(1 - busy / (until - spans[0][0]))
 
 
-def host_cost(built: Built, *, requests: int, context: int, rows: int = 3, steps: int = HOST_STEPS // 3) -> HostCost:
+def host_cost(
+    built: BuiltRunner, *, requests: int, context: int, rows: int = 3, steps: int = HOST_STEPS // 3
+) -> HostCost:
     """Runs steps with the real scheduler; every request has its own blocks.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from baton.core.types import Grammar, GrammarKind, SamplingParams
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.grammar.compiler import GrammarCompiler
 from baton.settings.config import DEMO_MODELS, NodeSettings
@@ -56,7 +56,7 @@ def steps(path: Path, *, vocab_size: int) -> Iterator[Row]:
         yield Row("cost of grammars", work, (measured_ms / free_ms - 1) * 100, "%", limit=limit)
 
 
-def _built_on_gpu() -> Built:
+def _built_on_gpu() -> BuiltRunner:
     return build_runner(
         NodeSettings(
             model=CONFIGS / "llama-3.1-8b",
@@ -69,5 +69,5 @@ def _built_on_gpu() -> Built:
     )
 
 
-def _built_on_cpu() -> Built:
+def _built_on_cpu() -> BuiltRunner:
     return build_runner(NodeSettings(model=DEMO_MODELS / "llama", device="cpu", num_blocks=1024))

@@ -29,8 +29,10 @@ class PlacedBlocks:
 
 
 class CpuMover:
-    """Args:
-    between: called repeatedly during long operations, so that messages advance meanwhile.
+    """Gathers and scatters segments of a cache in main memory.
+
+    Args:
+        between: called repeatedly during long operations, so that messages advance meanwhile.
     """
 
     on_gpu = False

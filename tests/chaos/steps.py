@@ -27,7 +27,7 @@ class Step:
     before: bool = False
 
 
-_PEERS, _RANKED = "prefill_node.decode_peers", "kvtransfer.ranked"
+_PEERS, _RANKED = "prefill_node.decode_peer", "kvtransfer.ranked"
 _PREFILL = {
     "has said hello": Step(_PEERS, "DecodePeer", "_introduce"),
     "listens": Step(_RANKED, "RankedTransfer", "listen"),

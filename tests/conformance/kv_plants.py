@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.coverage import Coverage
-from kvtransfer.leases import LeaseTable, LeaseTotals, ScatterDone, SegmentRefusal
+from kvtransfer.leases import Coverage, LeaseTable, LeaseTotals, ScatterDone, SegmentRefusal
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.segments import Segment, Tag

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.core.errors import ConfigError
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.fp8 import quantize
 from baton.kvcache.layout import KVCacheLayout
@@ -179,7 +179,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return Checkpoints(directory, plain)
 
 
-def built(model: Path, layout: str, block_size: int, kv_cache_dtype: str, dtype: str) -> Built:
+def built(model: Path, layout: str, block_size: int, kv_cache_dtype: str, dtype: str) -> BuiltRunner:
     return build_runner(
         NodeSettings(
             model=model,
@@ -194,7 +194,7 @@ def built(model: Path, layout: str, block_size: int, kv_cache_dtype: str, dtype:
 
 
 async def handed_over(
-    prefill: Built, decode: Built, single: Built, length: int
+    prefill: BuiltRunner, decode: BuiltRunner, single: BuiltRunner, length: int
 ) -> tuple[list[TokenOutput], list[TokenOutput]]:
     """Decoded after a converted hand-over, and by one process whose cache stored the prefill node's numbers."""
     prompt, scales = prompt_of(length), kv_scales(decode.runner.model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import DEMO_MODELS, NodeSettings
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
@@ -19,7 +19,7 @@ LENGTHS = (63, 65, 150)
 CHUNK_TOKENS = 64
 
 
-def built(model: Path, layout: str, block_size: int, dtype: str) -> Built:
+def built(model: Path, layout: str, block_size: int, dtype: str) -> BuiltRunner:
     return build_runner(
         NodeSettings(
             model=model,
@@ -36,14 +36,14 @@ def prompt_of(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
-async def alone(process: Built, length: int) -> list[TokenOutput]:
+async def alone(process: BuiltRunner, length: int) -> list[TokenOutput]:
     async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, events):
         engine.submit(request("a", prompt_of(length), GREEDY))
         await events.finished("a")
     return events.tokens["a"]
 
 
-async def handed_over(prefill: Built, decode: Built, length: int, transport: str) -> list[TokenOutput]:
+async def handed_over(prefill: BuiltRunner, decode: BuiltRunner, length: int, transport: str) -> list[TokenOutput]:
     """Prefilled by one engine, decoded by another."""
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": False}
     async with (

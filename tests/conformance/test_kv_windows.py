@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.types import SamplingParams
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.settings.config import NodeSettings
 from kvtransfer.leases import LeaseGrant
@@ -25,7 +25,7 @@ BLOCK_SIZE, CHUNK_TOKENS, NUM_TOKENS = 4, 16, 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-def built(directory: Path, layout: str, block_size: int) -> Built:
+def built(directory: Path, layout: str, block_size: int) -> BuiltRunner:
     return build_runner(
         NodeSettings(
             model=directory, kv_cache_layout=layout, block_size=block_size, num_blocks=1024 // block_size, device="cpu"
@@ -33,7 +33,7 @@ def built(directory: Path, layout: str, block_size: int) -> Built:
     )
 
 
-async def alone(process: Built, prompt: tuple[int, ...]) -> list[int]:
+async def alone(process: BuiltRunner, prompt: tuple[int, ...]) -> list[int]:
     async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, events):
         engine.submit(request("a", prompt, GREEDY))
         await events.finished("a")
@@ -77,7 +77,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(prefill: Built, decode: Built) -> AsyncIterator[Cluster]:
+async def cluster(prefill: BuiltRunner, decode: BuiltRunner) -> AsyncIterator[Cluster]:
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": True}
     # So a read of unwritten KV changes the tokens.
     decode.cache.view.fill_(1e3)

@@ -33,7 +33,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
-from decode_node.local_prefill import UNKNOWN, why_here
+from decode_node.local_prefill import UNKNOWN, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from kvtransfer.leases import LeaseTotals
@@ -90,7 +90,7 @@ class _Node:
             address="127.0.0.1:7002",
             incarnation=77,
             lease_s=30.0,
-            why_local=partial(why_here, 32, streams=UNKNOWN),
+            why_local=partial(local_prefill_reason, 32, streams=UNKNOWN),
             block_size=4,
             split_unit=4,
             waiting_max=8,

@@ -11,7 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.node.describe import from_info, to_addresses, to_info, to_measure, to_warm_ups
-from baton.node.hello import check_info
+from baton.node.peer_checks import check_info
 from baton.protos.v1 import common_pb2, decode_pb2
 from baton.rpc import convert
 from baton.rpc.error_detail import from_detail, to_detail

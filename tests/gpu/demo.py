@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.types import FinishReason, SamplingParams
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
@@ -20,14 +20,14 @@ class Output:
     logprobs: list[float]
 
 
-def build_demo(directory: Path, **options: Any) -> Built:
+def build_demo(directory: Path, **options: Any) -> BuiltRunner:
     return build_runner(
         NodeSettings(model=directory, **{"device": "cuda", "num_blocks": 512, "max_batch_tokens": 256, **options})
     )
 
 
 def generate(
-    built: Built,
+    built: BuiltRunner,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     *,
@@ -43,7 +43,7 @@ def generate(
 
 
 async def _generate(
-    built: Built,
+    built: BuiltRunner,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     known: Sequence[Sequence[int]],

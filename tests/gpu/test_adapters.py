@@ -7,7 +7,7 @@ import torch
 
 from baton.core.types import SamplingParams, TokenOutput
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.runner import ModelRunner
 from baton.engine.request import IntArray, int_array
 from baton.engine.sampling.row import SampleRow
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BLOCKS_EACH = 8
 
 
-def built(model: str, *, cuda_graphs: bool) -> Built:
+def built(model: str, *, cuda_graphs: bool) -> BuiltRunner:
     made = build_demo(
         DEMO_MODELS / model,
         dtype="float32",

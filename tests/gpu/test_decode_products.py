@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.engine.batch import BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.request import int_array
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply, choose, new_counters
@@ -179,7 +179,7 @@ def test_a_batch_invariant_model_is_loaded_without_it(tmp_path: Path) -> None:
     )
 
 
-def captured(built: Built) -> DecodeGraphs:
+def captured(built: BuiltRunner) -> DecodeGraphs:
     settings = GraphSettings(max_requests=48, max_context_tokens=BLOCKS * 16, largest=48)
     graphs = DecodeGraphs(built.runner.model, built.runner.backend, built.cache, settings)
     graphs.capture()

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attention.metadata import build_common_metadata
 from baton.core.types import SamplingParams
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
+from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo, generate
@@ -93,7 +94,7 @@ def test_an_fp8_cache_stays_near(model: Path, reference: Reference, kv_cache_dty
         assert relative_error(_logits(built, prompt).cpu(), expected_TV) < 5 * BF16_ERROR
 
 
-def _logits(built: Built, prompt: list[int]) -> Tensor:
+def _logits(built: BuiltRunner, prompt: list[int]) -> Tensor:
     """Logits of every token [T, V], computed in one step."""
     facts = built.runner.facts
     blocks = list(range(-(-len(prompt) // facts.block_size)))
@@ -107,5 +108,5 @@ def _logits(built: Built, prompt: list[int]) -> Tensor:
     with torch.inference_mode():
         metadata = built.runner.backend.builder.build(0, common)
         token_ids_T = torch.tensor(prompt, device=built.cache.view.device)
-        hidden_TD = built.runner.model(token_ids_T, positions_T, built.cache, metadata)
+        hidden_TD = built.runner.model.compute(token_ids_T, positions_T, built.cache, StepContext(metadata))
         return built.runner.model.compute_logits(hidden_TD)

@@ -12,12 +12,13 @@ from torch import Tensor
 from attention.metadata import build_common_metadata
 from attention.selection import BackendClass
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVKind
+from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here
@@ -45,11 +46,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def demo(model: str, dtype: str, **options: Any) -> Built:
+def demo(model: str, dtype: str, **options: Any) -> BuiltRunner:
     return build_demo(DEMO_MODELS / model, dtype=dtype, num_blocks=512, cuda_graphs=False, **options)
 
 
-def prepared(built: Built, graphs: GraphSettings | None) -> ModelRunner:
+def prepared(built: BuiltRunner, graphs: GraphSettings | None) -> ModelRunner:
     runner = runner_of(built, graphs=graphs)
     runner.prepare()
     return runner
@@ -187,7 +188,7 @@ class _BusyDriver(Driver):
 
 
 @torch.inference_mode()
-def _expected(built: Built, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
+def _expected(built: BuiltRunner, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor:
     common, positions_R = build_common_metadata(
         query_lens=[1] * len(rows),
         context_lens=[each.token_start for each in rows],
@@ -197,5 +198,5 @@ def _expected(built: Built, cache: PagedKVCache, rows: list[BatchRow]) -> Tensor
     )
     token_ids_R = torch.tensor([each.token_ids[0] for each in rows], device=cache.view.device)
     metadata = built.runner.backend.builder.build(0, common)
-    hidden_RD = built.runner.model(token_ids_R, positions_R, cache, metadata)
+    hidden_RD = built.runner.model.compute(token_ids_R, positions_R, cache, StepContext(metadata))
     return built.runner.model.compute_logits(hidden_RD)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.batch import BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.request import int_array
 from baton.settings.config import DEMO_MODELS
@@ -19,7 +19,7 @@ BLOCKS = 16
 SETTINGS = GraphSettings(max_requests=64, max_context_tokens=BLOCKS * 16, largest=16)
 
 
-def captured(built: Built) -> DecodeGraphs:
+def captured(built: BuiltRunner) -> DecodeGraphs:
     graphs = DecodeGraphs(built.runner.model, built.runner.backend, built.cache, SETTINGS)
     graphs.capture()
     return graphs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.build import measured
+from baton.engine.build import calibrate
 from baton.engine.device.profile import prefill_step, profile_runner
 from baton.engine.device.step_costs import STEP_TOKENS
 from baton.settings.config import DEMO_MODELS, DecodeSettings
@@ -34,7 +34,7 @@ def test_a_node_measures_its_captured_steps_and_then_serves_as_before() -> None:
     prompts = [[3, 4, 5, 6], list(range(3, 80))]
     expected = generate(build_demo(DEMO_MODELS / "llama"), prompts, greedy(16))
     settings = DecodeSettings(model=DEMO_MODELS / "llama", device="cuda", num_blocks=2048)
-    built = measured(build_demo(DEMO_MODELS / "llama", num_blocks=2048, max_batch_tokens=None), settings)
+    built = calibrate(build_demo(DEMO_MODELS / "llama", num_blocks=2048, max_batch_tokens=None), settings)
     assert built.costs is not None
     assert built.limits.max_batch_tokens in STEP_TOKENS
     # Launching even the smallest step takes the host microseconds, and no step of a demo model takes a second.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.core.types import TokenOutput
 from baton.engine.batch import Batch
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.layer_marks import LayerMark
 from baton.engine.device.prompt_graphs import token_sizes
@@ -33,7 +33,7 @@ GRAPHS = GraphSettings(max_requests=64, max_context_tokens=2048, max_tokens=256)
 FAMILIES = ("llama", "mistral-window", "qwen3", "gemma2", "gemma3", "llama4", "gpt-oss", "bloom")
 
 
-def demo(dtype: str = "bfloat16", **options: Any) -> Built:
+def demo(dtype: str = "bfloat16", **options: Any) -> BuiltRunner:
     return build_demo(DEMO_MODELS / "llama", dtype=dtype, cuda_graphs=False, **options)
 
 
@@ -75,7 +75,7 @@ def test_families_give_the_same_tokens_and_kv(family: str, kv_dtype: str, tmp_pa
     assert relative_error(kv_of(captured), kv_of(eager)) < (1e-3 if kv_dtype == "auto" else 0.02)
 
 
-def build_tiny(directory: Path, **options: Any) -> Built:
+def build_tiny(directory: Path, **options: Any) -> BuiltRunner:
     return build_demo(directory, num_blocks=64, block_size=4, cuda_graphs=False, **options)
 
 

@@ -19,7 +19,7 @@ from baton.gateway.request import machine as request_machine
 from baton.protos.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.settings.config import DEMO_MODELS
-from tests.held import HeldSteps
+from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm
 
 LLAMA = DEMO_MODELS / "llama"
@@ -57,17 +57,17 @@ _names = itertools.count()
 class Machines:
     """Starts nodes and gateways, holds the engines of nodes, and sends signals.
 
-    A node that is `held` runs no engine step until the test allows it. So a request stays in the state that the test
-    needs, on any machine.
+    A node with a `paused_engine` runs no engine step until the test allows it. So a request stays in the state that
+    the test needs, on any machine.
     """
 
     processes: Processes
-    _steps: dict[int, HeldSteps] = field(default_factory=dict)  # by the pid of a held node
+    _steps: dict[int, PausedSteps] = field(default_factory=dict)  # by the pid of a node with a paused engine
 
     def nodes(
         self,
         *wanted: tuple[str, Flags],
-        held: Sequence[str] = (),
+        paused_engine: Sequence[str] = (),
         prepare: Callable[[], None] | None = None,
         outputs: Path | None = None,
         wait: bool = True,
@@ -76,15 +76,15 @@ class Machines:
         otherwise.
 
         Args:
-            held: roles of which every node is held.
+            paused_engine: roles whose nodes all start with a paused engine.
             prepare: called in the process of each node, before it starts.
-            outputs: an existing directory for the files `stdout` and `stderr` of nodes that are not held.
+            outputs: an existing directory for the files `stdout` and `stderr` of nodes whose engines run.
             wait: False: only until their ports are bound.
         """
         started = []
         for role, flags in wanted:
             named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_STEADY[role], **flags}
-            steps = HeldSteps() if role in held else None
+            steps = PausedSteps() if role in paused_engine else None
             prepared = partial(_prepare_node, prepare)
             launch = partial(launch_warm, prepare=prepared, outputs=outputs)
             self.processes.launch = launch if steps is None else partial(steps.launch, prepare=prepared)
@@ -96,12 +96,12 @@ class Machines:
         return started
 
     def allow_steps(self, count: int, *nodes: Process) -> None:
-        """Lets each of these held nodes run this number of further steps."""
+        """Lets each of these paused engines run this number of further steps."""
         for node in nodes:
             self._steps[node.pid].allow(count)
 
     def let_go(self, *nodes: Process) -> None:
-        """Releases these held nodes."""
+        """Lets these paused engines run on."""
         for node in nodes:
             self._steps[node.pid].allow_all()
 

@@ -109,7 +109,7 @@ async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewher
     reference = references[DEEPSEEK]
     prompts = reference.prompts([50, 60, 70, 80])
     long = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    owned, single = start.nodes(("decode", {**flags, **OWN}), ("decode", flags), held=["decode"])
+    owned, single = start.nodes(("decode", {**flags, **OWN}), ("decode", flags), paused_engine=["decode"])
     gateway = start.gateway([], [owned, single], model=DEEPSEEK, local_policy="local")
     results = [Result() for _ in prompts]
     requests = [

@@ -41,7 +41,9 @@ async def test_a_reset_between_the_only_prefill_and_decode_node_fails_no_strict_
     address = free_address()
     with Proxy(address) as proxy:
         prefill, decode = start.nodes(
-            ("prefill", NODE), ("decode", {**NODE, "listen": address, "advertise": proxy.address}), held=["prefill"]
+            ("prefill", NODE),
+            ("decode", {**NODE, "listen": address, "advertise": proxy.address}),
+            paused_engine=["prefill"],
         )
         gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
         requests = [asyncio.create_task(generate(gateway, prompt, GREEDY)) for prompt in prompts]
@@ -65,7 +67,7 @@ async def test_requests_of_a_node_behind_a_cut_link_go_on_elsewhere_and_it_may_c
 ) -> None:
     # Every other limit on silence is longer than this test may take.
     first, second, other = start.nodes(
-        (role, NODE), (role, NODE), ("decode" if role == "prefill" else "prefill", NODE), held=[role]
+        (role, NODE), (role, NODE), ("decode" if role == "prefill" else "prefill", NODE), paused_engine=[role]
     )
     with Proxy(first.address) as to_first, Proxy(second.address) as to_second:
         behind = {first: to_first, second: to_second}

@@ -19,7 +19,7 @@ async def test_an_output_has_the_same_logprobs_after_its_decode_node_was_killed(
     start: Machines, reference: Reference, survivor: str
 ) -> None:
     roles = ["prefill", "decode", "decode"] if survivor == "decode" else ["prefill", "decode"]
-    prefill, *decodes = start.nodes(*((role, NODE) for role in roles), held=["decode"])
+    prefill, *decodes = start.nodes(*((role, NODE) for role in roles), paused_engine=["decode"])
     gateway = start.gateway([prefill], decodes, model=LLAMA)
     (prompt,) = reference.prompts([200])
     result = Result()

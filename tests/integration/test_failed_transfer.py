@@ -46,7 +46,7 @@ async def test_its_requests_go_on_elsewhere_and_it_ends_with_an_error(
         triggers: dict[Process, Path] = {}
         for name in ("first", "second"):
             fail = partial(fail_transfer_if, tmp_path / name)
-            (node,) = start.nodes((role, NODE), held=[role], prepare=fail)
+            (node,) = start.nodes((role, NODE), paused_engine=[role], prepare=fail)
             triggers[node] = tmp_path / name
         others = start.nodes(("decode" if role == "prefill" else "prefill", NODE))
         pairs = {"prefill": others, "decode": others, role: list(triggers)}

@@ -80,7 +80,9 @@ async def until_released(*nodes: Process) -> None:
 async def test_a_prefill_node_killed_in_the_middle_is_replaced_by_another(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    first, second, decode = start.nodes(("prefill", NODE), ("prefill", NODE), ("decode", NODE), held=["prefill"])
+    first, second, decode = start.nodes(
+        ("prefill", NODE), ("prefill", NODE), ("decode", NODE), paused_engine=["prefill"]
+    )
     gateway = start.gateway([first, second], [decode], model=LLAMA, local_policy="strict")
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     busy = await until_prefilling(start, first, second)
@@ -97,7 +99,7 @@ async def test_a_prefill_node_killed_in_the_middle_is_replaced_by_another(
 async def test_the_last_prefill_node_killed_in_the_middle_is_replaced_by_the_decode_node(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_prefilling(start, prefill)
@@ -117,7 +119,7 @@ async def test_the_last_prefill_node_killed_in_the_middle_is_replaced_by_the_dec
 async def test_the_strict_policy_gives_an_error_if_no_prefill_node_comes_back_in_time(
     start: Machines, prompts: list[list[int]]
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict", failover_wait_s=0.2)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_prefilling(start, prefill)
@@ -132,7 +134,9 @@ async def test_a_frozen_prefill_node_is_replaced_and_may_come_back(
 ) -> None:
     # On a slow machine these limits may end other waits too: then a request takes more attempts, with the same result.
     limits = {"keepalive_s": 2}
-    prefill, decode = start.nodes(("prefill", {**NODE, **limits}), ("decode", {**NODE, **limits}), held=["prefill"])
+    prefill, decode = start.nodes(
+        ("prefill", {**NODE, **limits}), ("decode", {**NODE, **limits}), paused_engine=["prefill"]
+    )
     gateway = start.gateway([prefill], [decode], model=LLAMA, prefill_stall_s=2)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     reached = asyncio.create_task(until_prefilling(start, prefill))
@@ -153,7 +157,7 @@ async def test_a_frozen_prefill_node_is_replaced_and_may_come_back(
 async def test_a_prefill_node_that_answers_and_computes_nothing_is_replaced(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prefill_stall_s=2)
     result = await generate(gateway, prompts[0], GREEDY)
     assert result.token_ids == reference.greedy(prompts[0], 12).token_ids
@@ -192,7 +196,9 @@ async def test_a_restarted_prefill_node_is_another_peer(
 async def test_a_decode_node_killed_while_decoding_is_continued_elsewhere(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    prefill, first, second = start.nodes(("prefill", NODE), ("decode", NODE), ("decode", NODE), held=["decode"])
+    prefill, first, second = start.nodes(
+        ("prefill", NODE), ("decode", NODE), ("decode", NODE), paused_engine=["decode"]
+    )
     gateway = start.gateway([prefill], [first, second], model=LLAMA)
     result = Result()
     request = asyncio.create_task(generate(gateway, prompts[0], LONG, result=result))
@@ -210,7 +216,7 @@ async def test_a_decode_node_killed_while_decoding_is_continued_elsewhere(
 
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_killed_gateways_requests_are_released(start: Machines, prompts: list[list[int]], phase: str) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=[phase])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=[phase])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     result = Result()
     request = asyncio.create_task(generate(gateway, prompts[0], LONG, result=result))
@@ -243,7 +249,7 @@ class Calm:
 @pytest.fixture(scope="module")
 def calm() -> Iterator[Calm]:
     with machines() as start:
-        prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill", "decode"])
+        prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill", "decode"])
         yield Calm(start, prefill, decode, start.gateway([prefill], [decode], model=LLAMA))
 
 
@@ -300,7 +306,9 @@ async def test_a_cancelling_client_gets_cancelled(calm: Calm, prompts: list[list
 
 
 async def test_a_full_decode_node_refuses_with_a_retry_hint(start: Machines, prompts: list[list[int]]) -> None:
-    prefill, decode = start.nodes(("prefill", {**NODE, "also_decodes": "false"}), ("decode", TIGHT), held=["prefill"])
+    prefill, decode = start.nodes(
+        ("prefill", {**NODE, "also_decodes": "false"}), ("decode", TIGHT), paused_engine=["prefill"]
+    )
     gateway = start.gateway([prefill], [decode], model=LLAMA, queue_s=0)
     first = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_status(decode, lambda last: last.blocks_leased > 0)
@@ -319,7 +327,7 @@ def room_taken(last: node_pb2.NodeStatus, *, waiting: int) -> bool:
 async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", TIGHT), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", TIGHT), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     finished: list[int] = []
 
@@ -396,7 +404,7 @@ async def test_nodes_that_cannot_work_together_are_refused_before_traffic(
 async def test_a_draining_node_finishes_what_runs_and_exits_with_0(
     start: Machines, reference: Reference, prompts: list[list[int]], role: str
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_prefilling(start, prefill)
@@ -414,7 +422,7 @@ async def test_a_draining_node_finishes_what_runs_and_exits_with_0(
 async def test_a_draining_gateway_refuses_new_requests_finishes_what_runs_and_exits_with_0(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_prefilling(start, prefill)
@@ -444,7 +452,9 @@ async def test_a_drained_decode_node_out_of_time_hands_its_requests_over(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
     short = {**NODE, "drain_grace_s": 0.2}
-    prefill, first, second = start.nodes(("prefill", NODE), ("decode", short), ("decode", short), held=["decode"])
+    prefill, first, second = start.nodes(
+        ("prefill", NODE), ("decode", short), ("decode", short), paused_engine=["decode"]
+    )
     gateway = start.gateway([prefill], [first, second], model=LLAMA)
     result = Result()
     request = asyncio.create_task(generate(gateway, prompts[0], LONG, result=result))

@@ -62,7 +62,7 @@ class Answer:
 
 
 async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     prompt, other = reference.prompts([200, 90])
     known = reference.greedy(prompt, TOKENS).token_ids
@@ -156,7 +156,7 @@ def said(events: Sequence[dict[str, Any]]) -> tuple[object, ...]:
 
 
 async def test_clients_of_http_go_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     assert first.http is not None
     assert second.http is not None
@@ -219,7 +219,7 @@ async def test_an_answer_waits_for_a_gateway_to_come_back(
     start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.client.client._RESUME_S", DEADLINE_S)
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     (prompt,) = reference.prompts([100])
     async with Client(addresses=[first.address, second.address]) as client:

@@ -83,7 +83,9 @@ async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_nod
 ) -> None:
     """The decode node has all blocks of the turn before, and begins at an earlier state."""
     reference = Reference(directory)
-    prefill, decode = start.nodes(("prefill", node_of(directory)), ("decode", node_of(directory)), held=["prefill"])
+    prefill, decode = start.nodes(
+        ("prefill", node_of(directory)), ("decode", node_of(directory)), paused_engine=["prefill"]
+    )
     gateway = start.gateway([prefill], [decode], model=directory)
     start.allow_steps(1, prefill)
     first = await generate(gateway, PROMPT, GREEDY)

@@ -123,7 +123,7 @@ async def test_seeds_and_grammars_of_split_prompts_are_exact(
 async def test_the_decode_node_computes_a_split_prompt_alone_when_the_prefill_node_dies(
     start: Machines, reference: Reference
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits, local_policy="elastic")
     (prompt,) = reference.prompts([300])
     async with Client(gateway.address) as client:
@@ -144,7 +144,7 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
     prefill, decode = start.nodes(
         ("prefill", {**NODE, "num_blocks": 1024}),
         ("decode", {**DECODE, "num_blocks": 1024}),
-        held=["prefill"],
+        paused_engine=["prefill"],
         prepare=know_costs,
     )
     elastic = start.gateway([prefill], [decode], model=LLAMA, tpot_ms=1e6, local_policy="elastic")

@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
     """The prefill node has two ranks, and steps only as tests allow."""
     with machines() as start:
         prefill, decode = start.nodes(
-            ("prefill", {**NODE, "tensor_parallel_size": 2}), ("decode", NODE), held=["prefill"]
+            ("prefill", {**NODE, "tensor_parallel_size": 2}), ("decode", NODE), paused_engine=["prefill"]
         )
         yield Cluster(start, prefill, decode, start.gateway([prefill], [decode], model=LLAMA, local_policy="strict"))
 
@@ -183,7 +183,7 @@ async def test_another_prefill_node_cannot_pair_with_it(cluster: Cluster) -> Non
 
 async def test_a_draining_node_finishes_both_kinds_and_refuses_more(start: Machines, reference: Reference) -> None:
     prompts = reference.prompts([80, 300])
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     async with session(prefill) as opened:
         start.allow_steps(6, prefill)

@@ -54,11 +54,11 @@ async def finish_order(start: Machines, prefill: Process, decode: Process, full:
 
 
 async def test_a_full_decode_node_serves_the_best_priority_first(start: Machines, reference: Reference) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", ROOM_FOR_ONE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", ROOM_FOR_ONE), paused_engine=["prefill"])
     await finish_order(start, prefill, decode, decode, reference)
 
 
 async def test_a_full_prefill_node_serves_the_best_priority_first(start: Machines, reference: Reference) -> None:
-    prefill, decode = start.nodes(("prefill", ROOM_FOR_ONE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", ROOM_FOR_ONE), ("decode", NODE), paused_engine=["prefill"])
     start.allow_steps(1, prefill)  # the first request runs, and keeps its blocks
     await finish_order(start, prefill, decode, prefill, reference)

@@ -104,7 +104,7 @@ async def test_a_client_gets_them_once_when_the_prefill_node_is_killed_half_way(
 ) -> None:
     held = {"model": LLAMA, **NODE}
     roles = ["prefill", "decode"] if survivor == "decode" else ["prefill", "prefill", "decode"]
-    *prefills, decode = start.nodes(*((role, held) for role in roles), held=["prefill"])
+    *prefills, decode = start.nodes(*((role, held) for role in roles), paused_engine=["prefill"])
     gateway = start.gateway(prefills, [decode], model=LLAMA)
     prompts = reference.prompts([200, 200])
     start.allow_steps(2, *prefills)

@@ -172,7 +172,9 @@ async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewher
     prompts = reference.prompts([50, 60, 70, 80])
     long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     ranked, single = start.nodes(
-        ("decode", {**NODE_OF_SMALL_STEPS, "tensor_parallel_size": 2}), ("decode", NODE_OF_SMALL_STEPS), held=["decode"]
+        ("decode", {**NODE_OF_SMALL_STEPS, "tensor_parallel_size": 2}),
+        ("decode", NODE_OF_SMALL_STEPS),
+        paused_engine=["decode"],
     )
     gateway = start.gateway([], [ranked, single], model=LLAMA, local_policy="local")
     results = [Result() for _ in prompts]

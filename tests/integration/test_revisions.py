@@ -47,7 +47,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     save_file(tensors, other / "model.safetensors")
     old, new = {**NODE, "model": LLAMA, "model_revision": "v1"}, {**NODE, "model": other, "model_revision": "v2"}
     with machines() as start:
-        nodes = start.nodes(("prefill", old), ("decode", old), ("prefill", new), ("decode", new), held=["decode"])
+        nodes = start.nodes(
+            ("prefill", old), ("decode", old), ("prefill", new), ("decode", new), paused_engine=["decode"]
+        )
         start.let_go(nodes[3])
         yield Two(start, Pair(*nodes[:2]), Pair(*nodes[2:]), other)
 

@@ -78,7 +78,7 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
     start: Machines, reference: Reference
 ) -> None:
     roles = ("prefill", "decode", "decode", "decode")
-    prefill, *decodes = start.nodes(*((role, NODE) for role in roles), held=["prefill"])
+    prefill, *decodes = start.nodes(*((role, NODE) for role in roles), paused_engine=["prefill"])
     gateway = start.gateway([prefill], decodes, model=LLAMA)
     (prompt,) = reference.prompts([70])
 
@@ -114,7 +114,9 @@ async def until_roles(client: Client, *wanted: common_pb2.Role.ValueType) -> Non
 
 
 async def test_a_gateway_moves_an_idle_decode_node_to_where_prompts_wait(start: Machines, reference: Reference) -> None:
-    prefill, *decodes = start.nodes(*((role, NODE) for role in ("prefill", "decode", "decode")), held=["prefill"])
+    prefill, *decodes = start.nodes(
+        *((role, NODE) for role in ("prefill", "decode", "decode")), paused_engine=["prefill"]
+    )
     rules: dict[str, Any] = {"balance_backlog_s": 0.001, "balance_hold_s": 0.05, "balance_cool_down_s": 0.0}
     gateway = start.gateway([prefill], decodes, model=LLAMA, balance_roles=True, **rules)
     prompts = reference.prompts([60, 70])

@@ -94,7 +94,9 @@ async def test_a_chat_is_answered(gateway: Process) -> None:
 
 
 async def test_a_stream_that_lost_its_only_decode_node_says_so_and_fails_after_a_bounded_wait(start: Machines) -> None:
-    prefill, decode = start.nodes(("prefill", {**NODE, "also_decodes": "false"}), ("decode", NODE), held=["decode"])
+    prefill, decode = start.nodes(
+        ("prefill", {**NODE, "also_decodes": "false"}), ("decode", NODE), paused_engine=["decode"]
+    )
     gateway = start.gateway([prefill], [decode], model=LLAMA, failover_wait_s=0.5)
     answer = Answer()
     message = pb.GenerateRequest(text=TEXT, sampling=sampled(temperature=0))

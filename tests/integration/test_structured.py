@@ -63,7 +63,9 @@ async def test_outputs_follow_their_schema_on_either_path(start: Machines) -> No
 
 
 async def test_an_output_follows_its_schema_after_its_decode_node_was_killed(start: Machines) -> None:
-    prefill, first, second = start.nodes(("prefill", NODE), ("decode", NODE), ("decode", NODE), held=["decode"])
+    prefill, first, second = start.nodes(
+        ("prefill", NODE), ("decode", NODE), ("decode", NODE), paused_engine=["decode"]
+    )
     gateway = start.gateway([prefill], [first, second], model=LLAMA)
     result = Result()
     request = asyncio.create_task(generate(gateway, PROMPT, constrained(1), result=result))

@@ -24,7 +24,9 @@ SMALL_CONTEXT = 38 * 16
 async def test_a_request_that_ends_at_one_decode_node_does_not_affect_requests_at_another(
     start: Machines, reference: Reference
 ) -> None:
-    prefill, first, second = start.nodes(("prefill", HELD), ("decode", HELD), ("decode", HELD), held=["prefill"])
+    prefill, first, second = start.nodes(
+        ("prefill", HELD), ("decode", HELD), ("decode", HELD), paused_engine=["prefill"]
+    )
     gateways = [start.gateway([prefill], [each], model=LLAMA, local_policy="strict") for each in (first, second)]
     prompts = reference.prompts([600, 600])
     # The first lease of each decode node: both have the same number.

@@ -35,7 +35,7 @@ def choose_whole() -> None:
 async def test_a_request_is_served_by_a_prefill_node_and_continues_on_the_decode_node_when_that_is_killed(
     start: Machines, reference: Reference
 ) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_whole, local_policy="elastic")
     whole, moved = reference.prompts([150, 100])
     names = [(await status(node)).info.name for node in (prefill, decode)]
@@ -65,7 +65,7 @@ async def test_a_request_is_served_by_a_prefill_node_and_continues_on_the_decode
 
 
 async def test_a_cluster_that_loses_its_decode_node_serves_on(start: Machines, reference: Reference) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     prompt, other = reference.prompts([100, 90])
     result = Result()

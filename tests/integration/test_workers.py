@@ -68,7 +68,7 @@ class Workers:
 
 @asynccontextmanager
 async def workers(start: Machines, **flags: Any) -> AsyncIterator[tuple[Workers, Process]]:
-    (decode,) = start.nodes(("decode", {}), held=("decode",))
+    (decode,) = start.nodes(("decode", {}), paused_engine=("decode",))
     gateway = start.gateway([], [decode], workers=2, local_policy="local", **flags)
     async with AsyncExitStack() as channels:
         found = Workers(gateway, channels)

@@ -107,7 +107,7 @@ async def requests_go_on_after_a_lost_host(start: Machines, reference: Reference
             ("prefill", {**NODE, **tls_of(folder, "prefill"), "listen": f"{place.first}:0"}),
             ("decode", {**both, "listen": f"{place.first}:0"}),
             ("decode", {**NODE, **tls_of(folder, "decode"), "listen": f"{place.first}:0"}),
-            held=["decode"],
+            paused_engine=["decode"],
         )
         gateway = start.gateway(
             [prefill], [ranked, single], model=LLAMA, local_policy="strict", **tls_of(folder, "gateway")

@@ -8,7 +8,7 @@ from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from decode_node import commands as c
 from decode_node import events as e
-from decode_node.sender_numbers import SenderNumbers
+from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.leases import LeaseTotals
 from tests.simulation.decode_side import DecodeSide, OfLeases
 from tests.simulation.invariants import violated

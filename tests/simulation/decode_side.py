@@ -9,7 +9,7 @@ from baton.core.errors import BatonError
 from baton.protos.v1 import decode_pb2 as pb
 from decode_node import commands as c
 from decode_node import events as e
-from decode_node.local_prefill import UNKNOWN, why_here
+from decode_node.local_prefill import UNKNOWN, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from tests.simulation.clock import Timer
@@ -39,7 +39,7 @@ class DecodeSide:
                 incarnation=node.life.incarnation,
                 lease_secret=b"a secret of tests",
                 lease_s=scenario.lease_s,
-                why_local=partial(why_here, scenario.local_prefill_tokens, streams=UNKNOWN),
+                why_local=partial(local_prefill_reason, scenario.local_prefill_tokens, streams=UNKNOWN),
                 waiting_max=scenario.waiting_max,
                 block_size=block_size,
                 split_unit=block_size,

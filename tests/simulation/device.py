@@ -309,7 +309,7 @@ class Device:
     def check_blocks(self) -> None:
         """I1: every block's count is the number of requests that hold it."""
         holders = [0] * len(self.cache.counts)
-        for states in (self.scheduler._roster.everyone(), self.scheduler._void):
+        for states in (self.scheduler._roster.everyone(), self.scheduler._requests.void):
             for state in states:
                 for block in state.blocks:
                     holders[block] += 1

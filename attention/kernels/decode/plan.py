@@ -27,11 +27,13 @@ _TILE_BYTES = 16384
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """Attributes:
-    tile_keys: keys that one program holds at a time.
-    num_warps, num_stages: of a program.
-    programs_per_sm: how many programs run on a multiprocessor at once.
-    max_registers: of a thread, where the compiler would take so many that fewer programs run.
+    """How decodes are cut into tiles.
+
+    Attributes:
+        tile_keys: keys that one program holds at a time.
+        num_warps, num_stages: of a program.
+        programs_per_sm: how many programs run on a multiprocessor at once.
+        max_registers: of a thread, where the compiler would take so many that fewer programs run.
     """
 
     tile_keys: int

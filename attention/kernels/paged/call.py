@@ -66,11 +66,13 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys:
-    """Attributes:
-    keys, values: [B, N, H, D] and [B, N, H, V]; without a block table, one block holds all keys.
-    key_start_loc: [R + 1] int32; only without a block table.
-    seq_lens, block_table: [R] and [R, blocks] int32, of a paged cache.
-    expected_len: rough number of keys of one request; a wrong number costs only time.
+    """The keys and values of a call, in a paged cache or in one block.
+
+    Attributes:
+        keys, values: [B, N, H, D] and [B, N, H, V]; without a block table, one block holds all keys.
+        key_start_loc: [R + 1] int32; only without a block table.
+        seq_lens, block_table: [R] and [R, blocks] int32, of a paged cache.
+        expected_len: rough number of keys of one request; a wrong number costs only time.
     """
 
     keys: Tensor

@@ -23,9 +23,11 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class HopperTiling:
-    """Attributes:
-    block_n: keys of a tile, of which `stages` are in flight.
-    pack: query heads of a kv head that share a tile's rows.
+    """The tile of the kernels for Hopper.
+
+    Attributes:
+        block_n: keys of a tile, of which `stages` are in flight.
+        pack: query heads of a kv head that share a tile's rows.
     """
 
     block_n: int

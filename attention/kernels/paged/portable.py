@@ -24,8 +24,10 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 @dataclass(frozen=True)
 class Tiling:
-    """Attributes:
-    block_m, block_n: rows and keys of a tile; `pack` query heads of a kv head share the rows.
+    """The tile of the portable kernel.
+
+    Attributes:
+        block_m, block_n: rows and keys of a tile; `pack` query heads of a kv head share the rows.
     """
 
     block_m: int

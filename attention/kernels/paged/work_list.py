@@ -33,12 +33,14 @@ class WorkRow(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkList:
-    """Attributes:
-    tokens: tokens of a tile.
-    rows: [N, 8] int32, `WorkRow`s; undefined after the first `count`.
-    count: [1] int32.
-    query_start_loc: of the batch that is listed.
-    num_programs: how many programs share the list: as many as the GPU runs at once.
+    """The tiles of a batch, listed on the device.
+
+    Attributes:
+        tokens: tokens of a tile.
+        rows: [N, 8] int32, `WorkRow`s; undefined after the first `count`.
+        count: [1] int32.
+        query_start_loc: of the batch that is listed.
+        num_programs: how many programs share the list: as many as the GPU runs at once.
     """
 
     tokens: int

@@ -25,6 +25,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.choice import choose_tokens
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.step_context import StepContext
 from baton.models.layers.token_exchange import TokenShares
 
 _log = logging.getLogger(__name__)
@@ -83,9 +84,9 @@ def owned_decode_step(
     buffers, num_rows = owned.rows, owned.num_rows(size)
     token_ids_R = buffers.look_tokens_up(num_rows)
     token_ids_A = token_ids_R.index_select(0, owned.rows_A[: size * owned.parallel.size])
-    model.use_adapters(None)
-    model.count_tokens(owned.slot_mapping[:size])
-    hidden_AD = model(token_ids_A, owned.positions[:size], cache, metadata)
+    shares = TokenShares.equal(size, owned.parallel.size)
+    context = StepContext(metadata, slots_T=owned.slot_mapping[:size], shares=shares)
+    hidden_AD = model.compute(token_ids_A, owned.positions[:size], cache, context)
     logits_RV = model.compute_logits(hidden_AD.index_select(0, owned.places[:num_rows]))
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:num_rows])
     return logits_RV
@@ -106,13 +107,13 @@ def decode_step(
     Args:
         adapters: rows may have adapters.
     """
-    model.use_adapters(buffers.adapters[:size] if adapters else None)
+    rows = model.adapters_of(buffers.adapters[:size] if adapters else None)
     # NOTE: this must be a kernel of torch, which waits for all queued work. The layers' kernels read their attention
     # plan and the order of adapters before they wait, and these may have been queued just now.
     token_ids = buffers.look_tokens_up(size)
-    model.use_states(None if cache.state is None else buffers.state_rows(size))
-    model.count_tokens(buffers.slot_mapping[:size])
-    hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
+    states = None if cache.state is None else buffers.state_rows(size)
+    context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=rows, states=states)
+    hidden_RD = model.compute(token_ids, buffers.positions[:size], cache, context)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
     return logits_RV
@@ -268,8 +269,6 @@ class DecodeGraphs:
         self._begin(size)
         if self._owned is None:
             return decode_step(self._model, self._cache, self.buffers, build(), size, adapters=adapters)
-        assert self._model.exchange is not None
-        self._model.exchange.use(TokenShares.equal(size, self._owned.parallel.size))
         return owned_decode_step(self._model, self._cache, self._owned, build(), size)
 
     def _begin(self, size: int) -> None:

@@ -7,6 +7,7 @@ this rank. Suffixes: T token of the step, S row that is sampled, P row whose tok
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, plan_batch
 from baton.engine.batch import MOST_SNAPSHOTS, BatchRow
-from baton.engine.device.row_places import place_rows
+from baton.engine.request import int_array
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.token_exchange import TokenExchange, TokenShares
 
@@ -166,3 +167,45 @@ def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | No
     known = np.array([row.token_source is None for row in rows])
     (known_S,) = to_device((known,), token_ids_S.device)
     return token_ids_S.to(torch.int32).masked_fill_(known_S, -1)
+
+
+# Stands for the requests of a rank that has none in a step, because collectives want a token of each rank. Its KV is
+# not written.
+_IDLE_ROW = BatchRow("", int_array([0]), 0, int_array([0]), None)
+
+
+class RowPlaces(NamedTuple):
+    """The rows whose attention this rank computes, and where every row's tokens lie in the tensors of all ranks.
+    Without attention data parallelism these are all rows, one after another.
+
+    Attributes:
+        own: the rows whose attention is computed here.
+        is_idle: whether these are only a row that stands for none.
+        starts: place of each row's first token, of all rows.
+        num_places: of all tokens.
+        shares: None: all ranks have all rows.
+    """
+
+    own: Sequence[BatchRow]
+    is_idle: bool
+    starts: NDArray[np.int64]
+    num_places: int
+    shares: TokenShares | None
+
+
+def place_rows(rows: Sequence[BatchRow], exchange: TokenExchange | None) -> RowPlaces:
+    lengths = [len(row.token_ids) for row in rows]
+    if exchange is None:
+        starts = np.array([0, *accumulate(lengths)], np.int64)
+        return RowPlaces(rows, is_idle=False, starts=starts[:-1], num_places=int(starts[-1]), shares=None)
+    parallel = exchange.parallel
+    filled = [0] * parallel.size
+    within: list[int] = []
+    for row, length in zip(rows, lengths, strict=True):
+        within.append(filled[row.owner])
+        filled[row.owner] += length
+    shares = TokenShares.of([max(1, count) for count in filled])
+    firsts = [shares.start(rank) for rank in range(parallel.size)]
+    starts = np.array([firsts[row.owner] + place for row, place in zip(rows, within, strict=True)], np.int64)
+    own = [row for row in rows if row.owner == parallel.rank]
+    return RowPlaces(own or [_IDLE_ROW], not own, starts, shares.num_places, shares)

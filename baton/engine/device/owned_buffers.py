@@ -21,7 +21,8 @@ from baton.models.layers.parallel import TensorParallel
 
 @dataclass(frozen=True)
 class OwnedBuffers:
-    """
+    """One rank's part of the decode buffers, with attention data parallelism.
+
     Attributes:
         rows: the buffers of all rows.
         own: [N] int64, the row of each of this rank's places; 0 for padding.

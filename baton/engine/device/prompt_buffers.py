@@ -41,23 +41,25 @@ def most_prompts(num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PromptBuffers:
-    """Attributes:
-    decodes: of the step's first rows.
-    inputs: bytes on the device: the following fields of a step.
-    given: [T] int32, the tokens that the host knows; any number at a decode's place.
-    positions, slot_mapping: [T] int64; 0 and -1 for padding.
-    adapters: [T] int32, the slot of each token's adapter; -1 for none and for padding.
-    query_start_loc: [P + 1] int32, see `PaddedBatch`.
-    seq_lens: [P] int32; 0 for padding.
-    context: [P] int32, tokens of each prompt before those of the step.
-    state_slots: [P] int32, the slot of each prompt's recurrent state; -1 for none and for padding.
-    snapshot_slots, snapshot_lens: [P, M] int32, see `StateRows`; -1 and anything for none and for padding.
-    last: [N] int64, the last token of each row of the step.
-    table: [P, B] int32; rows and columns that a step does not use hold anything.
-    token_ids: [T] int32, the step's tokens, put together by the step itself.
-    hidden: [T, D], the step's hidden states.
-    places: where each field is in `inputs`.
-    max_requests: most rows of a step.
+    """The tensors that captured steps with prompts read and write, which never move.
+
+    Attributes:
+        decodes: of the step's first rows.
+        inputs: bytes on the device: the following fields of a step.
+        given: [T] int32, the tokens that the host knows; any number at a decode's place.
+        positions, slot_mapping: [T] int64; 0 and -1 for padding.
+        adapters: [T] int32, the slot of each token's adapter; -1 for none and for padding.
+        query_start_loc: [P + 1] int32, see `PaddedBatch`.
+        seq_lens: [P] int32; 0 for padding.
+        context: [P] int32, tokens of each prompt before those of the step.
+        state_slots: [P] int32, the slot of each prompt's recurrent state; -1 for none and for padding.
+        snapshot_slots, snapshot_lens: [P, M] int32, see `StateRows`; -1 and anything for none and for padding.
+        last: [N] int64, the last token of each row of the step.
+        table: [P, B] int32; rows and columns that a step does not use hold anything.
+        token_ids: [T] int32, the step's tokens, put together by the step itself.
+        hidden: [T, D], the step's hidden states.
+        places: where each field is in `inputs`.
+        max_requests: most rows of a step.
     """
 
     decodes: DecodeBuffers

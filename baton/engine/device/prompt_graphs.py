@@ -26,6 +26,7 @@ from baton.engine.device.step_slot import StepSlot
 from baton.engine.sampling.choice import choose_tokens
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.step_context import StepContext
 
 _log = logging.getLogger(__name__)
 
@@ -204,12 +205,12 @@ class PromptGraphs:
         buffers = self.buffers
         buffers.decodes.place_new_blocks(buffers.most_decodes(size))
         metadata = build()
-        self._model.use_adapters(buffers.adapters[:size])
+        adapters = self._model.adapters_of(buffers.adapters[:size])
         # NOTE: this must be a kernel of torch, for the reason given in `decode_step`.
         token_ids_T = buffers.look_tokens_up(size)
-        self._model.use_states(None if self._cache.state is None else buffers.state_rows(size))
-        self._model.count_tokens(buffers.slot_mapping[:size])
-        hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
+        states = None if self._cache.state is None else buffers.state_rows(size)
+        context = StepContext(metadata, slots_T=buffers.slot_mapping[:size], adapters=adapters, states=states)
+        hidden_TD = self._model.compute(token_ids_T, buffers.positions[:size], self._cache, context)
         buffers.hidden[:size].copy_(hidden_TD)
 
     def _sample(self, size: int) -> Tensor:

@@ -12,19 +12,17 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.core.errors import BatonError, InternalError
 from baton.core.types import SamplingParams
 from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.device.capture import Progress, Recorder
-from baton.engine.device.decode_buffers import DecodeBuffers
+from baton.engine.device.drawing import TokenDrawing
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings
 from baton.engine.device.inputs import pending_tokens, stage_step
-from baton.engine.device.launched_step import Drawn, LaunchedStep, Part, PlainTokens
+from baton.engine.device.launched_step import Drawn, LaunchedStep
 from baton.engine.device.layer_marks import LayerMarks, OnMark, index_stops, kv_stops
 from baton.engine.device.prompt_graphs import PromptGraphs
 from baton.engine.device.step_slot import StepSlot, StepSlots
@@ -32,7 +30,6 @@ from baton.engine.request import ModelFacts, int_array
 from baton.engine.sampling.masks import keep_allowed
 from baton.engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
-from baton.engine.sampling.sampler import sample, with_logprobs
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.states import copy_states
@@ -40,6 +37,7 @@ from baton.models.adapters.adapter import Adapter
 from baton.models.adapters.bank import AdapterBank
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.expert_counts import FetchedCounts
+from baton.models.layers.step_context import StepContext
 
 _FIRST_ROWS = 64
 
@@ -91,14 +89,14 @@ class ModelRunner:
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
-        # The tokens that the last step sampled, row by row.
         if self._graphs is None:
-            self._tokens_N = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
+            sampled = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
             self._slots = StepSlots(self._device, input_bytes=0, max_rows=0)
         else:
-            self._tokens_N = self._graphs.buffers.sampled
+            sampled = self._graphs.buffers.sampled
             prompt_bytes = 0 if self._prompts is None else len(self._prompts.buffers.inputs)
             self._slots = self._graphs.new_slots(prompt_input_bytes=prompt_bytes)
+        self._drawing = TokenDrawing(self.grammars, sampled, is_fixed=self._graphs is not None)
 
     @torch.inference_mode()
     def prepare(self, progress: Progress | None = None) -> None:
@@ -198,7 +196,7 @@ class ModelRunner:
     def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> Drawn:
         assert self._graphs is not None
         logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
-        return self._draw_padded(self._graphs.buffers, logits_RV, batch, slot)
+        return self._drawing.draw_padded(self._graphs.buffers, logits_RV, batch, slot)
 
     def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> tuple[Drawn, ScoresOnHost | None]:
         assert self._prompts is not None
@@ -207,9 +205,8 @@ class ModelRunner:
         starts = [0, *accumulate(len(row.token_ids) for row in batch.shared_rows)]
         scored = self._score(buffers.hidden[:size], starts, batch.scores)
         if logits_RV is None:
-            self._forget_grammars()
-            return Drawn(None, [], {}), scored
-        return self._draw_padded(buffers.decodes, logits_RV, batch, slot), scored
+            return self._drawing.draw_none(), scored
+        return self._drawing.draw_padded(buffers.decodes, logits_RV, batch, slot), scored
 
     def _score(
         self, hidden_TD: Tensor, starts: Sequence[int], scores: Sequence[tuple[int, ScoreRow]]
@@ -223,80 +220,32 @@ class ModelRunner:
             return None
         return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
 
-    def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> Drawn:
-        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
-        rows = batch.shared_rows
-        sampling, num_rows = buffers.host.sampling, len(rows)
-        parts: list[Part] = []
-        failed: dict[int, BatonError] = {}
-        if edited := sorted(sampling.edited):
-            (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
-            edited_rows = [rows[index].at(batch.step) for index in edited]
-            pending_S = pending_tokens(edited_rows, buffers.token_ids.index_select(0, edited_S))
-            logits_SV = logits_RV.index_select(0, edited_S)
-            parts, failed = self._draw(edited, edited_rows, logits_SV, pending_S, edited_S)
-        else:
-            self._forget_grammars()
-        # A copy: the host may advance its own array for the next step before this one has ended.
-        output_indices = sampling.arrays.output_index_R[:num_rows].copy()
-        if wanted := sorted(sampling.with_logprobs):
-            logits_LV, chosen_L = logits_RV[:num_rows], self._tokens_N[:num_rows]
-            if len(wanted) < num_rows:
-                (wanted_L,) = to_device((np.array(wanted, np.int64),), self._device)
-                logits_LV, chosen_L = logits_LV.index_select(0, wanted_L), chosen_L.index_select(0, wanted_L)
-            counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in wanted])]
-            with_them = with_logprobs(
-                logits_LV, chosen_L, output_indices=output_indices[wanted].tolist(), counts=counts
-            )
-            parts.append((wanted, with_them.to_host()))
-        plain = None
-        if len(edited) + len(wanted) < num_rows:
-            slot.fetch(self._tokens_N)
-            plain = PlainTokens(output_indices, frozenset(sampling.unsampled))
-        return Drawn(plain, parts, failed)
-
     def _launch_eagerly(
         self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
     ) -> tuple[Drawn, ScoresOnHost | None]:
-        self._make_room(rows)
+        self._drawing.make_room(rows)
         with_states = self._cache.state is not None
         exchange = self.model.exchange
         inputs = stage_step(
-            rows, self._tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
+            rows, self._drawing.tokens_N, block_size=self.facts.block_size, with_states=with_states, exchange=exchange
         )
-        if exchange is not None and inputs.shares is not None:
-            exchange.use(inputs.shares)
-        self.model.use_adapters(inputs.adapters_T)
-        self.model.use_states(inputs.states)
-        self.model.count_tokens(inputs.common.slot_mapping)
-        metadata = self.backend.builder.build(0, inputs.common)
-        hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+        adapters = self.model.adapters_of(inputs.adapters_T)
+        context = StepContext(
+            self.backend.builder.build(0, inputs.common),
+            slots_T=inputs.common.slot_mapping,
+            adapters=adapters,
+            states=inputs.states,
+            shares=inputs.shares,
+        )
+        hidden_TD = self.model.compute(inputs.token_ids_T, inputs.positions_T, self._cache, context)
         scored = self._score(hidden_TD, inputs.starts, scores)
         if not inputs.sampled:
-            self._forget_grammars()
-            return Drawn(None, [], {}), scored
+            return self._drawing.draw_none(), scored
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
-        parts, failed = self._draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
+        parts, failed = self._drawing.draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
         return Drawn(None, parts, failed), scored
-
-    def _draw(
-        self,
-        places: list[int],
-        rows: Sequence[BatchRow],
-        logits_SV: Tensor,
-        pending_S: Tensor | None,
-        places_S: Tensor,
-    ) -> tuple[list[Part], dict[int, BatonError]]:
-        """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
-        of rows by their place in the step. Overwrites the logits."""
-        masks, errors = self.grammars.masks(rows)
-        drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
-        self._tokens_N.index_copy_(0, places_S, drawn.chosen_R)
-        on_host = drawn.to_host()
-        self.grammars.drawn(rows, on_host)
-        return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
     def _warm_up(self) -> None:
         """Compiles kernels, also the one that applies the masks of grammars."""
@@ -306,28 +255,6 @@ class ModelRunner:
         logits = torch.zeros(1, vocab_size, device=self._device)
         masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)
         keep_allowed(logits, *to_device((np.zeros(1, np.int64), masks), self._device))
-
-    def _forget_grammars(self) -> None:
-        """No row of this step has a grammar."""
-        self.grammars.masks(())
-
-    def _make_room(self, rows: Sequence[BatchRow]) -> None:
-        """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
-        needed = max(len(rows), *(row.token_source + 1 for row in rows if row.token_source is not None), 0)
-        if needed <= len(self._tokens_N):
-            return
-        if self._graphs is not None:
-            raise InternalError(
-                f"a step of {needed} rows",
-                field="max_requests",
-                value=needed,
-                allowed=(f"at most {len(self._tokens_N)}",),
-            )
-        self._tokens_N = pad(self._tokens_N, (0, 2 * needed - len(self._tokens_N)))
-
-
-def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
-    return [row.sample for row in rows if row.sample is not None]
 
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:

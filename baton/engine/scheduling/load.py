@@ -1,10 +1,36 @@
-"""How full an engine is, from its scheduler's parts. Pure."""
+"""How full an engine is: the blocks that one more request may take, which admission and statuses share. Pure."""
+
+from collections.abc import Sequence
 
 from baton.engine.request import EngineLimits, EngineLoad
-from baton.engine.scheduling.open_blocks import open_blocks
 from baton.engine.scheduling.prompts import Prompts
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
+from baton.engine.scheduling.state import RequestState
+
+
+def open_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits) -> tuple[int, ...]:
+    """Of each pool, for a request that comes now. A request fits where it finds all its blocks in one of them."""
+    waiting = roster.waiting
+    if not blocks.states.has_room(others=len(waiting)):
+        return (0,) * blocks.num_pools
+    most = stream_blocks(roster, blocks, limits, waiting)
+    return tuple(max(0, min(room, most)) for room in blocks.room(roster.decoders(), waiting))
+
+
+def stream_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits, before: Sequence[RequestState]) -> int:
+    """What the share of requests that decode here leaves, of all pools together.
+
+    Args:
+        before: the requests that wait before the new one.
+    """
+    share, num_streams = limits.stream_share, roster.num_streams
+    if share == 1.0 or (num_streams == 0 and not before):
+        return blocks.num_blocks
+    if num_streams + 1 > share * roster.seats:
+        return 0
+    held = blocks.num_blocks - blocks.num_free - roster.num_prompt_blocks
+    return int(share * blocks.num_blocks) - held
 
 
 def engine_load(

@@ -1,24 +1,57 @@
-"""Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure."""
+"""Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure.
+
+Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
+long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
+next goes after those that are not: it counts as due `DEFAULT_FIRST_TOKEN_S` later than it was. A request without a
+deadline counts as due `DEFAULT_FIRST_TOKEN_S` after its arrival. Each of these is therefore first in its priority after
+a bounded time.
+
+Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from baton.core.costs import StepWork
+from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.errors import Overloaded
 from baton.engine.events import RequestFailed
-from baton.engine.request import EngineLimits
+from baton.engine.request import EngineLimits, QueuePlace
 from baton.engine.scheduling.costs import Costs
-from baton.engine.scheduling.deadlines import backlog_s, is_late, place_of_late
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.slices import SlicePace, Slicer
+from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S, SlicePace, Slicer
 from baton.engine.scheduling.state import Phase, RequestState
 from baton.engine.scheduling.steps import NextStep
 
 # Hint to clients whose request is refused for lack of room or time.
 RETRY_AFTER_S = 1.0
 _place_of = attrgetter("place")
+
+
+def place_of_late(state: RequestState) -> QueuePlace:
+    """The place of a request that cannot meet its deadline."""
+    return state.place._replace(due_s=state.place.due_s + DEFAULT_FIRST_TOKEN_S)
+
+
+def is_late(state: RequestState, pace: SlicePace | None, *, start: int, now: float) -> bool:
+    """Whether the first token comes after it is due, even if the prompt is computed before all others.
+
+    Args:
+        pace: next to the present decodes; None: not known, so only a deadline that has passed counts.
+        start: tokens before this one need not be computed.
+    """
+    if state.due_s is None:
+        return False
+    computing_s = 0.0 if pace is None else pace.seconds(start, state.prefill_stop)
+    return now + computing_s > state.due_s
+
+
+def backlog_s(costs: StepCosts, prompts: Sequence[RequestState], *, step_tokens: int) -> float:
+    """The time to compute the rest of all these prompts in full steps, if nothing else ran."""
+    tokens = sum(state.prompt_remaining for state in prompts)
+    pairs = sum(chunk_pairs(state.num_computed, state.prefill_stop) for state in prompts)
+    return costs.prompt_s(0, tokens, step_tokens=step_tokens) + costs.pair_s * (pairs - chunk_pairs(0, tokens))
 
 
 class Prompts:
@@ -62,8 +95,10 @@ class Prompts:
         return backlog_s(costs, prompts, step_tokens=self._limits.max_batch_tokens)
 
     def check_in_time(self, state: RequestState, now: float) -> None:
-        """Raises:
-        Overloaded: a new request is to be refused if it is late, and is.
+        """Refuses a new request that is late already, if it asks for that.
+
+        Raises:
+            Overloaded: a new request is to be refused if it is late, and is.
         """
         if not state.request.refuse_late:
             return

@@ -98,8 +98,10 @@ class RequestBlocks:
         *,
         stop: int | None = None,
     ) -> list[int]:
-        """Args:
-        stop: blocks end before this token.
+        """The cached blocks that begin with the request's tokens.
+
+        Args:
+            stop: blocks end before this token.
         """
         if not self._prefix_cache:
             return []

@@ -7,31 +7,19 @@ may come and go. Times are arguments.
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from baton.core.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
+from baton.core.errors import BatonError
 from baton.core.types import FinishReason, Grammar, PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
-from baton.engine.request import (
-    EngineLimits,
-    EngineLoad,
-    EngineRequest,
-    ModelFacts,
-    QueuePlace,
-    Reservation,
-    check_first_token,
-    check_received,
-    check_request,
-    context_limit,
-)
+from baton.engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
+from baton.engine.request_checks import check_first_token, check_received
 from baton.engine.scheduling.costs import Costs, NoCosts
 from baton.engine.scheduling.load import engine_load
-from baton.engine.scheduling.open_blocks import stream_blocks
 from baton.engine.scheduling.prefixes import PrefixCache
-from baton.engine.scheduling.prompts import RETRY_AFTER_S, Prompts
-from baton.engine.scheduling.request_blocks import OwnerPlace, RequestBlocks
-from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.state import NO_END, Phase, RequestState
-from baton.engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
+from baton.engine.scheduling.prompts import Prompts
+from baton.engine.scheduling.request_table import RequestTable, overloaded
+from baton.engine.scheduling.state import NO_END, Phase
+from baton.engine.scheduling.steps import DecodeOrder, NextStep
 
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 
@@ -39,18 +27,9 @@ _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
-    Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every
-    step, and a request in its prompt always finds budget. Reserved requests take none. One that finds no free seat when
-    its KV has arrived keeps its blocks and runs on the next seat that becomes free. A stream that stalls after its
-    first token is worse than one that starts late, so nothing new is reserved while any waits for a seat, or while as
-    many requests as there are seats are reserved.
-    A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
-    request of the last place, which is recomputed later; prefill-only requests are never preempted. From its first
-    token on, a request has the earliest place among those of its priority that arrive later, whatever their deadlines,
-    and also when it waits after a preemption: then no ready request takes the seat that it could have.
-
+    Seats, blocks and preemptions are described at `RequestTable`.
     Waiting requests run in the order of their places, and none overtakes another, except that one that cannot meet its
-    deadline falls back (`deadlines`). Prompts share a step in the same order, whether they run already or not; but no
+    deadline falls back (`prompts`). Prompts share a step in the same order, whether they run already or not; but no
     running request loses its blocks to a waiting one. A request waits as long as ones of better priority keep coming.
     A step that decodes takes only as much of prompts as its bound allows (`slices`).
 
@@ -58,10 +37,6 @@ class Scheduler:
     that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
     request that ends there by surprise (stop token, abort, failure) has a void row in the next step: it causes no
     event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
-
-    Args:
-        is_pending: whether a grammar is still being compiled. A request that was reserved gets no seat until it is
-            compiled: a step that draws its token would wait for that.
     """
 
     def __init__(
@@ -72,26 +47,23 @@ class Scheduler:
         *,
         is_pending: Callable[[Grammar], bool] = lambda _: False,
     ) -> None:
-        self.max_context_tokens = context_limit(limits, facts)
         self._limits = limits
         self._facts = facts
         self._meter = meter or NoCosts()
         self._block_size = facts.block_size
-        align_tokens = limits.chunk_align_tokens or 1
-        self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
-        self._is_pending = is_pending
-        self._roster = Roster(seats=limits.seats, may_run=self._may_run)
-        self._in_flight = StepsInFlight()
+        self._requests = RequestTable(limits, facts, is_pending=is_pending)
+        self.max_context_tokens = self._requests.max_context_tokens
+        self._roster = self._requests.roster
+        self._blocks = self._requests.blocks
+        self._in_flight = self._requests.in_flight
         self._decode_order = DecodeOrder()
-        self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._stop_running)
-        self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
-        self._preemptions = 0
+        self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
 
     def set_limits(self, limits: EngineLimits) -> None:
         """From the next step on. What the cache's contents depend on stays as it was."""
         assert limits.chunk_align_tokens == self._limits.chunk_align_tokens
         self._limits = limits
-        self._roster.seats = limits.seats
+        self._requests.set_limits(limits)
         self._prompts.set_limits(limits)
 
     @property
@@ -125,11 +97,11 @@ class Scheduler:
             Overloaded: no room now, and `max_waiting` requests wait already; or it would be refused for being late even
                 if it were computed next.
         """
-        state = self._new_state(request, now)
+        state = self._requests.new_state(request, now)
         state.score_prompt()
         self._prompts.check_in_time(state, now)
-        if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
-            raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
+        if len(self._roster.waiting) >= self._limits.max_waiting and not self._requests.has_room(state):
+            raise overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
 
     def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
@@ -144,15 +116,15 @@ class Scheduler:
                 that are reserved.
         """
         assert not request.prefill_only, "a reserved request decodes here"
-        state = self._new_state(request, now)
+        state = self._requests.new_state(request, now)
         if not self._roster.may_reserve:
             ready, reserved = len(self._roster.ready), self._roster.num_reserved
-            raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
-        if not self._in_stream_share(state):
-            raise self._overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
-        place = self._place(state, arriving_tokens=arriving_tokens or state.num_tokens)
+            raise overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
+        if not self._requests.in_stream_share(state):
+            raise overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
+        place = self._requests.find_place(state, arriving_tokens=arriving_tokens or state.num_tokens)
         if place is None:
-            raise self._overloaded("no room for the request's blocks")
+            raise overloaded("no room for the request's blocks")
         self._blocks.take(state, place)
         self._roster.enter(state, Phase.RESERVED)
         return self._blocks.reservation(state)
@@ -165,10 +137,10 @@ class Scheduler:
             InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode.
             Overloaded: no block left; the reservation stays as it was.
         """
-        state = self._reserved_state(request_id)
+        state = self._requests.reserved(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         if not self._blocks.extend(state, len(state.request.prompt) + len(output) + 1):
-            raise self._overloaded("no room for another block")
+            raise overloaded("no room for another block")
         state.replace_output(output)
         return self._blocks.reservation(state)
 
@@ -182,15 +154,15 @@ class Scheduler:
             UnknownLease: no such reservation.
             InvalidRequest: `first` is not the request's next token.
         """
-        state = self._reserved_state(request_id)
+        state = self._requests.reserved(request_id)
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
         self._blocks.fill(state)
         if (end := state.append(first.token_id)) is not NO_END:
-            self._end(state)
+            self._requests.end(state)
         else:
-            self._begin(state)
+            self._requests.begin(state)
             self._roster.make_ready(state)
-            self._fill_seats()
+            self._requests.fill_seats()
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
@@ -207,7 +179,7 @@ class Scheduler:
             InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode;
                 `received_tokens` cannot be right.
         """
-        state = self._reserved_state(request_id)
+        state = self._requests.reserved(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         multiple = self._blocks.split_multiple
         check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
@@ -221,28 +193,28 @@ class Scheduler:
         lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
         lost = lost or not (has_arrived or self._blocks.restart(state))
         if lost or not self._blocks.extend(state, state.num_tokens + 1):
-            self._preempt(state, now)
+            self._requests.preempt(state, now)
         else:
             self._roster.make_ready(state)
-            self._fill_seats()
+            self._requests.fill_seats()
 
     # ---- requests leave
 
     def abort(self, request_id: str) -> bool:
         """Ends the request in any phase. Returns True while a step in flight still writes to its blocks."""
         if (state := self._roster.find(request_id)) is not None:
-            self._end(state)
-            self._fill_seats()
+            self._requests.end(state)
+            self._requests.fill_seats()
         return self._in_flight.has_row_with_id(request_id)
 
     def fail_all(self, error: BatonError) -> StepEvents:
         """Ends every step in flight and every request. Returns a failure for each request that was not held."""
         while self._in_flight:
-            self._blocks.states.end_snapshots(self._end_oldest_step(), None)
+            self._blocks.states.end_snapshots(self._requests.end_oldest_step(), None)
         everyone = self._roster.everyone()
         failed = tuple(RequestFailed(state.request_id, error) for state in everyone if state.phase is not Phase.HELD)
         for state in everyone:
-            self._end(state)
+            self._requests.end(state)
         return StepEvents(self._in_flight.launched, 0.0, failed=failed)
 
     # ---- steps
@@ -254,11 +226,11 @@ class Scheduler:
         """
         if self._in_flight.full:
             return None
-        self._fill_seats()
-        preemptions = self._preemptions
+        self._requests.fill_seats()
+        preemptions = self._requests.preemptions
         # All other requests decode as before. Passes over all requests cost time in every step, so there is only one.
         unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
-        decoding = self._decoding(unsteady, now)
+        decoding = self._requests.decoding(unsteady, now)
         if decoding is None:
             return None
         unit = self._blocks.states.unit
@@ -270,7 +242,7 @@ class Scheduler:
         step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
         prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
         # A step that preempted a request admits no new ones.
-        self._prompts.add_to(step, prompts, now, admit=self._preemptions == preemptions)
+        self._prompts.add_to(step, prompts, now, admit=self._requests.preemptions == preemptions)
         self._blocks.states.begin_snapshots(step)
         return self._in_flight.launch(step) if step.rows else None
 
@@ -301,7 +273,7 @@ class Scheduler:
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
         failed: list[RequestFailed] = []
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
-        step = self._end_oldest_step()
+        step = self._requests.end_oldest_step()
         self._blocks.states.end_snapshots(step, results)
         for snapshot in step.snapshots:
             self._blocks.report(snapshot.state)
@@ -318,10 +290,10 @@ class Scheduler:
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
                 if state.splits and stop == state.prefill_stop:
-                    self._stop_running(state)
+                    self._requests.stop_running(state)
             if isinstance(token, BatonError):
                 self._blocks.forget(state)
-                self._stop_running(state)
+                self._requests.stop_running(state)
                 failed.append(RequestFailed(state.request_id, token))
                 continue
             if stop // block_size > start // block_size:
@@ -334,11 +306,11 @@ class Scheduler:
             if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # otherwise it cannot end
                 reason, stop_reason = state.end_at(token.token_id)
                 if reason is not None or state.prefill_only:
-                    self._stop_running(state)
+                    self._requests.stop_running(state)
             if start < state.prefill_stop and state.phase is running:
-                self._begin(state)
+                self._requests.begin(state)
             sampled.append((state.request_id, token, reason, stop_reason))
-        self._fill_seats()
+        self._requests.fill_seats()
         if not step.scores:
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
@@ -351,158 +323,20 @@ class Scheduler:
 
         A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
         """
-        step = self._end_oldest_step()
+        step = self._requests.end_oldest_step()
         self._blocks.states.end_snapshots(step, None)
         failed = [state for state in step.states if state.phase is Phase.RUNNING]
         for state in failed:
-            self._stop_running(state)
-        self._fill_seats()
+            self._requests.stop_running(state)
+        self._requests.fill_seats()
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
-        return engine_load(self._roster, self._blocks, self._prompts, self._limits, preemptions=self._preemptions)
+        return engine_load(
+            self._roster, self._blocks, self._prompts, self._limits, preemptions=self._requests.preemptions
+        )
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
-        """Blocks and slots of states that no request holds, or a request that nobody knows; a block that two such
-        requests share counts twice.
-
-        Args:
-            knows: whether somebody answers for the request of that id.
-        """
-        known = [state for state in self._roster.everyone() if knows(state.request_id)]
-        held = sum(len(state.blocks) + (state.state_slot >= 0) for state in (*known, *self._void))
-        return self._blocks.num_references + self._blocks.states.slots.num_held - held
-
-    # ---- room
-
-    def _has_room(self, state: RequestState) -> bool:
-        """Whether `state` could run at once, with a seat and blocks."""
-        before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
-        return self._roster.free_seats > before and self._place(state) is not None
-
-    def _place(self, state: RequestState, *, arriving_tokens: int | None = None) -> OwnerPlace | None:
-        """Where there are enough free blocks for `state` next to all requests that wait before it."""
-        before = self._roster.waiting_before(state.place)
-        room = self._blocks.room(self._roster.decoders(), before)
-        return self._blocks.place(state, room, before=len(before), arriving_tokens=arriving_tokens)
-
-    def _in_stream_share(self, state: RequestState) -> bool:
-        """Whether one more request may decode here."""
-        before = self._roster.waiting_before(state.place)
-        return self._blocks.needed(state) <= stream_blocks(self._roster, self._blocks, self._limits, before)
-
-    def _decoding(self, unsteady: list[RequestState], now: float) -> list[RequestState] | None:
-        """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where
-        no block is free.
-
-        Returns None and changes nothing when a preemption must wait for a step in flight.
-        """
-        block_size = self._block_size
-        decoding = [state for state in unsteady if state.decoding]
-        full = [state for state in decoding if state.num_scheduled == len(state.blocks) * block_size]
-        if self._in_flight and not self._blocks.can_extend(full):
-            return None
-        for state in full:
-            while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._preempt(self._roster.last_decoder(state.pool), now)
-        for state in decoding:
-            if state.phase is Phase.RUNNING:
-                state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
-                state.shared_row = None
-        if len(decoding) < len(unsteady):
-            return [state for state in self._roster.running if state.num_scheduled < state.steady_stop]
-        return self._roster.running[:]
-
-    def _end_oldest_step(self) -> Step:
-        """Removes the oldest step. Ended requests without a row in the next step give their blocks back."""
-        step = self._in_flight.end_oldest()
-        if self._void:
-            void, self._void = self._void, []
-            for state in void:
-                self._give_back(state)
-        return step
-
-    # ---- changes of state
-
-    def _new_state(self, request: EngineRequest, now: float) -> RequestState:
-        if self._roster.find(request.request_id) is not None:
-            raise InvalidRequest(
-                f"request {request.request_id} is here already", field="request_id", value=request.request_id
-            )
-        check_request(
-            request,
-            vocab_size=self._facts.vocab_size,
-            max_context_tokens=self.max_context_tokens,
-            align_tokens=self._limits.chunk_align_tokens or 1,
-        )
-        return RequestState(
-            request,
-            place=QueuePlace.of(request, arrival=self._roster.arrivals, now=now),
-            queued_at=now,
-            keys=self._blocks.keys(request),
-            eos_token_ids=self._facts.eos_token_ids,
-            max_context_tokens=self.max_context_tokens,
-        )
-
-    def _reserved_state(self, request_id: str) -> RequestState:
-        state = self._roster.find(request_id)
-        if state is None or state.phase is not Phase.RESERVED:
-            raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
-        return state
-
-    def _preempt(self, state: RequestState, now: float) -> None:
-        """Takes the blocks of a request. Its tokens stay, and their KV is recomputed when there is room."""
-        assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
-        if state.started:
-            self._begin(state)
-            state.queued_at = now
-        self._roster.wait(state)
-        self._blocks.give_back(state)
-        self._preemptions += 1
-
-    def _begin(self, state: RequestState) -> None:
-        """From now on its first token is not due any more, and newcomers go after it."""
-        state.due_s = None
-        self._roster.move(state, state.place.as_begun())
-
-    def _fill_seats(self) -> None:
-        """Lets ready requests run. A preempted request that goes before them, and whose blocks are free, keeps a seat
-        until it is scheduled."""
-        roster = self._roster
-        if not roster.ready or not roster.free_seats:
-            return
-        kept, room = 0, self._blocks.room(roster.decoders())
-        for state in roster.waiting_before(roster.ready[0].place):
-            place = self._blocks.place(state, room, before=kept) if state.place.begun else None
-            if place is None:
-                break
-            kept += 1
-            room[place.pool] -= self._blocks.needed(state)
-        roster.fill_seats(kept=kept)
-
-    def _may_run(self, state: RequestState) -> bool:
-        grammar = state.request.sampling.grammar
-        return grammar is None or not self._is_pending(grammar)
-
-    def _stop_running(self, state: RequestState) -> None:
-        """Nothing more of the request is computed here."""
-        if state.prefill_only:
-            self._roster.hold(state)
-        else:
-            self._end(state)
-
-    def _end(self, state: RequestState) -> None:
-        """Ends the request. No event names it any more."""
-        self._roster.end(state)
-        self._give_back(state)
-
-    def _give_back(self, ended: RequestState) -> None:
-        """Frees the blocks now, or when the last step in flight that writes to them ends."""
-        if self._in_flight.has_row_of(ended):
-            self._void.append(ended)
-        else:
-            self._blocks.give_back(ended)
-
-    def _overloaded(self, message: str) -> Overloaded:
-        return Overloaded(message, cure="try again later", retry_after_s=RETRY_AFTER_S)
+        """Leaked blocks and state slots: owned by no request, or by one that `knows` rejects."""
+        return self._requests.leaked_blocks(knows)

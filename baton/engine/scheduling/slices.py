@@ -1,4 +1,5 @@
-"""How much of a prompt a step takes that also decodes, so that the streams of the decoding requests do not stall. Pure.
+"""How much of a prompt a step takes that also decodes, so that the streams of the decoding requests do not stall. Pure:
+`baton plan` cuts the prompts of simulated nodes by it, too.
 
 With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
 in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
@@ -16,8 +17,12 @@ Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for 
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
+
+# A request without a deadline counts as due so long after its arrival.
+DEFAULT_FIRST_TOKEN_S = 10.0
 
 MIN_SLICE_TOKENS = 128
 _TPOT_SHARE = 0.9
@@ -26,6 +31,12 @@ _MOST_DECODES = 3.0
 _STEADY_S = 0.025
 _DOUBLING_S = 0.5  # a prompt that has waited so long gets twice the time
 _SKIPS_MAX = 3
+
+
+class StepTimes(Protocol):
+    """Predicts how long steps take, as `StepCosts` does."""
+
+    def seconds(self, work: StepWork) -> float: ...
 
 
 class StepBound:
@@ -37,7 +48,7 @@ class StepBound:
         forced: the first slice may have so many whatever they cost.
     """
 
-    def __init__(self, costs: StepCosts, seconds: float, *, least_tokens: int, forced: bool) -> None:
+    def __init__(self, costs: StepTimes, seconds: float, *, least_tokens: int, forced: bool) -> None:
         self._costs = costs
         self._seconds = seconds
         self._least_tokens = least_tokens
@@ -104,7 +115,7 @@ class Slicer:
         self._skips = 0
 
     def bound(
-        self, costs: StepCosts | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
+        self, costs: StepTimes | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
     ) -> StepBound | None:
         """The bound of a step with prompts; None: there is none.
 

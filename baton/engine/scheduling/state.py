@@ -6,7 +6,8 @@ from typing import NamedTuple
 from baton.core.block_keys import BlockKey, KeyChain
 from baton.core.types import FinishReason, PromptLogprob
 from baton.engine.batch import BatchRow, ScoreRow
-from baton.engine.request import EngineRequest, IntArray, QueuePlace, check_continuation, check_output, int_array
+from baton.engine.request import EngineRequest, IntArray, QueuePlace, int_array
+from baton.engine.request_checks import check_continuation, check_output
 from baton.engine.sampling.row import SampleRows
 
 # Shared by all rows whose token the host does not know yet; nobody writes to it.

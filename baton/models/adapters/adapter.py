@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from baton.core.errors import ConfigError
 from baton.models.adapters.config import AdapterConfig, read_adapter_config
-from baton.models.adapters.fused_experts import FusedExperts, experts_of
 from baton.models.checkpoint.checkpoint import StoredTensor, read_file
 from baton.models.checkpoint.names import LANGUAGE_MODEL, renamed
 from baton.models.checkpoint.tensor_reader import read_tensor
@@ -54,8 +53,10 @@ class LayerDelta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Args:
-    layers: by the layer's name in the base's checkpoint, without `.weight`.
+    """An adapter's matrices, by layer.
+
+    Args:
+        layers: by the layer's name in the base's checkpoint, without `.weight`.
     """
 
     revision: str
@@ -235,3 +236,48 @@ def _unfit(path: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{path} {problem}", field="adapter", value=str(path), cure="give an adapter that was trained on this model"
     )
+
+
+_MODULE = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*")
+
+
+def experts_of(name: str) -> str | None:
+    """The module of experts that an adapter's layer of this name is for; None: it is for no such module."""
+    matched = _MODULE.fullmatch(name)
+    return None if matched is None else matched["experts"]
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """The experts of one layer of the model, whose adapters PEFT may save as two tensors (`target_parameters`).
+
+    PEFT saves one pair of matrices for such a tensor, with the ranks of all experts in one axis: expert by expert in A,
+    rank by rank in B. An adapter of both tensors of a layer has one pair under the name of the base of the other. Their
+    shapes say which tensor is meant. Legend: E expert, R rank, I input, O output.
+
+    Args:
+        size, inner: channels of the model and between an expert's two products.
+    """
+
+    count: int
+    size: int
+    inner: int
+
+    def parameter(self, channels: tuple[int, ...]) -> str | None:
+        """The tensor that a pair of matrices with these inputs and outputs is for; None: neither."""
+        known: dict[tuple[int, ...], str] = {
+            (self.size, 2 * self.inner): "gate_up_proj",
+            (self.inner, self.size): "down_proj",
+        }
+        return known.get(channels)
+
+    def split(self, parameter: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(Name after that of the experts, A [R, I], B [O, R]) of each expert's layers."""
+        a_ERI = a.unflatten(0, (self.count, -1))
+        b_ORE = b.unflatten(1, (-1, self.count))
+        for expert in range(self.count):
+            b_OR = b_ORE[:, :, expert]
+            parts: Mapping[str, Tensor] = {"down_proj": b_OR}
+            if parameter == "gate_up_proj":
+                parts = {"gate_proj": b_OR[: self.inner], "up_proj": b_OR[self.inner :]}
+            yield from ((f"{expert}.{name}", a_ERI[expert], part) for name, part in parts.items())

@@ -40,9 +40,11 @@ _CURES = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Args:
-    rank, alpha: of layers that no pattern names.
-    rslora: the scale is alpha / sqrt(rank), else alpha / rank.
+    """What `adapter_config.json` says.
+
+    Args:
+        rank, alpha: of layers that no pattern names.
+        rslora: the scale is alpha / sqrt(rank), else alpha / rank.
     """
 
     where: str
@@ -53,8 +55,10 @@ class AdapterConfig:
     alphas: Mapping[re.Pattern[str], float]
 
     def rank_of(self, layer: str) -> int:
-        """Args:
-        layer: its name in the base's checkpoint, without `.weight`; of a tensor of all experts, the tensor's.
+        """The adapter's rank in a layer.
+
+        Args:
+            layer: its name in the base's checkpoint, without `.weight`; of a tensor of all experts, the tensor's.
         """
         return next((rank for key, rank in self.ranks.items() if key.match(layer)), self.rank)
 
@@ -66,8 +70,10 @@ class AdapterConfig:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Raises:
-    ConfigError: the file is missing or damaged, or asks for something that is not supported.
+    """Reads a directory's `adapter_config.json`.
+
+    Raises:
+        ConfigError: the file is missing or damaged, or asks for something that is not supported.
     """
     if not (directory / CONFIG_FILE).exists():
         cure = "give the directory of an adapter as PEFT saves it"

@@ -19,7 +19,8 @@ MOST_SHRUNK_BEFORE = MOST_OVERLAPPING_ROWS
 
 
 class AdaptedLayer:
-    """
+    """One layer's part of every slot.
+
     Args:
         sizes: outputs of the parts of a layer that is computed as one.
         slots: of the layer; those of an adapter are its slot and every `stride` after it.
@@ -55,8 +56,10 @@ class AdaptedLayer:
         return shrink(x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(), rows, self.weights)
 
     def clear(self, slot: int, *, stride: int) -> None:
-        """Args:
-        stride: number of adapters.
+        """Empties an adapter's slots.
+
+        Args:
+            stride: number of adapters.
         """
         for each in (self.weights.a_SQK, self.weights.b_SNR, self.weights.scale_SP):
             each[slot::stride].zero_()

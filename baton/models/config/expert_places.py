@@ -60,9 +60,11 @@ class LayerPlaces:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Attributes:
-    layers: by number; None: the layer has no experts.
-    redundant: copies in each layer.
+    """Which rank holds which experts, layer by layer.
+
+    Attributes:
+        layers: by number; None: the layer has no experts.
+        redundant: copies in each layer.
     """
 
     layers: tuple[LayerPlaces | None, ...]

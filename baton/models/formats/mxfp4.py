@@ -21,7 +21,9 @@ _NAN = 255  # as a scale (e8m0)
 
 
 def check_scales(name: str, scales: Tensor, *, dtype: torch.dtype) -> None:
-    """Args:
+    """Checks that scaled numbers stay finite.
+
+    Args:
         name: the checkpoint's, for the error.
         dtype: that numbers times scales are computed in.
 

@@ -18,13 +18,13 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
 from baton.models.kernels.adapter_products import AdapterRows
-from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.blocks import CenteredNorm
 from baton.models.layers.common import Embedding, RMSNorm
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 from baton.models.layers.token_exchange import ExchangingModule, TokenExchange
 
 
@@ -87,15 +87,14 @@ class CausalLM(ExchangingModule):
         norm: after the last layer; None: an RMS norm.
 
     Attributes:
-        adapter_rows: the adapters of the step that is computed; see `use_adapters`.
+        adapter_rows: the adapters of the step that `compute` computes, for the hooks of `AdapterBank`.
         find_adapters: makes them from the slots of a step's tokens; None: the model has no slots for adapters.
         checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
             `baton.models.checkpoint.names` translates them.
         config: of this rank, where several ranks compute the model together.
-        expert_counts: tokens of experts, where ranks hold whole ones; see `count_tokens`.
+        expert_counts: tokens of experts, where ranks hold whole ones.
         vocab_size: of the whole model.
         rotary: None where the config has no rotary embedding.
-        state_rows: the recurrent states of the step that is computed; see `use_states`.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -113,54 +112,49 @@ class CausalLM(ExchangingModule):
         self.adapter_rows: AdapterRows | None = None
         self.find_adapters: Callable[[Tensor], AdapterRows] | None = None
         self.expert_counts: ExpertCounts | None = None
-        self.state_rows: StateRows | None = None
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Hidden states [T,D] of a flat batch; writes the batch's KV into `kv_cache`.
+    def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
+        """The adapters of a step's tokens, for its context. May launch kernels: a kernel of torch must follow before
+        `compute`.
+
+        Args:
+            slots_T: int32, of each token, negative for none; None: no token has an adapter.
+        """
+        find = self.find_adapters
+        return None if slots_T is None or find is None else find(slots_T)
+
+    def compute(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
+        """Hidden states [T,D] of a step's tokens; writes their KV into `kv_cache`.
 
         With attention data parallelism, token ids and hidden states are those of all ranks, as `exchange` has them, and
         all else is of this rank's own tokens.
 
         Args:
             positions_T: below `config.max_context_tokens`.
-            metadata: this batch's plan, by the attention backend that the model was loaded with.
         """
+        if self.exchange is not None and context.shares is not None:
+            self.exchange.shares = context.shares
+        if self.expert_counts is not None:
+            slots_T = context.slots_T
+            if self.exchange is not None and slots_T is not None:
+                # Experts see all ranks' tokens; the padding between them is 0 in a gathering.
+                slots_T = self.exchange.gather(slots_T + 1) - 1
+            self.expert_counts.slots_T = slots_T
+        self.adapter_rows = context.adapters
+        hidden_TD: Tensor = self(token_ids_T, positions_T, kv_cache, context)
+        return hidden_TD
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
+        """A family's own computation of a step. Call `compute`, which prepares what layers share."""
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata)
         assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
         return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
-
-    def use_adapters(self, slots_T: Tensor | None) -> None:
-        """Sets the adapters of the step that is computed or captured next. May launch kernels: a kernel of torch must
-        follow before the model.
-
-        Args:
-            slots_T: int32, of each token, negative for none; None: no token has an adapter.
-        """
-        find = self.find_adapters
-        self.adapter_rows = None if slots_T is None or find is None else find(slots_T)
-
-    def use_states(self, rows: StateRows | None) -> None:
-        """Sets the recurrent states of the step that is computed or captured next; None: the model has none."""
-        self.state_rows = rows
-
-    def count_tokens(self, slots_T: Tensor) -> None:
-        """Counts, for each expert, the tokens of the step that is computed or captured next.
-
-        Args:
-            slots_T: int64, of each token; those of padding are below 0.
-        """
-        if self.expert_counts is not None:
-            if self.exchange is not None:  # experts see all ranks' tokens; the padding between them is 0 in a gathering
-                slots_T = self.exchange.gather(slots_T + 1) - 1
-            self.expert_counts.slots_T = slots_T
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
         """Makes this model, of one rank's config, a part of the model that all ranks compute together.

@@ -33,7 +33,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """
+    """Gaussian error linear units, computed in float32 on a CPU.
+
     Args:
         approximate: "none", or "tanh".
     """

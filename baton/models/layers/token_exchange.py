@@ -51,16 +51,12 @@ class TokenExchange:
 
     Attributes:
         parallel: the ranks.
-        shares: of the step that is computed or captured next; see `use`.
+        shares: of the step that is computed or captured; `CausalLM.compute` sets them.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
         self.parallel = parallel
         self.shares = TokenShares.equal(1, parallel.size)
-
-    def use(self, shares: TokenShares) -> None:
-        """Sets the shares of the step that is computed or captured next."""
-        self.shares = shares
 
     def gather(self, own_TD: Tensor) -> Tensor:
         """[A, D], the same bits on each rank. Padding holds anything."""

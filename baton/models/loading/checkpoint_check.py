@@ -37,7 +37,8 @@ def check_tensors(
     config: ModelConfig,
     directory: Path,
 ) -> None:
-    """
+    """Checks that a checkpoint has every tensor of the model, with its shape, and no other.
+
     Args:
         views: what the tensors fill, by name.
 

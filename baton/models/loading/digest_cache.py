@@ -22,10 +22,12 @@ _SETTLE_S = 2.0
 
 
 class DigestCache:
-    """Args:
-    directory: made on the first entry; None: nothing is known or kept.
-    settle_s: only files that have not changed for so long are kept.
-    max_entries: the oldest are dropped.
+    """Digests of files that have not changed, kept in a directory.
+
+    Args:
+        directory: made on the first entry; None: nothing is known or kept.
+        settle_s: only files that have not changed for so long are kept.
+        max_entries: the oldest are dropped.
     """
 
     def __init__(self, directory: Path | None, *, settle_s: float = _SETTLE_S, max_entries: int = _MAX_ENTRIES) -> None:

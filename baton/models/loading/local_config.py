@@ -64,8 +64,10 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
 
 
 def _check_own_attention(config: ModelConfig, *, whole_experts: bool) -> None:
-    """Raises:
-    ConfigError: attention data parallelism brings this model nothing, or is not made for it.
+    """Checks that attention data parallelism suits the model.
+
+    Raises:
+        ConfigError: attention data parallelism brings this model nothing, or is not made for it.
     """
     cure = "leave out --attention-data-parallel: the ranks then share the heads"
     if not isinstance(config.attention, MLAConfig):

@@ -1,6 +1,8 @@
 """Runs all checks in turn and prints each verdict at once. Exit code 1 when a check failed."""
 
 import argparse
+import importlib
+import importlib.metadata
 from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
@@ -10,8 +12,7 @@ from rich.markup import escape
 from baton.core.errors import ConfigError
 from baton.core.memory import memory_limit_bytes
 from baton.node.doctor.machine import Wanted, check_machine, read_host
-from baton.node.doctor.packages import check_packages
-from baton.node.doctor.verdict import Grade, Verdict
+from baton.node.doctor.verdict import Grade, Verdict, fail, ok, warn
 from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
 from baton.settings.environment import visible_gpus
 from baton.settings.reader import read_settings
@@ -55,7 +56,7 @@ def cache_bytes_of(settings: DecodeSettings) -> int:
     try:
         # Imported only now: without torch the other checks still say what is missing.
         from baton.engine.build import KV_CACHE_DTYPES
-        from baton.engine.context_room import cpu_cache_bytes
+        from baton.engine.cache_size import cpu_cache_bytes
         from baton.models.families.reader import read_config
         from baton.models.layers.parallel import TensorParallel
         from baton.models.loading.local_config import local_config
@@ -88,3 +89,24 @@ def main() -> int:
             console.print(f"     {escape(verdict.cure)}")
     console.print(f"{failed} failed" if failed else "all well")
     return 1 if failed else 0
+
+
+# Distribution, module, and whether a node runs without it.
+_NEEDED = (("torch", "torch"), ("triton", "triton"), ("grpcio", "grpc"), ("ucxx-cu13", "ucxx"))
+_REINSTALL = "install the package again in an environment of its own: pip install baton-serving"
+
+
+def check_packages() -> Iterator[Verdict]:
+    for distribution, module in _NEEDED:
+        yield _import(distribution, module)
+
+
+def _import(distribution: str, module: str) -> Verdict:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  (a broken library may raise anything)
+        return fail(distribution, f"does not import: {type(error).__name__}: {error}", _REINSTALL)
+    try:
+        return ok(distribution, importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return warn(distribution, f"{module} works, its version is unknown", _REINSTALL)

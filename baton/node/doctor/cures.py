@@ -13,8 +13,10 @@ _OTHER = "look for what else uses this machine, or lower the floor"
 
 
 def cure_for(carrier: str) -> str:
-    """Args:
-    carrier: such as "tcp" or "sysv"; with THROUGH_HOST if it does not reach GPU memory.
+    """What makes a link over this carrier faster.
+
+    Args:
+        carrier: such as "tcp" or "sysv"; with THROUGH_HOST if it does not reach GPU memory.
     """
     if carrier.endswith(THROUGH_HOST):
         return _REACH_GPUS

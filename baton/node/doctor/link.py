@@ -29,10 +29,12 @@ _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Attributes:
-    carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" if it does not reach GPU memory.
-    round_trip_us: of a small message.
-    gigabytes_per_s: of large messages, in one direction.
+    """A link between two memories of this machine, as measured.
+
+    Attributes:
+        carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" if it does not reach GPU memory.
+        round_trip_us: of a small message.
+        gigabytes_per_s: of large messages, in one direction.
     """
 
     carrier: str
@@ -41,8 +43,10 @@ class MeasuredLink:
 
 
 def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Verdict:
-    """Args:
-    devices: where the memory of the two ends is, such as "cpu" or "cuda:1".
+    """Measures a link and compares it with the floor.
+
+    Args:
+        devices: where the memory of the two ends is, such as "cpu" or "cuda:1".
     """
     check = f"link {devices[0]} to {devices[1]}"
     try:
@@ -56,8 +60,10 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
 
 
 def measure(devices: tuple[str, str]) -> MeasuredLink:
-    """Raises:
-    RuntimeError: bytes came back changed, or too late.
+    """Measures a link between two processes.
+
+    Raises:
+        RuntimeError: bytes came back changed, or too late.
     """
     with _echo(devices[1]) as connection:
         transport = open_as_a_node(devices[0])

@@ -59,8 +59,10 @@ class Greeting:
 
     @classmethod
     async def read(cls, reader: asyncio.StreamReader) -> "Greeting":
-        """Raises:
-        PeerRefused: it is something else.
+        """Reads the greeting of a host.
+
+        Raises:
+            PeerRefused: it is something else.
         """
         found = await read_line(reader)
         types = {"version": str, "rank": int, "channel": str, "ranks": int, "hosts": int}
@@ -70,8 +72,10 @@ class Greeting:
 
 
 async def read_line(reader: asyncio.StreamReader) -> dict[str, object]:
-    """Raises:
-    PeerRefused: what comes is no short line of JSON, or too slow.
+    """Reads one line of JSON from a peer that is not authenticated yet.
+
+    Raises:
+        PeerRefused: what comes is no short line of JSON, or too slow.
     """
     try:
         async with asyncio.timeout(HANDSHAKE_S):

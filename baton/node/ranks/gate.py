@@ -43,8 +43,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Gate:
-    """Args:
-    control: to rank 0.
+    """Accepts the connections of other hosts' ranks.
+
+    Args:
+        control: to rank 0.
     """
 
     def __init__(self, setup: GateSetup, control: Connection) -> None:

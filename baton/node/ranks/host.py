@@ -115,9 +115,11 @@ def why_silent(error: OSError) -> str:
 
 
 async def _dial(host: str, port: int, greeting: Greeting, tls: PeerTls, settings: NodeSettings) -> Stream:
-    """Raises:
-    OSError: nobody answers.
-    ConfigError: host 0 refuses.
+    """Connects to host 0 and greets it.
+
+    Raises:
+        OSError: nobody answers.
+        ConfigError: host 0 refuses.
     """
     async with asyncio.timeout(HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(

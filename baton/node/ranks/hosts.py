@@ -27,8 +27,10 @@ class Hosts:
 
     @classmethod
     def of(cls, settings: NodeSettings) -> "Hosts":
-        """Raises:
-        ConfigError: the settings contradict each other.
+        """The hosts that the settings name.
+
+        Raises:
+            ConfigError: the settings contradict each other.
         """
         ranks, count, rank = settings.tensor_parallel_size, settings.num_hosts, settings.host_rank
         if rank >= count:

@@ -41,9 +41,11 @@ _STUCK_AFTER_S = 4.0
 
 
 class TransferServer:
-    """Args:
-    make: makes this rank's transfer for the node's incarnation.
-    guard: entered before the transfer is opened, and again while it serves; it sees errors first.
+    """Serves one rank's transfer to rank 0.
+
+    Args:
+        make: makes this rank's transfer for the node's incarnation.
+        guard: entered before the transfer is opened, and again while it serves; it sees errors first.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from baton.core.exits import END_S, exit_at_once
 from baton.core.logs import set_up_logging
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.node.assembly import load, open_transfer
 from baton.node.fault import Fault
 from baton.node.ranks.join import join
@@ -73,7 +73,7 @@ def receive_setup(steps: Connection) -> Setup:
     return setup
 
 
-def _follow(steps: Connection, setup: Setup, built: Built) -> None:
+def _follow(steps: Connection, setup: Setup, built: BuiltRunner) -> None:
     try:
         follow(steps, built.runner)
     except Exception as error:  # noqa: BLE001  rank 0 logs it

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends import torch_sparse
+from attention.backends import torch_mla
 from attention.kernels.mla.decode import mla_decode_attention
 from attention.kernels.mla.plan import make_mla_decode_plan
 from attention.kernels.sparse import scores, select
@@ -17,7 +17,7 @@ from tests.device import DEVICE
 from tests.unit.attention.sparse_case import SparseCase, expected_slots, make_case
 
 SIZES = [(1, 0), (2, 40), (1, 69), (3, 0)]
-SELECT = {"kernels": (select_slots, DEVICE), "torch": (torch_sparse.select, "cpu")}
+SELECT = {"kernels": (select_slots, DEVICE), "torch": (torch_mla.select, "cpu")}
 
 Select = Callable[[Tensor, Tensor, Tensor, SparseQueries], Tensor]
 
@@ -99,9 +99,9 @@ def test_the_kernel_attends_to_the_selected_tokens_only(top_k: int, split_tokens
 
 def test_the_twin_attends_to_the_selected_tokens_only() -> None:
     case = make_case([*SIZES, (40, 3)], top_k=7, device="cpu")
-    slots_TK = torch_sparse.select(case.q_THD, case.weights_TH, case.index_layer, case.queries)
+    slots_TK = torch_mla.select(case.q_THD, case.weights_TH, case.index_layer, case.queries)
     out = torch.full((len(case.q_THC), 5, 12), torch.nan)
-    torch_sparse.attend_selected(case.q_THC, case.kv_layer, slots_TK, case.queries, scale=0.3, k_scale=None, out=out)
+    torch_mla.attend_selected(case.q_THC, case.kv_layer, slots_TK, case.queries, scale=0.3, k_scale=None, out=out)
     torch.testing.assert_close(out, attended(case), atol=1e-5, rtol=1e-4)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.models.families.reader import read_config
 from baton.settings.config import NodeSettings
@@ -23,7 +23,7 @@ KV = KVCacheSpec(KVKind.GQA, 32, 8, 128, "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory) -> BuiltRunner:
     directory = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
     return build_runner(NodeSettings(model=directory, num_blocks=64, block_size=8, device="cpu"))
@@ -71,7 +71,7 @@ def test_prefill_counts_the_pairs_that_a_causal_mask_leaves() -> None:
     assert prefill_flops(LLAMA, weights, tokens=4, prompts=2) == 32 * 2 * (1 + 2) * 4 * 32 * 128
 
 
-def test_steps_run_as_the_engine_runs_them(built: Built) -> None:
+def test_steps_run_as_the_engine_runs_them(built: BuiltRunner) -> None:
     weights = count_weights(built.runner.model, tied=built.config.tie_word_embeddings)
     total = sum(parameter.numel() for parameter in built.runner.model.parameters())
     assert 0 < weights.dense_numbers < total

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.node.assembly import Listener, Node, load
 from baton.protos.v1 import common_pb2
 from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
@@ -21,16 +21,16 @@ def decode_settings(**values: object) -> DecodeSettings:
     return DecodeSettings.model_validate(SETTINGS | values)
 
 
-def load_demo() -> Built:
+def load_demo() -> BuiltRunner:
     return load(decode_settings())
 
 
-def decode_node(built: Built, settings: DecodeSettings) -> Node:
+def decode_node(built: BuiltRunner, settings: DecodeSettings) -> Node:
     """A node that is not entered yet, so that a role can register its listener."""
     return Node(settings, built, role=common_pb2.ROLE_DECODE, address="127.0.0.1:1")
 
 
-def prefill_node(built: Built, *, address: str = "127.0.0.1:2") -> Node:
+def prefill_node(built: BuiltRunner, *, address: str = "127.0.0.1:2") -> Node:
     """A node that only sends KV: its engine's steps are ignored."""
     settings = PrefillSettings.model_validate(SETTINGS)
     node = Node(settings, built, role=common_pb2.ROLE_PREFILL, address=address)

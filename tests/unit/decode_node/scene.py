@@ -27,7 +27,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
-from decode_node.local_prefill import UNKNOWN, why_here
+from decode_node.local_prefill import UNKNOWN, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from kvtransfer.leases import LeaseTotals
@@ -46,7 +46,7 @@ class Scene:
             incarnation=77,
             lease_secret=b"a secret of tests",
             lease_s=LEASE_S,
-            why_local=partial(why_here, local_prefill_tokens, streams=UNKNOWN),
+            why_local=partial(local_prefill_reason, local_prefill_tokens, streams=UNKNOWN),
             block_size=4,
             split_unit=4,
             waiting_max=waiting_max,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.deadlines import Deadlines
+from decode_node.task_times import Deadlines
 
 CHANGES = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 20)), max_size=300)
 

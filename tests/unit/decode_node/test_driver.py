@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.core.errors import BatonError, DeadlineExceeded, InternalError
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.node.assembly import Node
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
@@ -19,7 +19,7 @@ from tests.unit.decode_node.streams import Stream, until
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def built() -> BuiltRunner:
     return load_demo()
 
 
@@ -46,7 +46,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(built: Built, **settings: object) -> AsyncIterator[Running]:
+async def running(built: BuiltRunner, **settings: object) -> AsyncIterator[Running]:
     wanted = decode_settings(**settings)
     node = decode_node(built, wanted)
     driver = DecodeDriver(node, wanted)
@@ -79,7 +79,7 @@ def submission(
     return pb.SessionRequest(submit=submit)
 
 
-async def test_a_prompt_that_is_prefilled_here_is_decoded_to_its_end(built: Built) -> None:
+async def test_a_prompt_that_is_prefilled_here_is_decoded_to_its_end(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_LOCAL))
         assert (await node.receive("accepted")).accepted.why == "the policy is local"
@@ -93,7 +93,7 @@ async def test_a_prompt_that_is_prefilled_here_is_decoded_to_its_end(built: Buil
         assert node.nothing_held()
 
 
-async def test_a_lease_is_open_until_the_request_is_cancelled(built: Built) -> None:
+async def test_a_lease_is_open_until_the_request_is_cancelled(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT))
         ticket = (await node.receive("reserved")).reserved.ticket
@@ -105,7 +105,7 @@ async def test_a_lease_is_open_until_the_request_is_cancelled(built: Built) -> N
         assert node.nothing_held()
 
 
-async def test_a_renewed_ticket_and_a_prompt_left_to_this_node(built: Built) -> None:
+async def test_a_renewed_ticket_and_a_prompt_left_to_this_node(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, max_tokens=4))
         first = (await node.receive("reserved")).reserved.ticket.lease.number
@@ -122,7 +122,7 @@ async def test_a_renewed_ticket_and_a_prompt_left_to_this_node(built: Built) -> 
         await node.receive("released")
 
 
-async def test_the_timer_ends_a_request_whose_budget_is_over(built: Built) -> None:
+async def test_the_timer_ends_a_request_whose_budget_is_over(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=0.05))
         await node.receive("reserved")
@@ -131,7 +131,7 @@ async def test_the_timer_ends_a_request_whose_budget_is_over(built: Built) -> No
         assert node.nothing_held()
 
 
-async def test_the_timer_follows_the_first_deadline(built: Built) -> None:
+async def test_the_timer_follows_the_first_deadline(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT, budget_s=60.0))
         node.stream.send(submission(2, policy=pb.LOCAL_POLICY_STRICT, budget_s=0.05))
@@ -141,7 +141,7 @@ async def test_the_timer_follows_the_first_deadline(built: Built) -> None:
         assert (await node.receive("released")).released.key == 2
 
 
-async def test_a_broken_session_gives_everything_back(built: Built) -> None:
+async def test_a_broken_session_gives_everything_back(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT))
         node.stream.send(submission(2, policy=pb.LOCAL_POLICY_LOCAL, max_tokens=200))
@@ -152,7 +152,7 @@ async def test_a_broken_session_gives_everything_back(built: Built) -> None:
         await node.session
 
 
-async def test_closing_releases_every_request_and_ends_the_sessions(built: Built) -> None:
+async def test_closing_releases_every_request_and_ends_the_sessions(built: BuiltRunner) -> None:
     async with running(built) as node:
         node.stream.send(submission(1, policy=pb.LOCAL_POLICY_STRICT))
         await node.receive("reserved")
@@ -164,7 +164,7 @@ async def test_closing_releases_every_request_and_ends_the_sessions(built: Built
 
 @pytest.mark.parametrize("fails", ["reserve", "open_lease"])
 async def test_a_defect_costs_one_request_and_is_reported(
-    built: Built, monkeypatch: pytest.MonkeyPatch, fails: str
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def defect(*_: object, **__: object) -> None:
         raise KeyError("defect")

@@ -18,9 +18,9 @@ from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import to_detail
 from decode_node import commands as c
 from decode_node import events as e
-from decode_node.lease_numbers import lease_numbers
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
+from decode_node.tag_numbers import lease_numbers
 from kvtransfer.leases import LeaseTable, SegmentRefusal
 from kvtransfer.parts import parts_of
 from kvtransfer.segments import PING, WARM_UP, Segment, Tag, lease_field

@@ -12,7 +12,6 @@ from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import prompt_logprobs_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
-from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
     Abort,
     Admit,
@@ -37,6 +36,7 @@ from decode_node.events import (
     StepDone,
 )
 from decode_node.events import Draining as DrainingEvent
+from decode_node.task_times import ChunkTimes
 from tests.unit.decode_node.scene import LEASE_S, SESSION, Scene, names, reservation, sent, token
 
 ENDED = ["Send failed", "Abort"]

@@ -24,7 +24,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
-from decode_node.local_prefill import UNKNOWN, why_here
+from decode_node.local_prefill import UNKNOWN, local_prefill_reason
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from tests.unit.decode_node.environment import Environment, Request
@@ -47,7 +47,7 @@ class DecodeNode(RuleBasedStateMachine):
             incarnation=7,
             lease_secret=b"a secret of tests",
             lease_s=10.0,
-            why_local=partial(why_here, 20, streams=UNKNOWN),
+            why_local=partial(local_prefill_reason, 20, streams=UNKNOWN),
             waiting_max=4,
             block_size=4,
             split_unit=4,

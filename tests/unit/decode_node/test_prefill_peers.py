@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.core.errors import DataLoss, NoNode, Overloaded, PeerRefused
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.node.assembly import Listener, Node
 from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
 from baton.protos.v1 import common_pb2
@@ -25,7 +25,7 @@ PairStream = Stream[pb.PairRequest, pb.PairResponse]
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def built() -> BuiltRunner:
     return load_demo()
 
 
@@ -48,7 +48,7 @@ class Peers:
 
 
 @asynccontextmanager
-async def decode_peers(built: Built, **settings: object) -> AsyncIterator[Peers]:
+async def decode_peers(built: BuiltRunner, **settings: object) -> AsyncIterator[Peers]:
     node = decode_node(built, decode_settings(**settings))
     node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
     async with node.transfer:
@@ -56,7 +56,7 @@ async def decode_peers(built: Built, **settings: object) -> AsyncIterator[Peers]
 
 
 @asynccontextmanager
-async def sender(built: Built, *, address: str = "127.0.0.1:2") -> AsyncIterator[Node]:
+async def sender(built: BuiltRunner, *, address: str = "127.0.0.1:2") -> AsyncIterator[Node]:
     node = prefill_node(built, address=address)
     async with node.transfer:
         yield node
@@ -90,7 +90,7 @@ async def ended(task: "asyncio.Task[None]") -> None:
         await task
 
 
-async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built: Built) -> None:
+async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -115,7 +115,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
 
 
 async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_peers, "_BROKEN_END_S", 0.0)
     async with decode_peers(built) as peers, sender(built) as node:
@@ -138,7 +138,7 @@ async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
         await ended(serving)
 
 
-async def test_a_hello_that_claims_to_be_from_a_paired_node_does_not_hide_it(built: Built) -> None:
+async def test_a_hello_that_claims_to_be_from_a_paired_node_does_not_hide_it(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream, other = PairStream(), PairStream()
         serving = peers.serve(stream)
@@ -154,7 +154,7 @@ async def test_a_hello_that_claims_to_be_from_a_paired_node_does_not_hide_it(bui
 
 
 async def test_a_second_stream_of_a_paired_incarnation_is_refused(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_peers, "_OLDER_END_S", 0.0)
     async with decode_peers(built) as peers, sender(built) as node:
@@ -173,7 +173,7 @@ async def test_a_second_stream_of_a_paired_incarnation_is_refused(
         await ended(serving)
 
 
-async def test_a_node_that_makes_its_pair_again_waits_until_the_older_stream_has_ended(built: Built) -> None:
+async def test_a_node_that_makes_its_pair_again_waits_until_the_older_stream_has_ended(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         first, second = PairStream(), PairStream()
         older = peers.serve(first)
@@ -190,7 +190,7 @@ async def test_a_node_that_makes_its_pair_again_waits_until_the_older_stream_has
             await ended(newer)
 
 
-async def test_of_two_handshakes_of_one_incarnation_the_first_to_end_is_the_pair(built: Built) -> None:
+async def test_of_two_handshakes_of_one_incarnation_the_first_to_end_is_the_pair(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         slow, quick = PairStream(), PairStream()
         slow.send(hello(node))
@@ -208,7 +208,7 @@ async def test_of_two_handshakes_of_one_incarnation_the_first_to_end_is_the_pair
 
 
 async def test_handshakes_beyond_a_limit_are_refused_until_others_end(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_peers, "_HANDSHAKES_MAX", 1)
     async with decode_peers(built) as peers, sender(built) as node:
@@ -231,7 +231,7 @@ async def test_handshakes_beyond_a_limit_are_refused_until_others_end(
             await ended(serving)
 
 
-async def test_closing_ends_the_streams_after_their_queued_messages(built: Built) -> None:
+async def test_closing_ends_the_streams_after_their_queued_messages(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -243,7 +243,7 @@ async def test_closing_ends_the_streams_after_their_queued_messages(built: Built
         assert [response.lease_ended.lease for response in stream.received()] == [6]
 
 
-async def test_a_stream_without_hello_is_refused(built: Built) -> None:
+async def test_a_stream_without_hello_is_refused(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers:
         stream = PairStream()
         stream.send(pb.PairRequest(quiet=pb.Quiet(lease=1)))
@@ -252,7 +252,7 @@ async def test_a_stream_without_hello_is_refused(built: Built) -> None:
         assert (peers.all.states(), peers.delivered) == ([], [])
 
 
-async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built) -> None:
+async def test_a_peer_with_another_model_is_refused_with_the_reason(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         other = hello(node)
@@ -268,7 +268,7 @@ async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built
         )
 
 
-async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) -> None:
+async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         newer = hello(node)
@@ -279,7 +279,7 @@ async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) 
         assert peers.phases() == ["LOST"]
 
 
-async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Built) -> None:
+async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: BuiltRunner) -> None:
     async with decode_peers(built, link_floor_gb_per_s=1e6) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -292,7 +292,7 @@ async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Bui
         assert state.gigabytes_per_s > 0
 
 
-async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Built) -> None:
+async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -304,7 +304,7 @@ async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Bui
         assert (state.phase, [each.field for each in state.mismatches]) == (common_pb2.PEER_PHASE_REFUSED, ["link"])
 
 
-async def test_a_peer_that_sends_no_warm_up_is_lost(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_sends_no_warm_up_is_lost(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_peers, "_WARM_UP_TIMEOUT_S", 0.05)
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
@@ -314,7 +314,7 @@ async def test_a_peer_that_sends_no_warm_up_is_lost(built: Built, monkeypatch: p
         assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "no warm-up within 0.05 s")
 
 
-async def test_a_cancelled_stream_disconnects_its_peer(built: Built) -> None:
+async def test_a_cancelled_stream_disconnects_its_peer(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -327,7 +327,7 @@ async def test_a_cancelled_stream_disconnects_its_peer(built: Built) -> None:
         assert peers.phases() == ["LOST"]
 
 
-async def test_a_stream_that_is_cancelled_after_its_end_disconnects_its_peer(built: Built) -> None:
+async def test_a_stream_that_is_cancelled_after_its_end_disconnects_its_peer(built: BuiltRunner) -> None:
     """gRPC reports the end of a stream and its cancellation one after the other."""
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
@@ -343,7 +343,7 @@ async def test_a_stream_that_is_cancelled_after_its_end_disconnects_its_peer(bui
         await until(lambda: peers.delivered == [PeerLost(first.sender_number, node.name, ())])
 
 
-async def test_a_stream_that_ends_during_the_handshake_has_a_typed_error(built: Built) -> None:
+async def test_a_stream_that_ends_during_the_handshake_has_a_typed_error(built: BuiltRunner) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         for requests in ([], [hello(node)]):
             stream = PairStream()
@@ -354,7 +354,9 @@ async def test_a_stream_that_ends_during_the_handshake_has_a_typed_error(built: 
         assert peers.phases() == ["LOST"]
 
 
-async def test_lost_peers_are_forgotten_when_there_are_many(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_peers_are_forgotten_when_there_are_many(
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I6, but for a few lines in the status."""
     monkeypatch.setattr(prefill_peers, "_PAST_MAX", 3)
     async with decode_peers(built) as peers, sender(built) as node:

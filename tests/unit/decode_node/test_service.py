@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.core.errors import PeerRefused
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.node.role_services import RoleServices
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2
 from baton.protos.v1 import decode_pb2 as pb
@@ -23,12 +23,14 @@ Session = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def built() -> BuiltRunner:
     return load_demo()
 
 
 @asynccontextmanager
-async def served(built: Built) -> "AsyncIterator[tuple[DecodeDriver, DecodeService, decode_pb2_grpc.DecodeAsyncStub]]":
+async def served(
+    built: BuiltRunner,
+) -> "AsyncIterator[tuple[DecodeDriver, DecodeService, decode_pb2_grpc.DecodeAsyncStub]]":
     settings = decode_settings()
     node = decode_node(built, settings)
     driver = DecodeDriver(node, settings)
@@ -60,7 +62,7 @@ async def read(session: Session) -> pb.SessionResponse:
     return response
 
 
-async def test_a_gateway_gets_its_tokens_and_then_released(built: Built) -> None:
+async def test_a_gateway_gets_its_tokens_and_then_released(built: BuiltRunner) -> None:
     async with served(built) as (_, service, stub), asyncio.timeout(DEADLINE_S):
         session = stub.Session()
         await session.write(submission(1, pb.LOCAL_POLICY_LOCAL))
@@ -74,7 +76,7 @@ async def test_a_gateway_gets_its_tokens_and_then_released(built: Built) -> None
         assert not service.busy
 
 
-async def test_the_status_counts_requests_that_wait_for_blocks(built: Built) -> None:
+async def test_the_status_counts_requests_that_wait_for_blocks(built: BuiltRunner) -> None:
     async with served(built) as (driver, service, stub), asyncio.timeout(DEADLINE_S):
         session = stub.Session()
         for key in range(20):  # 6 blocks each, of 64
@@ -89,7 +91,7 @@ async def test_the_status_counts_requests_that_wait_for_blocks(built: Built) -> 
         assert service.busy
 
 
-async def test_a_cancelled_session_gives_everything_back(built: Built) -> None:
+async def test_a_cancelled_session_gives_everything_back(built: BuiltRunner) -> None:
     async with served(built) as (_, service, stub), asyncio.timeout(DEADLINE_S):
         session = stub.Session()
         await session.write(submission(1, pb.LOCAL_POLICY_STRICT))
@@ -99,7 +101,7 @@ async def test_a_cancelled_session_gives_everything_back(built: Built) -> None:
         await until(lambda: not service.busy)
 
 
-async def test_a_draining_node_refuses_and_a_closed_one_ends_its_streams(built: Built) -> None:
+async def test_a_draining_node_refuses_and_a_closed_one_ends_its_streams(built: BuiltRunner) -> None:
     async with served(built) as (_, service, stub), asyncio.timeout(DEADLINE_S):
         session = stub.Session()
         await session.write(submission(1, pb.LOCAL_POLICY_STRICT))
@@ -114,7 +116,7 @@ async def test_a_draining_node_refuses_and_a_closed_one_ends_its_streams(built: 
         assert await session.read() is grpc.aio.EOF
 
 
-async def test_a_pair_that_is_refused_gets_the_typed_error(built: Built) -> None:
+async def test_a_pair_that_is_refused_gets_the_typed_error(built: BuiltRunner) -> None:
     async with served(built) as (_, _, stub), asyncio.timeout(DEADLINE_S):
         call = stub.Pair()
         await call.write(pb.PairRequest(quiet=pb.Quiet(lease=1)))

@@ -7,7 +7,7 @@ from baton.engine.events import RequestStarted, StepEvents
 from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import CloseLease, OpenLease, PrefillHere
 from decode_node.events import HandOverReceived, SessionMessage, StepDone
-from decode_node.local_prefill import Streams, why_here
+from decode_node.local_prefill import Streams, local_prefill_reason
 from tests.unit.decode_node.scene import SESSION, Scene, names, sent, token
 
 
@@ -100,9 +100,9 @@ def test_another_prefill_node_may_compute_the_first_part() -> None:
 
 def test_an_idle_node_prefills_a_short_prompt_whatever_it_costs() -> None:
     slow = Streams(StepCosts(points=((1, 0.01), (2, 1.0))), rows=0, keys=0, step_tokens=1024)
-    assert why_here(None, 31, 0, streams=slow)
-    assert not why_here(None, 32, 0, streams=slow)
-    assert not why_here(0, 31, 0, streams=slow)
+    assert local_prefill_reason(None, 31, 0, streams=slow)
+    assert not local_prefill_reason(None, 32, 0, streams=slow)
+    assert not local_prefill_reason(0, 31, 0, streams=slow)
 
 
 COSTS = StepCosts(points=((1, 0.005), (128, 0.0053), (1024, 0.03)))
@@ -116,4 +116,4 @@ STREAMS = Streams(COSTS, rows=32, keys=0, step_tokens=1024)
 def test_a_prompt_that_its_streams_hardly_notice_is_prefilled_here(
     tokens: int | None, uncached: int, here: bool
 ) -> None:
-    assert bool(why_here(tokens, uncached, 0, streams=STREAMS)) is here
+    assert bool(local_prefill_reason(tokens, uncached, 0, streams=STREAMS)) is here

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.limits import limits
@@ -24,7 +24,7 @@ def varied_requests() -> Iterator[EngineRequest]:
         yield request(f"r{index}", prompt_of(1 + 4 * index, seed=index), sampling)
 
 
-def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
+def one_step_at_a_time(built: BuiltRunner, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
     """The tokens of the requests by id, without an engine."""
     scheduler = Scheduler(limits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
     tokens: dict[str, list[TokenOutput]] = {one.request_id: [] for one in requests}

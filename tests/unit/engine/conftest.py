@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from tests.unit.engine.tiny import build
 from tests.unit.models.tiny import save_tiny
 
@@ -18,5 +18,5 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def built(llama: tuple[Path, Any]) -> Built:
+def built(llama: tuple[Path, Any]) -> BuiltRunner:
     return build(llama[0])

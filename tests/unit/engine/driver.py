@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.core.types import SamplingParams, TokenOutput
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.runner import ModelRunner
@@ -15,7 +15,7 @@ from baton.engine.sampling.row import SampleRow
 from baton.kvcache.cache import PagedKVCache
 
 
-def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:
+def runner_of(built: BuiltRunner, *, graphs: GraphSettings | None) -> ModelRunner:
     """A runner with its own cache, full of NaN so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape, built.cache.view.device)
     cache.storage.fill_(float("nan"))

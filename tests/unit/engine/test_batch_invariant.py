@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.core.types import SamplingParams
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import NodeSettings
 from tests.gpu.demo import Output, generate
 from tests.unit.engine.tiny import prompt_of
@@ -19,24 +19,24 @@ PARAMS = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True, 
 
 
 @pytest.fixture(scope="module", params=["mistral-window", "deepseek-v3-yarn"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltRunner:
     directory = tmp_path_factory.mktemp("model")
     save_tiny(request.param, directory)
     return build_runner(NodeSettings(model=directory, device="cpu", num_blocks=128, block_size=4, batch_invariant=True))
 
 
-def outputs(built: Built, *prompts: tuple[int, ...], **more: Any) -> list[Output]:
+def outputs(built: BuiltRunner, *prompts: tuple[int, ...], **more: Any) -> list[Output]:
     return generate(built, prompts, more.pop("params", PARAMS), prefix_cache=False, **LIMITS, **more)
 
 
-def test_a_request_has_the_same_logprobs_alone_and_in_a_batch(built: Built) -> None:
+def test_a_request_has_the_same_logprobs_alone_and_in_a_batch(built: BuiltRunner) -> None:
     prompts = [prompt_of(length, seed=length) for length in (CHUNK + 1, 37, 3, CHUNK, 1, 50, 9)]
     together = outputs(built, *prompts)
     for prompt, output in zip(prompts[:3], together, strict=False):
         assert outputs(built, prompt) == [output]
 
 
-def test_an_output_has_the_same_logprobs_after_its_first_tokens_were_computed_again(built: Built) -> None:
+def test_an_output_has_the_same_logprobs_after_its_first_tokens_were_computed_again(built: BuiltRunner) -> None:
     prompts = [prompt_of(length, seed=length) for length in (CHUNK + 5, 37, 3)]
     long = replace(PARAMS, max_tokens=2 * CHUNK + 4)
     whole = outputs(built, *prompts, params=long)

@@ -10,8 +10,7 @@ import triton.language as tl
 from baton.core.types import SamplingParams
 from baton.engine.request import int_array
 from baton.engine.sampling.choice import NO_TOKEN, SamplingArrays, SamplingBuffers, choose_tokens
-from baton.engine.sampling.kernels.choose import choose
-from baton.engine.sampling.kernels.noise import exponential_of, noise_words
+from baton.engine.sampling.kernels.choose import choose, exponential_of, noise_words
 from baton.engine.sampling.random import exponential_noise, random_words
 from baton.engine.sampling.row import SampleRow
 from tests.device import DEVICE

@@ -11,7 +11,7 @@ import torch
 
 from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, SamplingParams, TokenOutput
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import Reservation
@@ -33,7 +33,7 @@ LENGTHS = (1, 3, 4, 17, 30)
 
 @pytest.mark.parametrize("max_batch_tokens", [256, 7])
 async def test_batched_tokens_equal_transformers_whether_or_not_prompts_are_cut(
-    llama: Llama, built: Built, max_batch_tokens: int
+    llama: Llama, built: BuiltRunner, max_batch_tokens: int
 ) -> None:
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in LENGTHS}
     async with running(built, max_batch_tokens=max_batch_tokens) as (engine, events):
@@ -46,7 +46,7 @@ async def test_batched_tokens_equal_transformers_whether_or_not_prompts_are_cut(
         assert events.reasons[name] is FinishReason.LENGTH
 
 
-async def test_requests_that_join_a_running_batch_change_nothing(llama: Llama, built: Built) -> None:
+async def test_requests_that_join_a_running_batch_change_nothing(llama: Llama, built: BuiltRunner) -> None:
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in LENGTHS}
     async with running(built, max_batch_tokens=8) as (engine, events):
         for name, prompt in prompts.items():
@@ -69,7 +69,7 @@ async def test_preempted_requests_give_the_same_tokens(llama: Llama) -> None:
         assert [token.index for token in events.tokens[name]] == list(range(20))
 
 
-async def test_a_prefix_hit_gives_the_same_tokens(llama: Llama, built: Built) -> None:
+async def test_a_prefix_hit_gives_the_same_tokens(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(16)
     longer = (*prompt, *prompt_of(5, seed=1))
     async with running(built) as (engine, events):
@@ -81,7 +81,7 @@ async def test_a_prefix_hit_gives_the_same_tokens(llama: Llama, built: Built) ->
     assert events.ids("longer") == transformers_greedy(llama[1], longer, 6)
 
 
-async def test_a_continued_request_resumes_at_its_next_token(built: Built) -> None:
+async def test_a_continued_request_resumes_at_its_next_token(built: BuiltRunner) -> None:
     sampling = SamplingParams(
         max_tokens=12, seed=5, temperature=1.3, top_p=0.95, repetition_penalty=1.2, logprobs=2, ignore_eos=True
     )
@@ -98,7 +98,7 @@ async def test_a_continued_request_resumes_at_its_next_token(built: Built) -> No
         assert again.logprob == pytest.approx(once.logprob, abs=1e-4)
 
 
-async def test_a_request_without_a_seed_gets_one(built: Built) -> None:
+async def test_a_request_without_a_seed_gets_one(built: BuiltRunner) -> None:
     async with running(built) as (engine, events):
         for name in ("a", "b"):
             engine.submit(request(name, prompt_of(4), SamplingParams(max_tokens=12, temperature=3.0, ignore_eos=True)))
@@ -108,7 +108,7 @@ async def test_a_request_without_a_seed_gets_one(built: Built) -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 12])
 async def test_end_of_sequence_ends_a_request_but_not_before_min_tokens(
-    llama: Llama, built: Built, min_tokens: int
+    llama: Llama, built: BuiltRunner, min_tokens: int
 ) -> None:
     (eos,) = built.config.eos_token_ids
     sampling = SamplingParams(max_tokens=20, min_tokens=min_tokens, temperature=0.0)
@@ -128,7 +128,7 @@ async def test_end_of_sequence_ends_a_request_but_not_before_min_tokens(
     assert FinishReason.STOP in events.reasons.values()
 
 
-async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: Built) -> None:
+async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(6)
     expected = transformers_greedy(llama[1], prompt, 8)
     stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(expected[3],))
@@ -144,7 +144,7 @@ async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: Bui
 # ---- the hand-over
 
 
-def copy_kv(built: Built, source: tuple[int, ...], target: tuple[int, ...], start: int, stop: int) -> None:
+def copy_kv(built: BuiltRunner, source: tuple[int, ...], target: tuple[int, ...], start: int, stop: int) -> None:
     """Does the work of a transfer: copies KV of positions [start, stop) from one request's blocks to another's."""
     view = built.cache.view
     for position in range(start, stop):
@@ -161,7 +161,7 @@ async def prefill(
     return events.chunks["p"][-1].block_ids, events.tokens["p"][0]
 
 
-async def test_an_admitted_request_decodes_from_kv_that_came_from_elsewhere(llama: Llama, built: Built) -> None:
+async def test_an_admitted_request_decodes_from_kv_that_came_from_elsewhere(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(18)
     expected = transformers_greedy(llama[1], prompt, 8)
     async with running(built, prefix_cache=False, max_batch_tokens=5) as (engine, events):
@@ -181,7 +181,7 @@ async def test_an_admitted_request_decodes_from_kv_that_came_from_elsewhere(llam
     assert "d" not in events.started
 
 
-async def test_only_tokens_that_the_prefix_cache_lacks_are_received(llama: Llama, built: Built) -> None:
+async def test_only_tokens_that_the_prefix_cache_lacks_are_received(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(18)
     async with running(built) as (engine, events):
         engine.submit(request("before", prompt[:9], greedy(1)))
@@ -197,7 +197,7 @@ async def test_only_tokens_that_the_prefix_cache_lacks_are_received(llama: Llama
     assert events.ids("d") == transformers_greedy(llama[1], prompt, 8)[1:]
 
 
-async def test_a_reservation_whose_hand_over_failed_is_prefilled_here(llama: Llama, built: Built) -> None:
+async def test_a_reservation_whose_hand_over_failed_is_prefilled_here(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(18)
     expected = transformers_greedy(llama[1], prompt, 8)
     async with running(built) as (engine, events):
@@ -209,7 +209,7 @@ async def test_a_reservation_whose_hand_over_failed_is_prefilled_here(llama: Lla
     assert events.tokens["d"][0].index == 2
 
 
-async def test_a_prompt_is_computed_in_two_parts_by_two_requests(llama: Llama, built: Built) -> None:
+async def test_a_prompt_is_computed_in_two_parts_by_two_requests(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(30)
     async with running(built, prefix_cache=False, max_batch_tokens=7) as (engine, events):
         engine.submit(replace(request("p", prompt, greedy(8), prefill_only=True), stop_tokens=16))
@@ -225,7 +225,7 @@ async def test_a_prompt_is_computed_in_two_parts_by_two_requests(llama: Llama, b
     assert "p" not in events.tokens
 
 
-async def test_a_request_that_is_late_while_it_waits_is_refused(built: Built) -> None:
+async def test_a_request_that_is_late_while_it_waits_is_refused(built: BuiltRunner) -> None:
     now = [0.0]
     events = EventRecorder()
     async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars, clock=lambda: now[0]) as engine:
@@ -242,7 +242,7 @@ async def test_a_request_that_is_late_while_it_waits_is_refused(built: Built) ->
 # ---- arrivals and aborts while steps run
 
 
-async def test_reserve_and_submit_are_answered_while_a_step_runs(built: Built) -> None:
+async def test_reserve_and_submit_are_answered_while_a_step_runs(built: BuiltRunner) -> None:
     answers: list[Reservation] = []
     async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(40), greedy(30)))
@@ -256,7 +256,9 @@ async def test_reserve_and_submit_are_answered_while_a_step_runs(built: Built) -
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 4])
-async def test_abort_returns_when_the_blocks_are_free_and_no_event_follows(built: Built, tokens_before: int) -> None:
+async def test_abort_returns_when_the_blocks_are_free_and_no_event_follows(
+    built: BuiltRunner, tokens_before: int
+) -> None:
     async with running(built, max_batch_tokens=8) as (engine, events):
         engine.submit(request("stays", prompt_of(5, seed=1), greedy(24)))
         engine.submit(request("goes", prompt_of(20), greedy(200)))
@@ -269,7 +271,7 @@ async def test_abort_returns_when_the_blocks_are_free_and_no_event_follows(built
         assert "goes" not in events.reasons
 
 
-async def test_abort_of_a_held_and_of_a_reserved_request(built: Built) -> None:
+async def test_abort_of_a_held_and_of_a_reserved_request(built: BuiltRunner) -> None:
     async with running(built) as (engine, events):
         await prefill(engine, events, prompt_of(9))
         engine.reserve(request("d", prompt_of(9, seed=1), greedy(2)))
@@ -295,7 +297,7 @@ async def test_bad_and_excess_requests_are_refused_at_once(llama: Llama) -> None
 
 
 async def test_a_step_that_raises_fails_its_requests_and_the_engine_continues(
-    llama: Llama, built: Built, caplog: pytest.LogCaptureFixture
+    llama: Llama, built: BuiltRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = prompt_of(6)
     norm = built.runner.model.model.norm
@@ -313,7 +315,7 @@ async def test_a_step_that_raises_fails_its_requests_and_the_engine_continues(
     assert events.ids("b") == transformers_greedy(llama[1], prompt, 4)
 
 
-async def test_remaining_requests_fail_when_the_engine_closes(built: Built) -> None:
+async def test_remaining_requests_fail_when_the_engine_closes(built: BuiltRunner) -> None:
     events = EventRecorder()
     async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
@@ -326,7 +328,7 @@ async def test_remaining_requests_fail_when_the_engine_closes(built: Built) -> N
 
 
 async def test_a_callback_that_raises_ends_the_engine_and_all_requests_fail(
-    built: Built, caplog: pytest.LogCaptureFixture
+    built: BuiltRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = EventRecorder()
 

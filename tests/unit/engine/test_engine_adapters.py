@@ -12,7 +12,7 @@ import transformers
 from baton.core.errors import Overloaded, UnknownModel
 from baton.core.types import AdapterRef
 from baton.engine.adapters import AdapterSlots
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.engine import Engine
@@ -31,7 +31,7 @@ PROMPT = prompt_of(13)
 class Models(NamedTuple):
     """Adapters and, by the same names and "" for the base, transformers' models with them."""
 
-    built: Built
+    built: BuiltRunner
     adapters: dict[str, Adapter]
     merged: dict[str, Any]
 

@@ -13,7 +13,7 @@ from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InternalError
 from baton.core.types import FinishReason, SamplingParams, TokenOutput
 from baton.engine.batch import Batch, RowResult
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.launched_step import LaunchedStep
 from baton.engine.device.layer_marks import OnMark
 from baton.engine.engine import Engine
@@ -37,7 +37,7 @@ Launch = Callable[[Batch, OnMark], LaunchedStep]
 class Watched:
     """A runner that records every batch, and may call a hook before the real launch."""
 
-    def __init__(self, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[Batch] = []
         self.launched = threading.Semaphore(0)
         self.threads: set[str] = set()
@@ -57,7 +57,7 @@ class Watched:
         return sum(row.token_source is not None for batch in self.batches for row in batch.rows)
 
 
-async def test_tokens_are_those_of_one_step_at_a_time(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_are_those_of_one_step_at_a_time(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = list(varied_requests())
     expected = one_step_at_a_time(built, requests)
     watched = Watched(built, monkeypatch)
@@ -76,7 +76,9 @@ async def test_tokens_are_those_of_one_step_at_a_time(built: Built, monkeypatch:
     assert FinishReason.STOP in events.reasons.values()
 
 
-async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_is_launched_while_the_previous_one_runs(
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No step ends before the next one is launched, so an engine that waits for its end would hang."""
     watched = Watched(built, monkeypatch)
     waiting: deque[threading.Event] = deque()
@@ -104,7 +106,7 @@ async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monk
 
 
 async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
-    llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch
+    llama: Llama, built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
     prompt = prompt_of(6)
@@ -136,7 +138,7 @@ async def test_requests_of_one_block_too_few_are_preempted_and_give_the_same_tok
 
 
 async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
     async with running(built) as (engine, events):
@@ -158,7 +160,7 @@ async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
 
 
 async def test_a_prompt_that_arrives_while_a_last_step_runs_is_launched_after_it(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
     hold = threading.Event()
@@ -192,7 +194,7 @@ class KnownCosts:
 
 
 async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock stands still, so the next step is not due before the running one ends or the clock is set. The thread
     that launches always reads zero, so launches take no time."""
@@ -247,7 +249,7 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
 async def test_a_failing_step_fails_its_requests_and_no_others(
-    llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    llama: Llama, built: BuiltRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     prompts = {name: prompt_of(5, seed=seed) for seed, name in enumerate("ab")}
     watched = Watched(built, monkeypatch)
@@ -283,7 +285,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others(
     assert "b" not in events.errors
 
 
-async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(built: Built) -> None:
+async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(built: BuiltRunner) -> None:
     events = EventRecorder()
     async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
@@ -300,7 +302,7 @@ async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(bui
 
 
 async def test_the_runner_is_prepared_by_the_thread_that_launches_before_entry_returns(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(built.runner, "prepare", lambda: prepared.append(threading.current_thread().name))
@@ -312,7 +314,7 @@ async def test_the_runner_is_prepared_by_the_thread_that_launches_before_entry_r
 
 
 async def test_an_engine_whose_runner_cannot_be_prepared_is_not_entered(
-    built: Built, monkeypatch: pytest.MonkeyPatch
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare() -> None:
         raise InternalError("no memory for a graph")

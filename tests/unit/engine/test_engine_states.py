@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.core.types import TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.settings.config import NodeSettings
 from tests.unit.engine.driver import Driver, runner_of
@@ -22,7 +22,7 @@ def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Lfm2:
     return directory, save_tiny("lfm2", directory)
 
 
-def build(directory: Path, *, num_blocks: int = 256, state_slots: int = 0) -> Built:
+def build(directory: Path, *, num_blocks: int = 256, state_slots: int = 0) -> BuiltRunner:
     settings = NodeSettings(
         model=directory, num_blocks=num_blocks, block_size=4, device="cpu", state_slots=state_slots, threads=1
     )
@@ -30,14 +30,14 @@ def build(directory: Path, *, num_blocks: int = 256, state_slots: int = 0) -> Bu
 
 
 @pytest.fixture
-def built(lfm2: Lfm2) -> Built:
+def built(lfm2: Lfm2) -> BuiltRunner:
     built = build(lfm2[0])
     assert built.cache.state is not None
     built.cache.state.storage.fill_(float("nan"))  # a state that is read before it is written shows
     return built
 
 
-async def test_tokens_equal_transformers_whether_or_not_prompts_are_cut(lfm2: Lfm2, built: Built) -> None:
+async def test_tokens_equal_transformers_whether_or_not_prompts_are_cut(lfm2: Lfm2, built: BuiltRunner) -> None:
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 2, 3, 17, 150)}
     async with running(built, max_batch_tokens=70) as (engine, events):
         for name, prompt in prompts.items():
@@ -48,7 +48,7 @@ async def test_tokens_equal_transformers_whether_or_not_prompts_are_cut(lfm2: Lf
         assert all(chunk.state_slot >= 0 for chunk in events.chunks[name])
 
 
-async def test_a_prefix_is_reused_up_to_a_snapshot(lfm2: Lfm2, built: Built) -> None:
+async def test_a_prefix_is_reused_up_to_a_snapshot(lfm2: Lfm2, built: BuiltRunner) -> None:
     prompt = prompt_of(300)
     longer = (*prompt, *prompt_of(40, seed=1))
     departing = (*prompt[:270], *prompt_of(20, seed=2))
@@ -64,7 +64,7 @@ async def test_a_prefix_is_reused_up_to_a_snapshot(lfm2: Lfm2, built: Built) -> 
         assert events.ids(name) == transformers_greedy(lfm2[1], tokens, 5)
 
 
-async def test_a_shared_prefix_is_reused_from_its_third_prompt_on(lfm2: Lfm2, built: Built) -> None:
+async def test_a_shared_prefix_is_reused_from_its_third_prompt_on(lfm2: Lfm2, built: BuiltRunner) -> None:
     """The second one leaves the state where it departs from the first."""
     shared = prompt_of(350)
     prompts = {str(seed): (*shared, *prompt_of(100, seed=seed)) for seed in (1, 2, 3)}
@@ -115,7 +115,7 @@ async def test_evicted_snapshots_cost_only_time(lfm2: Lfm2) -> None:
         assert events.ids(f"r{seed}") == expected[seed % 3]
 
 
-async def test_a_request_decodes_after_its_kv_and_state_were_handed_over(lfm2: Lfm2, built: Built) -> None:
+async def test_a_request_decodes_after_its_kv_and_state_were_handed_over(lfm2: Lfm2, built: BuiltRunner) -> None:
     """As a prefill and a decode node do it, with copies by hand in place of a transfer."""
     prompt, other = prompt_of(75), build(lfm2[0])
     async with running(built) as (prefill, sent), running(other) as (decode, events):
@@ -138,7 +138,7 @@ async def test_a_request_decodes_after_its_kv_and_state_were_handed_over(lfm2: L
     assert [first, *events.ids("d")] == transformers_greedy(lfm2[1], prompt, 8)
 
 
-async def test_a_reserved_request_whose_kv_never_came_computes_it_here(lfm2: Lfm2, built: Built) -> None:
+async def test_a_reserved_request_whose_kv_never_came_computes_it_here(lfm2: Lfm2, built: BuiltRunner) -> None:
     prompt = prompt_of(300)
     async with running(built) as (engine, events):
         engine.submit(request("first", prompt, greedy(2)))
@@ -153,7 +153,7 @@ async def test_a_reserved_request_whose_kv_never_came_computes_it_here(lfm2: Lfm
 
 
 @pytest.mark.parametrize("max_tokens", [0, 256])
-def test_padded_steps_equal_steps_outside_of_graphs(built: Built, max_tokens: int) -> None:
+def test_padded_steps_equal_steps_outside_of_graphs(built: BuiltRunner, max_tokens: int) -> None:
     graphs = GraphSettings(max_requests=8, max_context_tokens=128, max_tokens=max_tokens)
     ids = []
     for settings in (None, graphs):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.types import TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.events import ChunkComputed
 from baton.engine.request import Reservation
 from baton.kvcache.cache import PagedKVCache
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory, save_tiny(request.param, directory)
 
 
-def build(model: Model, *, num_blocks: int = 256, state_slots: int = 0) -> Built:
+def build(model: Model, *, num_blocks: int = 256, state_slots: int = 0) -> BuiltRunner:
     built = build_runner(
         NodeSettings(
             model=model[0],
@@ -46,7 +46,7 @@ def build(model: Model, *, num_blocks: int = 256, state_slots: int = 0) -> Built
 
 
 @pytest.fixture
-def built(model: Model) -> Built:
+def built(model: Model) -> BuiltRunner:
     return build(model)
 
 
@@ -77,7 +77,7 @@ async def test_a_turn_begins_at_the_last_multiple_of_64_tokens_of_the_turn_befor
 
 @pytest.mark.parametrize(("length", "reused"), [(64, 0), (65, 64), (66, 64), (128, 64), (200, 192)])
 async def test_a_prompt_that_comes_again_is_reused_up_to_its_last_multiple_of_64_tokens(
-    model: Model, built: Built, length: int, reused: int
+    model: Model, built: BuiltRunner, length: int, reused: int
 ) -> None:
     """At least one token is computed. The first prompt is not cut for the state."""
     prompt = prompt_of(length)
@@ -106,7 +106,7 @@ async def test_a_preempted_request_continues_at_its_last_multiple_of_64_tokens(m
     assert min(again) >= 128
 
 
-async def test_a_hand_over_of_a_turn_needs_its_new_blocks_and_the_state(model: Model, built: Built) -> None:
+async def test_a_hand_over_of_a_turn_needs_its_new_blocks_and_the_state(model: Model, built: BuiltRunner) -> None:
     """Also where the decode node has kept no state at all, because it has no slot for one."""
     other, prompt = build(model, state_slots=1), prompt_of(90)
     async with running(built) as (prefill, sent), running(other) as (decode, events):
@@ -127,7 +127,9 @@ async def test_a_hand_over_of_a_turn_needs_its_new_blocks_and_the_state(model: M
         assert prefill.leaked_blocks(lambda _: True) == decode.leaked_blocks(lambda _: True) == 0
 
 
-async def test_a_turn_whose_hand_over_fails_is_computed_from_the_last_kept_state_on(model: Model, built: Built) -> None:
+async def test_a_turn_whose_hand_over_fails_is_computed_from_the_last_kept_state_on(
+    model: Model, built: BuiltRunner
+) -> None:
     """Not from the cached blocks on, and not into them: another request that reads them goes on."""
     prompt = prompt_of(100)
     async with running(built) as (engine, events):
@@ -167,7 +169,7 @@ async def test_a_failed_turn_without_free_blocks_waits_for_some(model: Model) ->
     assert events.ids("turn") == best(model, turn, events.ids("turn"))
 
 
-async def test_a_first_part_of_a_turn_is_reused_before_its_last_block(model: Model, built: Built) -> None:
+async def test_a_first_part_of_a_turn_is_reused_before_its_last_block(model: Model, built: BuiltRunner) -> None:
     """The decode node has the KV of the whole first part, but not the state after it: that comes with a block."""
     prompt, other = prompt_of(100), build(model, state_slots=1)
     async with running(built) as (prefill, sent), running(other) as (decode, events):
@@ -187,12 +189,12 @@ async def test_a_first_part_of_a_turn_is_reused_before_its_last_block(model: Mod
     assert events.ids("d") == best(model, longer, events.ids("d"))
 
 
-def _state_of(built: Built) -> PagedKVCache:
+def _state_of(built: BuiltRunner) -> PagedKVCache:
     assert built.cache.state is not None
     return built.cache.state
 
 
-def _send(source: Built, chunk: ChunkComputed, target: Built, reserved: Reservation, *, stop: int) -> None:
+def _send(source: BuiltRunner, chunk: ChunkComputed, target: BuiltRunner, reserved: Reservation, *, stop: int) -> None:
     """What a transfer sends: the KV from the cached tokens on, and the state."""
     for index in range(reserved.cached_tokens // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
         target.cache.view[:, :, reserved.block_ids[index]] = source.cache.view[:, :, chunk.block_ids[index]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.engine import Engine
@@ -23,7 +23,7 @@ TOKENS, LENGTHS = 6, (13, 5, 9)
 
 
 @pytest.fixture
-def mixture(tmp_path: Path) -> tuple[Built, ExpertPlacement]:
+def mixture(tmp_path: Path) -> tuple[BuiltRunner, ExpertPlacement]:
     """All places are on this rank; ranks of several processes count alike."""
     save_tiny("qwen3-moe-dense-layers-between", tmp_path)
     built = build(tmp_path)
@@ -34,7 +34,7 @@ def mixture(tmp_path: Path) -> tuple[Built, ExpertPlacement]:
     return built, plan
 
 
-def watch_routers(built: Built, counts: ExpertCounts) -> dict[int, Tensor]:
+def watch_routers(built: BuiltRunner, counts: ExpertCounts) -> dict[int, Tensor]:
     """Tokens of each expert by layer, from what routers give for rows with a slot."""
     routed: dict[int, Tensor] = {}
 
@@ -51,7 +51,9 @@ def watch_routers(built: Built, counts: ExpertCounts) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded"])
-async def test_every_token_counts_once_in_each_layer(mixture: tuple[Built, ExpertPlacement], padded: bool) -> None:
+async def test_every_token_counts_once_in_each_layer(
+    mixture: tuple[BuiltRunner, ExpertPlacement], padded: bool
+) -> None:
     built, plan = mixture
     runner, events = built.runner, EventRecorder()
     if padded:

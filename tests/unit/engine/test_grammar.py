@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.engine import Engine
 from baton.settings.config import DEMO_MODELS, tokenizer_file
@@ -91,7 +91,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Built:
+def demo() -> BuiltRunner:
     return build(DEMO_MODELS / "llama", num_blocks=512, block_size=16)
 
 
@@ -104,13 +104,13 @@ async def generated(engine: Engine, events: EventRecorder, wanted: dict[str, Sam
     return {name: events.ids(name) for name in wanted}
 
 
-async def alone(built: Built, params: SamplingParams) -> list[int]:
+async def alone(built: BuiltRunner, params: SamplingParams) -> list[int]:
     async with running(built) as (engine, events):
         return (await generated(engine, events, {"alone": params}))["alone"]
 
 
 @asynccontextmanager
-async def padded(built: Built) -> AsyncIterator[tuple[Engine, EventRecorder]]:
+async def padded(built: BuiltRunner) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     """An engine whose decodes run in the buffers of graphs."""
     events = EventRecorder()
     runner = runner_of(built, graphs=GraphSettings(max_requests=32, max_context_tokens=512))
@@ -121,7 +121,7 @@ async def padded(built: Built) -> AsyncIterator[tuple[Engine, EventRecorder]]:
 
 @pytest.mark.parametrize("how", [running, padded])
 async def test_outputs_of_every_kind_follow_their_grammar(
-    how: Callable[[Built], Any], demo: Built, tokenizer: Tokenizer
+    how: Callable[[BuiltRunner], Any], demo: BuiltRunner, tokenizer: Tokenizer
 ) -> None:
     wanted = {f"{kind} {seed}": constrained(kind, seed) for kind in GRAMMARS for seed in (None, *SEEDS)}
     async with how(demo) as (engine, events):
@@ -135,7 +135,7 @@ async def test_outputs_of_every_kind_follow_their_grammar(
     assert ended == (len(GRAMMARS) - 1) * (1 + len(SEEDS))
 
 
-async def test_constrained_rows_leave_the_tokens_of_others_unchanged(demo: Built) -> None:
+async def test_constrained_rows_leave_the_tokens_of_others_unchanged(demo: BuiltRunner) -> None:
     free = {f"free {seed}": SamplingParams(max_tokens=40, temperature=1.0, seed=seed) for seed in SEEDS}
     bound = {f"bound {seed}": constrained(GrammarKind.JSON_SCHEMA, seed) for seed in SEEDS}
     async with padded(demo) as (engine, events):
@@ -144,7 +144,7 @@ async def test_constrained_rows_leave_the_tokens_of_others_unchanged(demo: Built
         assert together[name] == await alone(demo, params), name
 
 
-async def test_preempted_requests_continue_in_their_grammar(demo: Built) -> None:
+async def test_preempted_requests_continue_in_their_grammar(demo: BuiltRunner) -> None:
     tight = build(DEMO_MODELS / "llama", num_blocks=30, block_size=4)
     wanted = {f"{seed}": constrained(GrammarKind.JSON_SCHEMA, seed) for seed in range(4)}
     async with running(tight) as (engine, events):
@@ -155,7 +155,7 @@ async def test_preempted_requests_continue_in_their_grammar(demo: Built) -> None
 
 
 @pytest.mark.parametrize("kind", [GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG])
-async def test_a_request_continues_in_its_grammar_after_any_token(demo: Built, kind: GrammarKind) -> None:
+async def test_a_request_continues_in_its_grammar_after_any_token(demo: BuiltRunner, kind: GrammarKind) -> None:
     params = constrained(kind, 3)
     whole = await alone(demo, params)
     assert len(whole) > 10
@@ -167,7 +167,7 @@ async def test_a_request_continues_in_its_grammar_after_any_token(demo: Built, k
             assert [*whole[:cut], *events.ids(f"{cut}")] == whole
 
 
-async def test_a_reserved_request_continues_after_a_first_token_from_elsewhere(demo: Built) -> None:
+async def test_a_reserved_request_continues_after_a_first_token_from_elsewhere(demo: BuiltRunner) -> None:
     params = constrained(GrammarKind.JSON_SCHEMA, 1)
     whole = await alone(demo, params)
     async with running(demo) as (engine, events):
@@ -182,14 +182,14 @@ async def test_a_reserved_request_continues_after_a_first_token_from_elsewhere(d
 
 
 @pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 60}], ids=["ignore_eos", "min_tokens"])
-async def test_a_complete_grammar_ends_the_output_early(demo: Built, given: dict[str, Any]) -> None:
+async def test_a_complete_grammar_ends_the_output_early(demo: BuiltRunner, given: dict[str, Any]) -> None:
     ids = await alone(demo, constrained(GrammarKind.CHOICE, 2, max_tokens=60, **given))
     assert ids[-1] == EOS
     assert len(ids) < 20
 
 
 @pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 30}], ids=["ignore_eos", "min_tokens"])
-async def test_a_grammar_that_may_go_on_does_not_end_early(demo: Built, given: dict[str, Any]) -> None:
+async def test_a_grammar_that_may_go_on_does_not_end_early(demo: BuiltRunner, given: dict[str, Any]) -> None:
     grammar = Grammar(GrammarKind.REGEX, "[a-z]+")
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=1, grammar=grammar, **given)
     ids = await alone(demo, params)
@@ -197,7 +197,7 @@ async def test_a_grammar_that_may_go_on_does_not_end_early(demo: Built, given: d
     assert EOS not in ids[:29]
 
 
-async def test_stop_tokens_may_be_needed_by_the_grammar(demo: Built, tokenizer: Tokenizer) -> None:
+async def test_stop_tokens_may_be_needed_by_the_grammar(demo: BuiltRunner, tokenizer: Tokenizer) -> None:
     stop = tokenizer.encode("positive", add_special_tokens=False).ids
     grammar = Grammar(GrammarKind.CHOICE, '["positive"]')
     params = SamplingParams(max_tokens=20, min_tokens=10, temperature=0.0, grammar=grammar, stop_token_ids=tuple(stop))
@@ -213,7 +213,7 @@ ALONGSIDE: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_grammars_work_together_with_every_other_parameter(demo: Built, tokenizer: Tokenizer) -> None:
+async def test_grammars_work_together_with_every_other_parameter(demo: BuiltRunner, tokenizer: Tokenizer) -> None:
     wanted = {name: constrained(GrammarKind.JSON_SCHEMA, 5, **given) for name, given in ALONGSIDE.items()}
     wanted["all"] = constrained(
         GrammarKind.JSON_SCHEMA, 6, **{k: v for each in ALONGSIDE.values() for k, v in each.items()}
@@ -225,7 +225,7 @@ async def test_grammars_work_together_with_every_other_parameter(demo: Built, to
         assert together[name] == await alone(demo, params), name
 
 
-async def test_logprobs_are_those_of_the_model_before_the_grammar(demo: Built) -> None:
+async def test_logprobs_are_those_of_the_model_before_the_grammar(demo: BuiltRunner) -> None:
     free = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
     bound = replace(free, grammar=Grammar(GrammarKind.CHOICE, '["positive"]'))
     async with running(demo) as (engine, events):
@@ -237,7 +237,7 @@ async def test_logprobs_are_those_of_the_model_before_the_grammar(demo: Built) -
     assert ours.logprob < models.top_logprobs[0][1]
 
 
-async def test_an_output_that_breaks_its_grammar_fails_alone(demo: Built) -> None:
+async def test_an_output_that_breaks_its_grammar_fails_alone(demo: BuiltRunner) -> None:
     params = constrained(GrammarKind.CHOICE, 1)
     async with running(demo) as (engine, events):
         engine.submit(request("broken", PROMPT, params, output=(EOS - 1, EOS - 2)))
@@ -264,7 +264,7 @@ def test_the_tokenizer_is_read_before_the_engine_serves(tmp_path: Path) -> None:
     built.grammars.check(Grammar(GrammarKind.CHOICE, '["yes", "no"]'))
 
 
-async def test_no_matcher_outlives_its_request(demo: Built) -> None:
+async def test_no_matcher_outlives_its_request(demo: BuiltRunner) -> None:
     grammars = demo.runner.grammars
     assert grammars is not None
     endless = SamplingParams(max_tokens=300, temperature=1.0, seed=1, grammar=Grammar(GrammarKind.REGEX, "[a-z ]{500}"))

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.tiny import EventRecorder, build, request, running
 
@@ -46,7 +46,7 @@ def endless(grammar: Grammar, *, max_tokens: int = TOKENS) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Built:
+def demo() -> BuiltRunner:
     return build(DEMO_MODELS / "llama", num_blocks=512, block_size=16)
 
 
@@ -59,7 +59,7 @@ def assert_too_expensive(events: EventRecorder, name: str) -> None:
 
 
 @pytest.mark.slow
-async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other(demo: Built) -> None:
+async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other(demo: BuiltRunner) -> None:
     neighbours = {
         "free": SamplingParams(max_tokens=NEIGHBOUR_TOKENS, temperature=1.0, seed=1, ignore_eos=True),
         "bound": endless(Grammar(GrammarKind.REGEX, "[a-z ]{2000}"), max_tokens=NEIGHBOUR_TOKENS),
@@ -84,7 +84,7 @@ async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other(demo: Buil
 
 @pytest.mark.parametrize("prefill_only", [True, False])
 async def test_a_resumed_output_of_an_expensive_grammar_is_ended_while_it_is_replayed(
-    demo: Built, *, prefill_only: bool
+    demo: BuiltRunner, *, prefill_only: bool
 ) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file(DEMO_MODELS / "llama")))
     output = tuple(
@@ -100,7 +100,7 @@ async def test_a_resumed_output_of_an_expensive_grammar_is_ended_while_it_is_rep
 
 
 async def test_requests_decode_while_the_grammar_of_a_reserved_one_is_compiled(
-    demo: Built, monkeypatch: pytest.MonkeyPatch
+    demo: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = endless(Grammar(GrammarKind.REGEX, "[a-y ]{2000}"), max_tokens=20)
     free = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)

@@ -18,7 +18,7 @@ from attention.selection import BACKENDS
 from baton.core.errors import InternalError
 from baton.core.types import SamplingParams
 from baton.engine.batch import BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.capture import FreeMemory, affordable, taken_bytes, thin
 from baton.engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from baton.engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
@@ -28,6 +28,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.row import SampleRow
 from baton.kvcache.cache import PagedKVCache
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.step_context import StepContext
 from baton.models.loading.loader import load_model
 from baton.models.loading.needs import attention_needs
 from tests.unit.engine.tiny import BLOCK_SIZE, build
@@ -90,7 +91,7 @@ def steps_of_coming_and_going_requests(num_steps: int) -> Iterator[list[BatchRow
 class Reference:
     """Runs the same requests on the model alone, in steps without padding."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltRunner) -> None:
         self._model, self._backend = built.runner.model, built.runner.backend
         self.cache = empty_cache(built)
 
@@ -103,11 +104,13 @@ class Reference:
             block_size=BLOCK_SIZE,
         )
         token_ids = torch.tensor([each.token_ids[0] for each in rows])
-        hidden = self._model(token_ids, positions, self.cache, self._backend.builder.build(0, common))
+        hidden = self._model.compute(
+            token_ids, positions, self.cache, StepContext(self._backend.builder.build(0, common))
+        )
         return self._model.compute_logits(hidden)
 
 
-def empty_cache(built: Built) -> PagedKVCache:
+def empty_cache(built: BuiltRunner) -> PagedKVCache:
     """A cache full of NaN, so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape)
     cache.storage.fill_(torch.nan)
@@ -170,7 +173,7 @@ def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str,
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
 
 
-def load_with(name: str, directory: Path, built: Built) -> tuple[CausalLM, AttentionBackend]:
+def load_with(name: str, directory: Path, built: BuiltRunner) -> tuple[CausalLM, AttentionBackend]:
     """The model with a backend of Triton kernels, which run in the interpreter without a GPU."""
     needs = attention_needs(built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=8)
     (backend_class,) = (each for each in BACKENDS if each.capabilities.name == name)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.core.types import SamplingParams, TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import NodeSettings
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
@@ -25,7 +25,7 @@ Outputs = Mapping[str, list[TokenOutput]]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltRunner:
     family, dtype = request.param
     directory = tmp_path_factory.mktemp("model")
     save_tiny(family, directory)
@@ -35,7 +35,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return build_runner(settings)
 
 
-async def alone(built: Built, prompts: Mapping[str, Sequence[int]]) -> Outputs:
+async def alone(built: BuiltRunner, prompts: Mapping[str, Sequence[int]]) -> Outputs:
     events = EventRecorder()
     for name, prompt in prompts.items():
         async with running(built, **LIMITS) as (engine, events_of_one):
@@ -45,7 +45,7 @@ async def alone(built: Built, prompts: Mapping[str, Sequence[int]]) -> Outputs:
     return events.tokens
 
 
-async def test_a_request_has_the_same_bits_alone_among_others_and_after_a_preemption(built: Built) -> None:
+async def test_a_request_has_the_same_bits_alone_among_others_and_after_a_preemption(built: BuiltRunner) -> None:
     """The cache is too small for all of them."""
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (CHUNK + 1, 45, 3, 1, CHUNK, 41)}
     async with running(built, **LIMITS) as (engine, events):
@@ -58,7 +58,7 @@ async def test_a_request_has_the_same_bits_alone_among_others_and_after_a_preemp
     assert among == await alone(built, compared)
 
 
-async def test_a_request_has_the_same_bits_after_a_reused_prefix(built: Built) -> None:
+async def test_a_request_has_the_same_bits_after_a_reused_prefix(built: BuiltRunner) -> None:
     prompt = prompt_of(100)
     prompts = {"first": prompt, "same": prompt, "longer": (*prompt, *prompt_of(30, seed=1))}
     async with running(built, **LIMITS) as (engine, events):

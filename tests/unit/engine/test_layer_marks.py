@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.layer_marks import LayerMark
 from baton.engine.device.runner import ModelRunner
 from baton.engine.events import LayersComputed, StepEvents
@@ -90,7 +90,7 @@ def layers_of(steps: list[StepEvents]) -> list[LayersComputed]:
     return [layers for step in steps for layers in step.layers]
 
 
-async def test_layer_events_come_before_their_chunk_and_only_for_requests_that_ask(built: Built) -> None:
+async def test_layer_events_come_before_their_chunk_and_only_for_requests_that_ask(built: BuiltRunner) -> None:
     async with running(built, max_batch_tokens=16) as (engine, events):
         wanting = replace(request("wanting", prompt_of(40, seed=1), greedy(4), prefill_only=True), layers_per_group=1)
         engine.submit(wanting)
@@ -120,7 +120,7 @@ async def test_layer_events_come_before_their_chunk_and_only_for_requests_that_a
         await engine.abort("wanting")
 
 
-async def test_an_ended_request_causes_no_layer_event(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ended_request_causes_no_layer_event(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is aborted while its step runs: the mark arrives and causes no event."""
     launch, begun, ended = built.runner.launch, threading.Event(), threading.Event()
 

@@ -10,7 +10,8 @@ import pytest
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.engine.batch import Batch, RowResult
-from baton.engine.build import Built, gpu_seats, measured, step_rule
+from baton.engine.build import BuiltRunner, calibrate, step_rule
+from baton.engine.cache_size import gpu_seats
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.runner import ModelRunner
 from baton.engine.device.step_costs import (
@@ -249,11 +250,11 @@ def test_a_prefill_node_that_also_decodes_has_long_steps_with_room_next_to_its_d
 
 
 @pytest.fixture
-def tiny(llama: tuple[Path, Any]) -> Built:
+def tiny(llama: tuple[Path, Any]) -> BuiltRunner:
     return build(llama[0], num_blocks=256)
 
 
-def padded(built: Built) -> Built:
+def padded(built: BuiltRunner) -> BuiltRunner:
     """Decodes in the buffers of the graphs."""
     known = built.runner
     graphs = GraphSettings(max_requests=built.limits.max_batch_requests, max_context_tokens=built.cache.shape.num_slots)
@@ -264,9 +265,9 @@ def padded(built: Built) -> Built:
 @pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
 @pytest.mark.parametrize("pad", [False, True])
 async def test_a_measured_engine_serves_as_before(
-    llama: tuple[Path, Any], tiny: Built, role: type[NodeSettings], *, pad: bool
+    llama: tuple[Path, Any], tiny: BuiltRunner, role: type[NodeSettings], *, pad: bool
 ) -> None:
-    built = measured(padded(tiny) if pad else tiny, role(model=llama[0]))
+    built = calibrate(padded(tiny) if pad else tiny, role(model=llama[0]))
     assert built.costs is not None
     assert built.costs.points[0][1] > 0.0
     async with running(built) as (engine, events):
@@ -275,7 +276,7 @@ async def test_a_measured_engine_serves_as_before(
     assert events.ids("a") == transformers_greedy(llama[1], prompt_of(17), 6)
 
 
-def test_a_step_size_that_the_operator_gave_is_kept(llama: tuple[Path, Any], tiny: Built) -> None:
-    given = measured(tiny, NodeSettings(model=llama[0], max_batch_tokens=200))
+def test_a_step_size_that_the_operator_gave_is_kept(llama: tuple[Path, Any], tiny: BuiltRunner) -> None:
+    given = calibrate(tiny, NodeSettings(model=llama[0], max_batch_tokens=200))
     assert given.limits == tiny.limits
     assert given.costs is not None

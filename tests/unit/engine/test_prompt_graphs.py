@@ -16,7 +16,7 @@ from attention.metadata import PaddedBatch
 from baton.core.errors import InternalError
 from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
 from baton.engine.batch import Batch, BatchRow, ScoreRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.layer_marks import LayerMark
 from baton.engine.device.prompt_buffers import most_prompts
@@ -85,7 +85,7 @@ arrivals = st.lists(
 
 
 @pytest.fixture(scope="module")
-def of_blocks(llama: tuple[Path, Any]) -> dict[int, Built]:
+def of_blocks(llama: tuple[Path, Any]) -> dict[int, BuiltRunner]:
     """With few blocks requests are preempted."""
     return {num_blocks: build(llama[0], num_blocks=num_blocks) for num_blocks in (24, 64)}
 
@@ -93,7 +93,11 @@ def of_blocks(llama: tuple[Path, Any]) -> dict[int, Built]:
 @settings(max_examples=10, deadline=None)
 @given(arrivals=arrivals, budget=st.integers(8, 48), num_blocks=st.sampled_from([24, 64]), aborted=st.integers(0, 20))
 def test_any_mix_of_steps_gives_the_tokens_and_the_kv_of_eager_steps(
-    of_blocks: dict[int, Built], arrivals: list[tuple[int, int, int, int]], budget: int, num_blocks: int, aborted: int
+    of_blocks: dict[int, BuiltRunner],
+    arrivals: list[tuple[int, int, int, int]],
+    budget: int,
+    num_blocks: int,
+    aborted: int,
 ) -> None:
     """Prompts in chunks, with cached prefixes, preempted and aborted; every kind of sampling; steps launched ahead."""
     runs = []
@@ -195,13 +199,13 @@ def row(num_tokens: int, *, start: int = 0, sampled: bool = True) -> BatchRow:
     return BatchRow("", int_array([3] * num_tokens), start, blocks, sample)
 
 
-def prepared(built: Built, graphs: GraphSettings = GRAPHS) -> ModelRunner:
+def prepared(built: BuiltRunner, graphs: GraphSettings = GRAPHS) -> ModelRunner:
     runner = runner_of(built, graphs=graphs)
     runner.prepare()
     return runner
 
 
-def test_steps_above_the_largest_size_or_with_too_many_prompts_run_outside_of_graphs(built: Built) -> None:
+def test_steps_above_the_largest_size_or_with_too_many_prompts_run_outside_of_graphs(built: BuiltRunner) -> None:
     prompts = prepared(built)._prompts
     assert prompts is not None
     assert prompts.sizes == [16, 32, 48]
@@ -214,7 +218,7 @@ def test_steps_above_the_largest_size_or_with_too_many_prompts_run_outside_of_gr
     assert many.size_for([row(1)] * 3 + [row(2)] * 20) == 320
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing(built: Built) -> None:
+def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing(built: BuiltRunner) -> None:
     runner = prepared(built)
     assert runner.run(Batch(0, (row(5, sampled=False),))) == [None]
     tokens = runner.run(Batch(1, (row(1, start=5), row(7, sampled=False))))
@@ -222,7 +226,7 @@ def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing(built: Built) -> None
     assert tokens[1] is None
 
 
-def test_a_prompt_with_too_many_blocks_is_refused_and_the_next_step_runs(built: Built) -> None:
+def test_a_prompt_with_too_many_blocks_is_refused_and_the_next_step_runs(built: BuiltRunner) -> None:
     runner = prepared(built)
     too_long = row(5)._replace(block_ids=int_array([0] * 300))
     with pytest.raises(InternalError, match="300 blocks"):
@@ -233,7 +237,7 @@ def test_a_prompt_with_too_many_blocks_is_refused_and_the_next_step_runs(built: 
     assert isinstance(runner.run(Batch(2, (row(5),)))[0], TokenOutput)
 
 
-def test_prompt_logprobs_come_from_the_same_steps(built: Built) -> None:
+def test_prompt_logprobs_come_from_the_same_steps(built: BuiltRunner) -> None:
     targets = prompt_of(9)
     prompt = row(9)._replace(token_ids=int_array(targets))
     batch = Batch(0, (row(1), prompt), scores=((1, ScoreRow(int_array(targets[1:]), 2)),))
@@ -247,7 +251,7 @@ def test_prompt_logprobs_come_from_the_same_steps(built: Built) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_steps_in_the_buffers_have_the_marks_that_they_ask_for(built: Built) -> None:
+def test_steps_in_the_buffers_have_the_marks_that_they_ask_for(built: BuiltRunner) -> None:
     marks: list[LayerMark] = []
     prepared(built).launch(Batch(0, (row(9),), layers_per_group=1), marks.append).wait()
     num_layers = built.config.num_layers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.core.types import PromptLogprob, SamplingParams
 from baton.engine.batch import Batch, BatchRow, ScoreRow
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.request import int_array
 from baton.engine.sampling.prompt_scores import score_prompts
@@ -46,7 +46,7 @@ def assert_right(scored: tuple[PromptLogprob, ...], prompt: tuple[int, ...], alt
 
 @pytest.mark.parametrize("max_batch_tokens", [256, 7, 1])
 async def test_they_equal_one_forward_however_prompts_are_batched_and_cut(
-    llama: Llama, built: Built, max_batch_tokens: int
+    llama: Llama, built: BuiltRunner, max_batch_tokens: int
 ) -> None:
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in LENGTHS}
     async with running(built, max_batch_tokens=max_batch_tokens) as (engine, events):
@@ -87,7 +87,7 @@ async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_a_batch
         assert (await scored(each))[each] == together[each]
 
 
-async def test_they_need_every_position_and_their_kv_serves_later_requests(llama: Llama, built: Built) -> None:
+async def test_they_need_every_position_and_their_kv_serves_later_requests(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(22)
     async with running(built, max_batch_tokens=8) as (engine, events):
         for name, sampling in (("plain", greedy(2)), ("scored", scoring(2)), ("last", greedy(2))):
@@ -109,7 +109,7 @@ async def test_they_survive_preemption_and_come_once(llama: Llama) -> None:
         assert_right(events.scored[name], prompt, 1, llama[1])
 
 
-async def test_a_reserved_request_computes_its_cached_prompt_again(llama: Llama, built: Built) -> None:
+async def test_a_reserved_request_computes_its_cached_prompt_again(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(18)
     async with running(built) as (engine, events):
         engine.submit(request("plain", prompt, greedy(2)))
@@ -120,7 +120,7 @@ async def test_a_reserved_request_computes_its_cached_prompt_again(llama: Llama,
     assert_right(events.scored["scored"], prompt, 3, llama[1])
 
 
-async def test_a_client_that_has_output_has_them_already(built: Built) -> None:
+async def test_a_client_that_has_output_has_them_already(built: BuiltRunner) -> None:
     prompt = prompt_of(10)
     async with running(built) as (engine, events):
         engine.submit(request("continued", prompt, scoring(3), output=(5,)))
@@ -130,7 +130,7 @@ async def test_a_client_that_has_output_has_them_already(built: Built) -> None:
     assert events.scored == {}
 
 
-def test_a_row_of_one_token_runs_outside_of_graphs(llama: Llama, built: Built) -> None:
+def test_a_row_of_one_token_runs_outside_of_graphs(llama: Llama, built: BuiltRunner) -> None:
     runner = runner_of(built, graphs=GraphSettings(max_requests=4, max_context_tokens=64))
     runner.prepare()
     prompt, blocks = prompt_of(3), int_array([1])

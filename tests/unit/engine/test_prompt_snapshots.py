@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW
@@ -20,7 +20,7 @@ PROMPT = prompt_of(150)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltRunner:
     directory = tmp_path_factory.mktemp("model")
     save_tiny(request.param, directory)
     return build_runner(
@@ -37,7 +37,7 @@ def prompt_row(start: int, stop: int, *, slot: int, snapshots: tuple[tuple[int, 
 @pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["plain", "padded"])
 @pytest.mark.parametrize("start", [0, 30])
 def test_snapshots_within_a_prompt_equal_the_states_of_a_prompt_that_is_cut_there(
-    built: Built, graphs: GraphSettings | None, start: int
+    built: BuiltRunner, graphs: GraphSettings | None, start: int
 ) -> None:
     """Next to a decode; the step begins with the prompt, or after its first tokens."""
     runner = runner_of(built, graphs=graphs)

@@ -11,7 +11,7 @@ import torch
 
 from baton.core.errors import InternalError
 from baton.engine.batch import Batch, BatchRow
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.device.inputs import stage_step
 from baton.engine.device.runner import ModelRunner
@@ -139,14 +139,14 @@ def test_another_thread_may_wait_for_a_step(runner: ModelRunner) -> None:
     assert 0 < launched.seconds < 10
 
 
-def test_more_rows_than_the_buffers_have_are_refused(built: Built) -> None:
+def test_more_rows_than_the_buffers_have_are_refused(built: BuiltRunner) -> None:
     runner = runner_of(built, graphs=GRAPHS)
     rows = tuple(BatchRow("", int_array([3]), 0, int_array([0]), None) for _ in range(65))
     with pytest.raises(InternalError, match="65 rows"):
         runner.launch(Batch(0, rows))
 
 
-def test_a_batch_above_the_largest_size_runs_outside_of_graphs(built: Built) -> None:
+def test_a_batch_above_the_largest_size_runs_outside_of_graphs(built: BuiltRunner) -> None:
     graphs = GraphSettings(max_requests=8, max_context_tokens=96, largest=2)
     small, eager = runner_of(built, graphs=graphs), runner_of(built, graphs=None)
     small.prepare()

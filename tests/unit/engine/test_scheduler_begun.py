@@ -78,7 +78,7 @@ def test_a_ready_stream_runs_while_the_preempted_one_finds_no_blocks() -> None:
 def with_two_reserved(scheduler: Scheduler) -> None:
     """A stream of 16 tokens loses its 4 blocks, because the other 3 are reserved."""
     for name, length in (("large", 7), ("small", 3)):
-        state = scheduler._new_state(stream(name, length), 0.0)
+        state = scheduler._requests.new_state(stream(name, length), 0.0)
         scheduler._blocks.take(state, OwnerPlace(0, [], 0))
         scheduler._roster.enter(state, Phase.RESERVED)
     while not scheduler.load().preemptions:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.build import Built
+from baton.engine.build import BuiltRunner
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running, transformers_greedy
 from tests.unit.models.tiny import save_tiny
 
@@ -12,7 +12,7 @@ MAX_TOKENS = 8
 
 
 @pytest.fixture(scope="module", params=["deepseek-v32", "glm-moe-dsa-shared-selection"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, object]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[BuiltRunner, object]:
     directory: Path = tmp_path_factory.mktemp("model")
     reference = save_tiny(request.param, directory)
     return build(directory), reference
@@ -20,7 +20,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64])
 async def test_greedy_tokens_of_many_requests_in_chunks_of_any_size(
-    pair: tuple[Built, object], max_batch_tokens: int
+    pair: tuple[BuiltRunner, object], max_batch_tokens: int
 ) -> None:
     built, reference = pair
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (3, 6, 19, 33)}
@@ -32,7 +32,7 @@ async def test_greedy_tokens_of_many_requests_in_chunks_of_any_size(
             assert events.ids(name) == transformers_greedy(reference, prompt, MAX_TOKENS), name
 
 
-async def test_a_prefix_in_the_cache_has_its_index_keys_too(pair: tuple[Built, object]) -> None:
+async def test_a_prefix_in_the_cache_has_its_index_keys_too(pair: tuple[BuiltRunner, object]) -> None:
     built, reference = pair
     first = prompt_of(30, seed=5)
     second = (*first[:24], *prompt_of(9, seed=6))

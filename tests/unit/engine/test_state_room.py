@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.engine.state_room import choose_state_slots
+from baton.engine.cache_size import choose_state_slots
 from baton.kvcache.spec import KVCacheSpec, KVKind
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import transformers
 
 from baton.core.errors import BatonError
 from baton.core.types import FinishReason, PromptLogprob, SamplingParams, TokenOutput
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import ChunkComputed, RequestStarted, StepEvents
 from baton.engine.request import EngineRequest
@@ -22,7 +22,7 @@ from tests.unit.models.tiny import VOCAB_SIZE
 BLOCK_SIZE = 4
 
 
-def build(directory: Path, *, num_blocks: int = 64, block_size: int = BLOCK_SIZE) -> Built:
+def build(directory: Path, *, num_blocks: int = 64, block_size: int = BLOCK_SIZE) -> BuiltRunner:
     return build_runner(NodeSettings(model=directory, num_blocks=num_blocks, block_size=block_size, device="cpu"))
 
 
@@ -96,7 +96,7 @@ class EventRecorder:
 
 
 @asynccontextmanager
-async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
+async def running(built: BuiltRunner, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     """An engine that must have all blocks free when the test ends."""
     events = EventRecorder()
     async with Engine(built.runner, limits(**given), on_step=events, grammars=built.grammars) as engine:

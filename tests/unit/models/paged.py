@@ -13,6 +13,7 @@ from baton.kvcache.layout import parse_layout
 from baton.kvcache.spec import KVCacheShape, KVKind
 from baton.models.config.model_config import ModelConfig
 from baton.models.layers.causal_lm import CausalLM
+from baton.models.layers.step_context import StepContext
 from baton.models.loading.needs import attention_needs, kv_cache_spec
 from tests.unit.models.recurrent_steps import state_rows
 
@@ -60,8 +61,12 @@ class PagedDriver:
         self.computed: dict[str, int] = {}
 
     @torch.inference_mode()
-    def step(self, batch: Mapping[str, list[int]]) -> dict[str, Tensor]:
-        """Computes the next tokens of each request; logits [tokens, vocabulary] of each. Decodes come first."""
+    def step(self, batch: Mapping[str, list[int]], adapters: Tensor | None = None) -> dict[str, Tensor]:
+        """Computes the next tokens of each request; logits [tokens, vocabulary] of each. Decodes come first.
+
+        Args:
+            adapters: int32, the slot of each token's adapter.
+        """
         starts = [self.computed.get(request, 0) for request in batch]
         for (request, tokens), start in zip(batch.items(), starts, strict=True):
             self.computed[request] = start + len(tokens)
@@ -76,13 +81,19 @@ class PagedDriver:
             block_size=BLOCK_SIZE,
             device=self.device,
         )
-        self.model.count_tokens(common.slot_mapping)
+        states = None
         if self.cache.state is not None:
             for request in batch.keys() - self.slots.keys():
                 self.slots[request] = self.free_slots.pop()
             slots = [self.slots[request] for request in batch]
-            self.model.use_states(state_rows(slots, lengths, starts, device=self.device))
+            states = state_rows(slots, lengths, starts, device=self.device)
         token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens], device=self.device)
-        hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.builder.build(0, common))
+        context = StepContext(
+            self.backend.builder.build(0, common),
+            slots_T=common.slot_mapping,
+            adapters=self.model.adapters_of(adapters),
+            states=states,
+        )
+        hidden_TD = self.model.compute(token_ids_T, positions_T, self.cache, context)
         logits_TV = self.model.compute_logits(hidden_TD)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))

@@ -73,8 +73,7 @@ class Adapted:
 
     def step(self, batch: dict[str, list[int]], slots: dict[str, int]) -> dict[str, Tensor]:
         rows = [slots.get(name, -1) for name, tokens in batch.items() for _ in tokens]
-        self.model.use_adapters(torch.tensor(rows, dtype=torch.int32))
-        return self.driver.step(batch)
+        return self.driver.step(batch, torch.tensor(rows, dtype=torch.int32))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import transformers
 from peft import LoraConfig
 
 from baton.core.errors import ConfigError
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.request import EngineRequest
 from baton.models.adapters.adapter import read_adapter
@@ -73,7 +73,7 @@ REFUSED: Mapping[str, tuple[str, Config]] = MappingProxyType(
 
 class Base(NamedTuple):
     directory: Path
-    built: Built
+    built: BuiltRunner
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return Base(directory, build(directory))
 
 
-def build(directory: Path, **given: Any) -> Built:
+def build(directory: Path, **given: Any) -> BuiltRunner:
     settings = {"model": directory, "num_blocks": 64, "block_size": BLOCK_SIZE, "device": "cpu", **given}
     return build_runner(NodeSettings.model_validate({**settings, "max_adapters": 1, "max_adapter_rank": MAX_RANK}))
 
@@ -100,7 +100,7 @@ def save(directory: Path, config: Any, adapter: Path) -> Any:
     return made
 
 
-async def answer(built: Built, adapter: Path) -> list[int]:
+async def answer(built: BuiltRunner, adapter: Path) -> list[int]:
     events = EventRecorder()
     assert built.runner.adapters is not None
     async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars, num_adapters=1) as engine:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.models.config.quantization.awq import AwqConfig
 from baton.models.config.quantization.config import Fp8Config, Granularity, Quantization
-from baton.models.config.quantization.gptq import GptqConfig
 from baton.models.config.quantization.int8_config import Int8Config
-from baton.models.config.quantization.pack_quantized import PackQuantizedConfig
+from baton.models.config.quantization.packed_formats import AwqConfig, GptqConfig, PackQuantizedConfig
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from tests.unit.models.packed_checkpoints import AWQ_CONFIG, gptq_config, int8_config, packed_config

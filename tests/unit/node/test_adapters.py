@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.engine.build import Built, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.node.adapters import Adapters
 from baton.settings.config import NodeSettings
@@ -31,7 +31,7 @@ def watched(tmp_path: Path) -> Path:
     return tmp_path / "watched"
 
 
-def built_with(base: Path, watched: Path, *, slots: int) -> tuple[Built, NodeSettings]:
+def built_with(base: Path, watched: Path, *, slots: int) -> tuple[BuiltRunner, NodeSettings]:
     settings = NodeSettings(
         model=base, num_blocks=16, block_size=4, device="cpu", max_adapters=slots, adapter_directory=watched
     )

@@ -11,10 +11,9 @@ import torch
 from baton.models.families.reader import read_config
 from baton.models.loading.needs import kv_cache_spec
 from baton.node.doctor import link
-from baton.node.doctor.checks import cache_bytes_of
+from baton.node.doctor.checks import cache_bytes_of, check_packages
 from baton.node.doctor.link import check_link
 from baton.node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
-from baton.node.doctor.packages import check_packages
 from baton.node.doctor.verdict import Grade, Verdict
 from baton.settings.config import CPU_CACHE_MIB, DEMO_MODELS, DecodeSettings
 from tests.warm import BATON, run_warm

@@ -10,7 +10,7 @@ import pytest
 
 WAITS_IN_C = """
 import ctypes, signal, sys
-from baton.node.early_end import ending_at_signals
+from baton.node.process import ending_at_signals
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with ending_at_signals():
@@ -20,7 +20,7 @@ with ending_at_signals():
 """
 ENDS_IN_PYTHON = """
 import signal, sys, time
-from baton.node.early_end import ending_at_signals
+from baton.node.process import ending_at_signals
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 with ending_at_signals():
     pass

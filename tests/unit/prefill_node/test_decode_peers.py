@@ -14,7 +14,7 @@ from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, decode_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.server import connect
-from prefill_node import decode_peers
+from prefill_node import decode_peer
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
@@ -111,9 +111,9 @@ async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> Non
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(asyncio.InvalidStateError):
             await call.write(pb.PairRequest())
-        await decode_peers._write(call, pb.PairRequest())
+        await decode_peer._write(call, pb.PairRequest())
         with pytest.raises(grpc.aio.AioRpcError, match="refused"):
-            await decode_peers._read(call, "decode-0")
+            await decode_peer._read(call, "decode-0")
 
 
 async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:

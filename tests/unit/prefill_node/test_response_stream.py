@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import Cancelled
 from baton.protos.v1 import prefill_pb2 as pb
-from prefill_node.response_stream import ResponseStream
+from prefill_node.driver import ResponseStream
 
 
 def progress(computed_tokens: int) -> pb.PrefillEvent:

@@ -12,13 +12,11 @@ from typing import ClassVar, Literal, TypeAlias
 
 from baton.models.config.fields import Fields, Table, Texts
 from baton.models.config.file import ConfigFile
-from baton.models.config.quantization.awq import AwqFields
 from baton.models.config.quantization.fields import CURE, SILENT, QuantizationFields, leaves_out
-from baton.models.config.quantization.gptq import GptqFields
 from baton.models.config.quantization.int8_config import Int8Config, Int8Fields, int8_config
 from baton.models.config.quantization.mxfp4_config import Mxfp4Config, Mxfp4Fields
-from baton.models.config.quantization.pack_quantized import IntegersFields, PackQuantizedConfig
 from baton.models.config.quantization.packed_config import PackedConfig
+from baton.models.config.quantization.packed_formats import AwqFields, GptqFields, IntegersFields, PackQuantizedConfig
 
 FP8_BLOCK = 128  # rows and columns of a weight, or channels of a token, that share a scale
 

@@ -22,6 +22,7 @@ from baton.models.layers.common import LayerNorm
 from baton.models.layers.elementwise import gelu
 from baton.models.layers.linear import Linear
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class GroupedQKV(Linear):
@@ -121,12 +122,10 @@ class BloomForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype, norm=LayerNorm(size, eps=eps, dtype=dtype))
         self.embedding_norm = LayerNorm(size, eps=eps, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         del positions_T  # ALiBi computes distances in the attention
         hidden_TD: Tensor = self.embedding_norm(self.model.embed_tokens(token_ids_T))
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, kv_cache, metadata)
+            hidden_TD = layer(hidden_TD, kv_cache, context.metadata)
         out_TD: Tensor = self.model.norm(hidden_TD)
         return out_TD

@@ -22,6 +22,7 @@ from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -94,9 +95,7 @@ class GemmaForCausalLM(CausalLM):
         # NOTE: rounded to the model's dtype, as in training: 55.5 and not 55.4256 for 3072 channels in bfloat16.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotation: Rotation = self.rotary(positions_T)
         local_rotation = rotation if self.local_rotary is None else self.local_rotary(positions_T)
@@ -105,5 +104,5 @@ class GemmaForCausalLM(CausalLM):
         normed_TD: Tensor = norms[0](stream_TD)
         for layer, next_norm in zip(self.model.layers, norms[1:], strict=True):
             layer_rotation = local_rotation if layer.slides else rotation
-            normed_TD = layer(normed_TD, stream_TD, layer_rotation, kv_cache, metadata, next_norm=next_norm)
+            normed_TD = layer(normed_TD, stream_TD, layer_rotation, kv_cache, context.metadata, next_norm=next_norm)
         return normed_TD

@@ -27,6 +27,7 @@ from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Linear, Multiply
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 
 _LEAST_SQUARE = 1e-5  # below it a projected stream is not scaled up to the first stream's size
 
@@ -132,8 +133,10 @@ class AltUp(nn.Module):
 
 
 class Gemma3nLayer(LayerWithInput):
-    """Args:
-    before: the attention of the layers before this one.
+    """One layer of Gemma 3n.
+
+    Args:
+        before: the attention of the layers before this one.
     """
 
     def __init__(
@@ -245,9 +248,7 @@ class Gemma3nForCausalLM(CausalLM):
             dtype=dtype,
         )
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotations = {False: self.rotary(positions_T), True: self.local_rotary(positions_T)}
         embedded_TD: Tensor = self.model.embed_tokens(token_ids_T) * self.embedding_scale
@@ -255,6 +256,6 @@ class Gemma3nForCausalLM(CausalLM):
         streams_STD = self.streams(embedded_TD)
         for index, layer in enumerate(self.model.layers):
             rotation = rotations[bool(layer.slides)]
-            streams_STD = layer(streams_STD, inputs_TLP[:, index], rotation, kv_cache, metadata)
+            streams_STD = layer(streams_STD, inputs_TLP[:, index], rotation, kv_cache, context.metadata)
         hidden_TD: Tensor = self.model.norm(self.streams.mean(streams_STD))
         return hidden_TD

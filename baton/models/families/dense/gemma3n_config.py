@@ -15,13 +15,15 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of the first layers, where the file says
 
 @dataclass(frozen=True)
 class Gemma3nSwitches:
-    """Attributes:
-    input_size: channels of each layer's own input.
-    input_vocab_size: rows of the embedding that these come from.
-    streams: how many residual streams there are; `active_stream` is the one that layers compute.
-    scales_output: the corrected active stream is scaled before it meets the layer's input.
-    laurel_rank: of the low-rank residual beside the attention.
-    sparsities: for each layer the share of gates that are cut off; 0: none.
+    """What is special about a Gemma 3n.
+
+    Attributes:
+        input_size: channels of each layer's own input.
+        input_vocab_size: rows of the embedding that these come from.
+        streams: how many residual streams there are; `active_stream` is the one that layers compute.
+        scales_output: the corrected active stream is scaled before it meets the layer's input.
+        laurel_rank: of the low-rank residual beside the attention.
+        sparsities: for each layer the share of gates that are cut off; 0: none.
     """
 
     input_size: int

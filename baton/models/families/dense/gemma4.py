@@ -33,6 +33,7 @@ from baton.models.layers.linear import Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 
 _GELU = GroupedActivation(tanh_gelu=True)
 
@@ -91,8 +92,10 @@ class Gemma4Experts(RoutedExperts):
 
 
 class Gemma4Layer(LayerWithInput):
-    """Args:
-    before: the attention of the layers before this one.
+    """One layer of Gemma 4.
+
+    Args:
+        before: the attention of the layers before this one.
     """
 
     def __init__(
@@ -186,15 +189,13 @@ class Gemma4ForCausalLM(CausalLM):
                 dtype=dtype,
             )
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotations = {False: self.rotary(positions_T), True: self.local_rotary(positions_T)}
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T) * self.embedding_scale
         inputs_TLP = None if self.inputs is None else self.inputs(token_ids_T, stream_TD)
         for index, layer in enumerate(self.model.layers):
             input_TP = None if inputs_TLP is None else inputs_TLP[:, index]
-            layer(stream_TD, input_TP, rotations[bool(layer.slides)], kv_cache, metadata)
+            layer(stream_TD, input_TP, rotations[bool(layer.slides)], kv_cache, context.metadata)
         hidden_TD: Tensor = self.model.norm(stream_TD)
         return hidden_TD

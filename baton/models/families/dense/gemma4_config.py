@@ -22,10 +22,12 @@ _ROPES = {
 
 @dataclass(frozen=True)
 class Gemma4Switches:
-    """Attributes:
-    input_size: channels of each layer's own input; 0: there are none.
-    input_vocab_size: rows of the embedding that these come from.
-    values_are_keys: layers without a window take their values from the projection of their keys.
+    """What is special about a Gemma 4.
+
+    Attributes:
+        input_size: channels of each layer's own input; 0: there are none.
+        input_vocab_size: rows of the embedding that these come from.
+        values_are_keys: layers without a window take their values from the projection of their keys.
     """
 
     input_size: int

@@ -26,6 +26,7 @@ from baton.models.layers.common import Embedding, LayerNorm
 from baton.models.layers.elementwise import gelu, silu
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear, Linear
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -209,9 +210,7 @@ class LayerNormForCausalLM(CausalLM):
         if self.lm_head is not None:
             self.lm_head = Linear(embedding_size, config.vocab_size, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         rotation = None if self.rotary is None else self.rotary(positions_T)
         hidden_TD: Tensor = self.model.embed_tokens(token_ids_T)
         if self.project_in is not None:
@@ -219,7 +218,7 @@ class LayerNormForCausalLM(CausalLM):
         if self.positions is not None:
             hidden_TD = hidden_TD + self.positions(positions_T)
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, rotation, kv_cache, metadata)
+            hidden_TD = layer(hidden_TD, rotation, kv_cache, context.metadata)
         out_TD: Tensor = self.model.norm(hidden_TD)
         return out_TD
 

@@ -29,6 +29,7 @@ from baton.models.layers.moe.ungated_experts import SquaredReluMLP
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 from baton.models.layers.xielu import XieluMLP
 
 
@@ -184,9 +185,7 @@ class LlamaForCausalLM(CausalLM):
             if isinstance(module, FusedLinear) and name in switches.in_one_tensor:
                 module.keep_in_one(name)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         assert isinstance(self.model.norm, RMSNorm | CenteredNorm)
         rotation: Rotation = self.rotary(positions_T)
@@ -198,7 +197,7 @@ class LlamaForCausalLM(CausalLM):
             stream_TD *= self.switches.embedding_multiplier
         update_TD: Tensor | None = None
         for layer, slides in zip(self.model.layers, self.slides, strict=True):
-            update_TD = layer(stream_TD, update_TD, local_rotation if slides else rotation, kv_cache, metadata)
+            update_TD = layer(stream_TD, update_TD, local_rotation if slides else rotation, kv_cache, context.metadata)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:

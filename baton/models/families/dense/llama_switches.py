@@ -24,15 +24,17 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class LlamaSwitches:
-    """Attributes:
-    norms: of each layer. Norms of SHARED are layer norms without bias, and so is the last one of the model.
-    xielu_mlp: MLPs have no gate, and xIELU between their two products.
-    squared_relu_mlp: MLPs have no gate, and the square of a ReLU between their two products.
-    query_growth: None: queries have the same size everywhere.
-    embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
-        layer adds to the residual stream, and of the logits.
-    stacked_experts: checkpoints have all experts of a layer in two tensors, inputs first.
-    in_one_tensor: of "qkv_proj" and "gate_up_proj", those whose parts checkpoints keep in one tensor of that name.
+    """How a model differs from Llama.
+
+    Attributes:
+        norms: of each layer. Norms of SHARED are layer norms without bias, and so is the last one of the model.
+        xielu_mlp: MLPs have no gate, and xIELU between their two products.
+        squared_relu_mlp: MLPs have no gate, and the square of a ReLU between their two products.
+        query_growth: None: queries have the same size everywhere.
+        embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
+            layer adds to the residual stream, and of the logits.
+        stacked_experts: checkpoints have all experts of a layer in two tensors, inputs first.
+        in_one_tensor: of "qkv_proj" and "gate_up_proj", those whose parts checkpoints keep in one tensor of that name.
     """
 
     norms: Norms = Norms.BEFORE

@@ -24,6 +24,7 @@ from baton.models.layers.common import LayerNorm
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Linear
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class Phi3SmallAttention(nn.Module):
@@ -113,14 +114,12 @@ class Phi3SmallForCausalLM(CausalLM):
         self.switches = switches
         self.register_buffer("unused_tokens", torch.tensor(switches.unused_tokens, dtype=torch.int64), persistent=False)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         hidden_TD = self.model.embed_tokens(token_ids_T) * self.switches.embedding_multiplier
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, rotation, kv_cache, metadata)
+            hidden_TD = layer(hidden_TD, rotation, kv_cache, context.metadata)
         out_TD: Tensor = self.model.norm(hidden_TD)
         return out_TD
 

@@ -18,6 +18,7 @@ from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP, LayerNorm, NormOfEachHead
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.layers.parallel import ParallelModule, kv_heads, query_heads
+from baton.models.layers.step_context import StepContext
 
 
 class StableLMAttention(nn.Module):
@@ -89,13 +90,11 @@ class StableLMForCausalLM(CausalLM):
         norm = LayerNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         super().__init__(config, layers, dtype=dtype, norm=norm)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         hidden_TD = self.model.embed_tokens(token_ids_T)
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, rotation, kv_cache, metadata)
+            hidden_TD = layer(hidden_TD, rotation, kv_cache, context.metadata)
         out_TD: Tensor = self.model.norm(hidden_TD)
         return out_TD

@@ -13,9 +13,11 @@ from baton.models.config.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class StableLMSwitches:
-    """Attributes:
-    parallel: attention and MLP read one norm of the residual stream.
-    qk_norm_heads: numbers of query and kv heads of the whole model, each of which has its own norm; None: no norms.
+    """How a StableLM's layers are made.
+
+    Attributes:
+        parallel: attention and MLP read one norm of the residual stream.
+        qk_norm_heads: numbers of query and kv heads of the whole model, each of which has its own norm; None: no norms.
     """
 
     parallel: bool

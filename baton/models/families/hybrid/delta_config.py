@@ -37,7 +37,8 @@ class DeltaSwitches:
         return self.conv_channels * (self.conv_width - 1)
 
     def recurrent(self, layers: tuple[bool, ...], *, num_heads: int) -> RecurrentConfig:
-        """
+        """The states that these layers keep.
+
         Args:
             num_heads: key heads.
         """

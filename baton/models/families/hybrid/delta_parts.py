@@ -77,11 +77,3 @@ def by_head(parts: Sequence[Tensor], *, num_heads: int) -> Tensor:
         parts: [T, H * channels] each.
     """
     return torch.cat([part.unflatten(-1, (num_heads, -1)) for part in parts], dim=-1).flatten(1)
-
-
-class ConvWeights(nn.Module):
-    """Weights of a convolution of each channel by itself, as checkpoints have them."""
-
-    def __init__(self, channels: int, width: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))

@@ -31,8 +31,10 @@ class MultipliedSilu:
 
 
 class FalconH1Layer(ParallelModule):
-    """Args:
-    layer_index: in the model. Every layer has a state and KV.
+    """One layer of Falcon-H1: Mamba-2 and attention side by side, then an MLP.
+
+    Args:
+        layer_index: in the model. Every layer has a state and KV.
     """
 
     def __init__(

@@ -11,10 +11,12 @@ from baton.models.families.hybrid.mamba_config import MambaFields, MambaSwitches
 
 @dataclass(frozen=True)
 class FalconH1Switches(MambaSwitches):
-    """Attributes:
-    mixer_multiplier: of the results of Mamba-2.
-    attention_multipliers: of attention's input and of its result.
-    mlp_multipliers: of gates before their activation, and of the MLP's result.
+    """The multipliers of a Falcon-H1.
+
+    Attributes:
+        mixer_multiplier: of the results of Mamba-2.
+        attention_multipliers: of attention's input and of its result.
+        mlp_multipliers: of gates before their activation, and of the MLP's result.
     """
 
     mixer_multiplier: float = 1.0

@@ -22,6 +22,7 @@ from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class SharedMLP(nn.Module):
@@ -37,8 +38,10 @@ class SharedMLP(nn.Module):
 
 
 class HybridLayer(ParallelModule):
-    """Args:
-    layer_index: in the model.
+    """One layer of a Granite hybrid: Mamba-2 or attention, then an MLP.
+
+    Args:
+        layer_index: in the model.
     """
 
     def __init__(
@@ -123,9 +126,7 @@ class GraniteHybridForCausalLM(CausalLM):
         mlp.shared_experts.gate_up_proj.keep_in_one("gate_up_proj")
         return mlp
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert isinstance(self.model.norm, RMSNorm)
         rotation = None if self.rotary is None else self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
@@ -133,7 +134,7 @@ class GraniteHybridForCausalLM(CausalLM):
             stream_TD *= self.switches.embedding_multiplier
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.families.hybrid.delta_config import DeltaSwitches
-from baton.models.families.hybrid.delta_parts import ConvWeights, DeltaMixer, by_head
+from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.families.latent.deepseek import DeepseekAttention
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
@@ -25,6 +25,8 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights
+from baton.models.layers.step_context import StepContext
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -50,7 +52,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.f_b_proj = Linear(rank, size, dtype=dtype)
         self.g_b_proj = Linear(rank, size, dtype=dtype)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            ConvWeights(size, switches.conv_width, dtype=dtype) for _ in range(3)
+            DepthwiseWeights(size, switches.conv_width, dtype=dtype) for _ in range(3)
         )
         self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(size, dtype=torch.float32))
@@ -135,11 +137,9 @@ class KimiLinearForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
         self.rotary_pairs = mla.qk_rope_head_dim // 2
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         del positions_T
-        assert self.state_rows is not None
+        assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         # Latent attention turns by no angle: positions come from the layers with states.
@@ -147,5 +147,5 @@ class KimiLinearForCausalLM(CausalLM):
         rotation = Rotation(cos_TP, torch.zeros_like(cos_TP), interleaved=False)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

@@ -21,16 +21,8 @@ from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
-from baton.models.layers.recurrent.short_conv import short_conv
-
-
-class Filter(nn.Module):
-    """The weights of a depthwise convolution."""
-
-    def __init__(self, num_channels: int, width: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, width, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_channels, dtype=dtype)) if bias else None
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_conv
+from baton.models.layers.step_context import StepContext
 
 
 class GatedShortConv(nn.Module):
@@ -49,7 +41,7 @@ class GatedShortConv(nn.Module):
         self.past = switches.conv_width - 1
         num_channels = recurrent.num_heads * (recurrent.head_channels // self.past)
         self.in_proj = Linear(config.hidden_size, 3 * num_channels, dtype=dtype, bias=switches.conv_bias)
-        self.conv = Filter(num_channels, switches.conv_width, bias=switches.conv_bias, dtype=dtype)
+        self.conv = DepthwiseWeights(num_channels, switches.conv_width, dtype=dtype, bias=switches.conv_bias)
         self.out_proj = Linear(num_channels, config.hidden_size, dtype=dtype, bias=switches.conv_bias)
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, rows: StateRows) -> Tensor:
@@ -62,8 +54,10 @@ class GatedShortConv(nn.Module):
 
 
 class Lfm2Layer(DecoderLayer):
-    """Attributes:
-    conv: None: the layer attends.
+    """One layer of LFM2: a gated convolution or attention, then an MLP.
+
+    Attributes:
+        conv: None: the layer attends.
     """
 
     def __init__(
@@ -130,14 +124,12 @@ class Lfm2ForCausalLM(CausalLM):
         ]
         super().__init__(config, layers, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         assert isinstance(self.model.norm, RMSNorm)
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

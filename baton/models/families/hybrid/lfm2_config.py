@@ -14,9 +14,11 @@ _MOST_TIMES = 1024  # wider than the model
 
 @dataclass(frozen=True)
 class Lfm2Switches:
-    """Attributes:
-    conv_width: tokens that a convolution sees, this one included.
-    conv_bias: the convolutions and the products around them have biases.
+    """What is special about an LFM2.
+
+    Attributes:
+        conv_width: tokens that a convolution sees, this one included.
+        conv_bias: the convolutions and the products around them have biases.
     """
 
     conv_width: int

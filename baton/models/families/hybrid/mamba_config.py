@@ -123,7 +123,8 @@ class MambaFields(LlamaLikeFields):
     def with_states(
         self, model: ModelConfig, switches: MambaSwitches, layers: tuple[bool, ...], *, name: str
     ) -> ModelConfig:
-        """
+        """The model with the states of its Mamba-2 layers.
+
         Args:
             layers: those of Mamba-2.
             name: of the field that names them.

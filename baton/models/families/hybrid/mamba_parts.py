@@ -18,16 +18,7 @@ from baton.models.layers.elementwise import silu
 from baton.models.layers.linear import Linear
 from baton.models.layers.recurrent.gated_group_norm import GatedGroupNorm
 from baton.models.layers.recurrent.selective_scan import ScanWeights, selective_scan, share_inputs
-from baton.models.layers.recurrent.short_conv import short_conv
-
-
-class DepthwiseWeights(nn.Module):
-    """Weights of a convolution of each channel by itself, as checkpoints have them."""
-
-    def __init__(self, channels: int, width: int, *, dtype: torch.dtype, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(channels, dtype=dtype)) if bias else None
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_conv
 
 
 class Mamba2Mixer(nn.Module):

@@ -24,6 +24,7 @@ from baton.models.layers.linear import Linear
 from baton.models.layers.moe.router import Router
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts, SquaredReluMLP
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class LatentMoE(nn.Module):
@@ -103,14 +104,12 @@ class NemotronHForCausalLM(CausalLM):
         ]
         super().__init__(config, layers, dtype=dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         del positions_T  # no layer knows them
-        assert self.state_rows is not None
+        assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

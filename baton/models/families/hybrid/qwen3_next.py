@@ -16,7 +16,7 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.families.hybrid.delta_config import DeltaSwitches
-from baton.models.families.hybrid.delta_parts import ConvWeights, DeltaMixer, by_head
+from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import GatedMLP
@@ -25,6 +25,8 @@ from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
+from baton.models.layers.recurrent.short_conv import DepthwiseWeights
+from baton.models.layers.step_context import StepContext
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -50,7 +52,7 @@ class GatedDeltaNet(DeltaMixer):
         if switches.by_key_head:
             self.qkvz_proj.keep_in_one("in_proj_qkvz")
             self.ba_proj.keep_in_one("in_proj_ba")
-        self.conv1d = ConvWeights(qkv_size, switches.conv_width, dtype=dtype)
+        self.conv1d = DepthwiseWeights(qkv_size, switches.conv_width, dtype=dtype)
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.norm = GatedRMSNorm(switches.value_dim, eps=norm_eps, dtype=dtype)
@@ -141,15 +143,13 @@ class Qwen3NextForCausalLM(CausalLM):
         norm = GemmaRMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         super().__init__(config, layers, dtype=dtype, norm=norm)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
-        assert self.state_rows is not None
+        assert context.states is not None
         assert isinstance(self.model.norm, GemmaRMSNorm)
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata, self.state_rows)
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, context.metadata, context.states)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

@@ -30,9 +30,11 @@ class _SparseFields(DeepseekV3Fields):
     index_n_heads: Heads = 64
 
     def sparse_model(self, *, interleaved: bool, layers: tuple[bool, ...]) -> ModelConfig:
-        """Args:
-        interleaved: how the indexer's queries and keys turn.
-        layers: whether each layer has an indexer.
+        """The model with its indexers.
+
+        Args:
+            interleaved: how the indexer's queries and keys turn.
+            layers: whether each layer has an indexer.
         """
         self.types_of_layers("indexed_attention", "deepseek_sparse_attention")  # one thing, by its new and old name
         if self.index_head_dim < self.qk_rope_head_dim or self.index_head_dim % 2:

@@ -23,6 +23,7 @@ from baton.models.layers.linear import FusedLinear, Linear, Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts
 from baton.models.layers.moe.router import Router
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class Llama4Attention(nn.Module):
@@ -192,16 +193,14 @@ class Llama4ForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
         self.temperature = switches.temperature
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         temperature_T11 = None if self.temperature is None else _temperature(positions_T, self.temperature)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotation, temperature_T11, kv_cache, metadata)
+            update_TD = layer(stream_TD, update_TD, rotation, temperature_T11, kv_cache, context.metadata)
         assert isinstance(self.model.norm, RMSNorm)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 

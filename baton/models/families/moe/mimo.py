@@ -19,6 +19,7 @@ from baton.models.layers.causal_lm import CausalLM, DecoderLayer
 from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import FusedLinear, Linear
 from baton.models.layers.rotary import Rotary
+from baton.models.layers.step_context import StepContext
 
 
 class NarrowValueAttention(nn.Module):
@@ -98,14 +99,12 @@ class MiMoV2FlashForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
         self.local_rotary = Rotary(config.local_rope)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         assert isinstance(self.model.norm, RMSNorm)
         rotations = {False: self.rotary(positions_T), True: self.local_rotary(positions_T)}
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         update_TD: Tensor | None = None
         for layer in self.model.layers:
-            update_TD = layer(stream_TD, update_TD, rotations[bool(layer.slides)], kv_cache, metadata)
+            update_TD = layer(stream_TD, update_TD, rotations[bool(layer.slides)], kv_cache, context.metadata)
         return self.model.norm.add_and_norm(stream_TD, update_TD)

@@ -21,8 +21,10 @@ _TURNING = 0.334  # the part of a head, unless a table of rope_parameters has on
 
 @dataclass(frozen=True)
 class MiMoSwitches:
-    """Attributes:
-    value_scale: factor of values.
+    """What is special about a MiMo.
+
+    Attributes:
+        value_scale: factor of values.
     """
 
     value_scale: float

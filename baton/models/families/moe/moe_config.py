@@ -11,8 +11,10 @@ from baton.models.families.dense.llama_switches import LlamaSwitches
 
 
 class RoutedFields(LlamaLikeFields):
-    """Attributes:
-    per_token_field: what the family calls the number of experts that a token has.
+    """The fields of a config with routed experts.
+
+    Attributes:
+        per_token_field: what the family calls the number of experts that a token has.
     """
 
     per_token_field: ClassVar[str] = "num_experts_per_tok"

@@ -17,6 +17,7 @@ from baton.models.layers.causal_lm import CausalLM
 from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.parallel import ParallelModule
+from baton.models.layers.step_context import StepContext
 
 
 class PhimoeLayer(ParallelModule):
@@ -53,13 +54,11 @@ class PhimoeForCausalLM(CausalLM):
         if self.lm_head is not None and switches.head_bias:
             self.lm_head = Linear(size, config.vocab_size, dtype=dtype, bias=True)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
         for layer in self.model.layers:
-            stream_TD = layer(stream_TD, rotation, kv_cache, metadata)
+            stream_TD = layer(stream_TD, rotation, kv_cache, context.metadata)
         normed_TD: Tensor = self.model.norm(stream_TD)
         return normed_TD

@@ -136,7 +136,8 @@ class Experts(RoutedExperts):
             yield f"{expert}.down_proj.weight", down
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None) -> Tensor:
-        """
+        """The weighted sum of each token's experts.
+
         Args:
             plus_TD: added to the sum of a token's experts.
         """

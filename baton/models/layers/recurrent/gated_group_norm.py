@@ -26,7 +26,8 @@ class GatedGroupNorm(ParallelModule):
         self.num_groups, self.ranks_per_group, self.eps = num_groups, ranks_per_group, eps
 
     def forward(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
-        """
+        """The gated and normed channels of each token.
+
         Args:
             x_TX, gate_TX: any stride over tokens, channels side by side.
         """

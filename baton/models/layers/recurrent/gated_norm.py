@@ -20,7 +20,8 @@ class GatedRMSNorm(nn.Module):
         self.eps, self.sigmoid = eps, sigmoid
 
     def forward(self, x_XV: Tensor, gate_XV: Tensor) -> Tensor:
-        """
+        """The normed and gated channels of each head.
+
         Args:
             x_XV: contiguous; the gate has one stride over tokens, and its heads and channels side by side.
         """

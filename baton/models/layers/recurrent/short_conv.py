@@ -9,13 +9,22 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.kernels.recurrent.short_conv import short_conv as short_conv_on_gpu
 from baton.models.layers.elementwise import silu
 
 Activation: TypeAlias = Literal["silu"] | None
+
+
+class DepthwiseWeights(nn.Module):
+    """Weights of a convolution of each channel by itself, as checkpoints have them."""
+
+    def __init__(self, channels: int, width: int, *, dtype: torch.dtype, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, dtype=dtype)) if bias else None
 
 
 def short_conv(

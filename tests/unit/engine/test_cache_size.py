@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.engine.context_room import cpu_cache_bytes, shortage
+from baton.engine.cache_size import cpu_cache_bytes, shortage
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
 

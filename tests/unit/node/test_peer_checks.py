@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import PeerRefused
-from baton.node.hello import check_accepted, check_addresses, check_info, check_measure
+from baton.node.peer_checks import check_accepted, check_addresses, check_info, check_measure
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from kvtransfer.records import LinkMeasure

@@ -1,6 +1,7 @@
 """Nodes that do not exist, for `bench.connects`: each opens a pair with a real node and does not finish it.
 
-`PrefillStrangers` call a decode node; `DecodeStrangers` answer a prefill node that was asked to connect to them.
+`UnauthenticatedPrefillPeers` call a decode node. `UnauthenticatedDecodePeers` answer a prefill node that was asked to
+connect to them.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ def made_up(address: bytes, chosen: random.Random) -> bytes:
     return wrap(bytes(worker), on_gpu=False)
 
 
-class PrefillStrangers:
+class UnauthenticatedPrefillPeers:
     """Handshakes with a decode node, each from an address of its own.
 
     Attributes:
@@ -172,12 +173,12 @@ class PrefillStrangers:
         self._made += 1
         info = common_pb2.NodeInfo()
         info.CopyFrom(self._decode)
-        info.role, info.name = common_pb2.ROLE_PREFILL, f"stranger-{self._made}"
+        info.role, info.name = common_pb2.ROLE_PREFILL, f"unauthenticated-{self._made}"
         info.address, info.incarnation = f"10.0.0.1:{self._made}", self._made
         return info
 
 
-class DecodeStrangers(decode_pb2_grpc.DecodeServicer):
+class UnauthenticatedDecodePeers(decode_pb2_grpc.DecodeServicer):
     """Decode nodes on many loopback addresses that answer a prefill node's hello in any way; an async context manager.
 
     Attributes:
@@ -196,7 +197,7 @@ class DecodeStrangers(decode_pb2_grpc.DecodeServicer):
         self._stub: Any = None
         self._kinds = ("refuses", "ends", "fails", "nonsense address", "made up address", "dead address", "ends late")
 
-    async def __aenter__(self) -> "DecodeStrangers":
+    async def __aenter__(self) -> "UnauthenticatedDecodePeers":
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port("0.0.0.0:0")
         await self._server.start()
@@ -261,7 +262,7 @@ class DecodeStrangers(decode_pb2_grpc.DecodeServicer):
     def _info(self) -> common_pb2.NodeInfo:
         info = common_pb2.NodeInfo()
         info.CopyFrom(self._decode)
-        info.incarnation, info.name = self._made + 1, f"stranger-{self._made}"
+        info.incarnation, info.name = self._made + 1, f"unauthenticated-{self._made}"
         return info
 
 

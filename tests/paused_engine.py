@@ -16,15 +16,15 @@ from baton.engine.engine import Engine
 from tests.warm import launch_warm
 
 
-class HeldSteps:
-    """The engine steps of one node."""
+class PausedSteps:
+    """Allows the engine steps of one node."""
 
     def __init__(self) -> None:
         self._node_end, self._test_end = multiprocessing.Pipe(duplex=False)
 
     def launch(self, program: str, arguments: Sequence[str], *, prepare: Callable[[], None] | None = None) -> Running:
         """Starts the node, after `prepare` in its process; no step is allowed yet."""
-        process = launch_warm(program, arguments, prepare=partial(_hold_engine, self._node_end, prepare))
+        process = launch_warm(program, arguments, prepare=partial(_pause_engine, self._node_end, prepare))
         self._node_end.close()
         return process
 
@@ -37,7 +37,7 @@ class HeldSteps:
         self.allow(math.inf)
 
 
-def _hold_engine(allowances: Connection, prepare: Callable[[], None] | None) -> None:
+def _pause_engine(allowances: Connection, prepare: Callable[[], None] | None) -> None:
     """Makes the engine of this process start only steps that are allowed."""
     if prepare is not None:
         prepare()

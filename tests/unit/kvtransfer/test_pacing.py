@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.rate_limit import RateLimit
+from kvtransfer.pacing import RateLimit
 
 RATE = 1e6
 

@@ -1,9 +1,12 @@
-"""Gives each prefill node the sender numbers of its ranks. Pure."""
+"""Draws the numbers in the tags of KV messages, of senders and of leases. Pure, but for the source of randomness."""
 
+import secrets
+from collections.abc import Callable, Iterator
 from itertools import chain
 
-from baton.core.errors import Overloaded
-from kvtransfer.segments import SENDER_BITS
+from baton.core.errors import InternalError, Overloaded
+from kvtransfer.leases import UsedNumbers
+from kvtransfer.segments import LEASE_NUMBER_BITS, SENDER_BITS
 
 _END = 1 << SENDER_BITS
 
@@ -36,3 +39,16 @@ class SenderNumbers:
     def give_back(self, first: int) -> None:
         """Frees the numbers of the peer that drew `first`."""
         del self._drawn[first]
+
+
+def lease_numbers(random_bits: Callable[[int], int] = secrets.randbits) -> Iterator[int]:
+    """Random numbers, which nobody guesses: a prefill node knows those of its own tickets only. What tags carry of a
+    number is never what they carry of one that was drawn a short time ago."""
+    used = UsedNumbers()
+    while True:
+        number = random_bits(LEASE_NUMBER_BITS)
+        try:
+            used.add(number)
+        except InternalError:
+            continue
+        yield number

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
-from decode_node.sender_numbers import SenderNumbers
+from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.segments import SENDER_BITS, Tag
 
 LAST = (1 << SENDER_BITS) - 1

@@ -3,7 +3,7 @@
 A prompt may have very many chunks, so that neighbours are joined beyond a fixed number.
 """
 
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 
 _CHUNKS_MAX = 64
 

@@ -13,7 +13,7 @@ from baton.core.pools import blocks_for
 from baton.engine.events import PromptScored, StepEvents
 from baton.engine.request import PATIENCE_S, EngineRequest
 from baton.node.prompt_logprobs import add_prompt_logprobs
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue

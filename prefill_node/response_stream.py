@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.core.errors import BatonError
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
 
 Write = Callable[[pb.PrefillEvent], Awaitable[None]]
 

@@ -33,14 +33,14 @@ class LocalPolicy(StrEnum):
 
 
 class GrammarKind(StrEnum):
-    """Languages in which a constraint on the output can be written; `GrammarKind` on the wire describes each."""
+    """Languages in which a constraint on the output can be written; `Grammar` on the wire describes each."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "lark"
-    EBNF = "ebnf"
+    GBNF = "gbnf"
     STRUCTURAL_TAG = "structural_tag"
 
 

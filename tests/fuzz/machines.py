@@ -13,8 +13,8 @@ from baton.core.errors import DataLoss, Overloaded
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
 from baton.engine.request import Reservation
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import Abort, Admit, CloseLease, Command, ExtendReserved, OpenLease, PrefillHere, Reserve
 from decode_node.events import (
     Aborted,

@@ -13,7 +13,7 @@ from baton.cli.status import to_json
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
 from baton.node import assembly
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import revision_of
 from kvtransfer.plan import WIRE_NEWEST
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments, machines, nothing_held, status, until_status
@@ -124,7 +124,7 @@ async def test_versions_without_a_common_wire_are_refused_with_the_reason(mixed:
     (later,) = mixed.start.nodes(("decode", NODE), prepare=become_a_later_version)
     gateway = mixed.start.gateway([mixed.old.prefill], [later], model=LLAMA, local_policy="prefer")
     (peer,) = [peer for peer in (await status(mixed.old.prefill)).peers if peer.address == later.address]
-    assert peer.phase == common_pb2.PEER_PHASE_REFUSED
+    assert peer.phase == node_status_pb2.PEER_PHASE_REFUSED
     (mismatch,) = peer.mismatches
     assert (mismatch.field, mismatch.ours, mismatch.cure) == (
         "wire", f"{WIRE} to {WIRE}", f"upgrade this node from package version {VERSION}",

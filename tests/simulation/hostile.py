@@ -6,8 +6,8 @@ from random import Random
 
 from baton.core.errors import NoNode
 from baton.core.types import SamplingParams
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.error_detail import to_detail
 from tests.simulation.decode import DecodeProcess

@@ -10,7 +10,7 @@ from enum import StrEnum
 from baton.gateway.core import events as e
 from baton.gateway.observe.tracing.prefill_spans import merged
 from baton.gateway.request.journal import CallMade, Journal, LocalPrefillOrdered, Submitted
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 
 _FAILURES_MAX = 8
 

@@ -38,7 +38,7 @@ from baton.gateway.request.output import Ended, NoMeter, TokenMeter
 from baton.gateway.request.receipt import Retry
 from baton.gateway.request.state import GatewayRequestState
 from baton.gateway.text.reply import Detokenizing
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from baton.rpc.convert import adapter_to_proto, sampling_to_proto
 
 _POLICIES = {
@@ -79,7 +79,7 @@ class NodeMessages:
         )
 
     def prefill(
-        self, output: Sequence[int], ticket: common_pb2.Ticket, *, due: Due, refuse_late: bool
+        self, output: Sequence[int], ticket: lease_pb2.Ticket, *, due: Due, refuse_late: bool
     ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,

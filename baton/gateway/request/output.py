@@ -10,7 +10,7 @@ from baton.gateway.request.commands import Respond
 from baton.gateway.request.receipt import ReceiptDraft
 from baton.gateway.request.token_order import TokenOrder
 from baton.gateway.text.reply import Detokenizing, Reply
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from baton.rpc.convert import finish_reason_from_proto
 from baton.rpc.revisions import answer_revision
 

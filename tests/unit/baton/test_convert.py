@@ -11,6 +11,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
 from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc import convert
 
 numbers = st.integers(0, 2**32 - 1)
@@ -115,7 +116,9 @@ def test_receipt(receipt: Receipt) -> None:
     "points", [[(0, 1.0)], [(1, 0.0)], [(1, math.nan)], [(1, 1.0), (1, 2.0)], [(1, 2.0), (2, 1.0)], [(1, math.inf)], []]
 )
 def test_impossible_step_costs_count_as_unknown(points: list[tuple[int, float]]) -> None:
-    message = pb.StepCosts(points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points])
+    message = node_status_pb2.StepCosts(
+        points=[node_status_pb2.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points]
+    )
     assert convert.costs_from_proto(message) is None
 
 
@@ -128,20 +131,29 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (pb.CacheSpec(kind=pb.KV_KIND_GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16"), (256, 0)),
         (
-            pb.CacheSpec(
-                kind=pb.KV_KIND_MLA,
+            node_status_pb2.CacheSpec(
+                kind=node_status_pb2.KV_KIND_GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16"
+            ),
+            (256, 0),
+        ),
+        (
+            node_status_pb2.CacheSpec(
+                kind=node_status_pb2.KV_KIND_MLA,
                 num_layers=4,
                 num_kv_heads=1,
                 head_dim=8,
                 dtype="float8_e4m3fn",
-                index=pb.CacheSpec(kind=pb.KV_KIND_MLA, num_layers=4, num_kv_heads=1, head_dim=3, dtype="bfloat16"),
-                state=pb.CacheSpec(kind=pb.KV_KIND_STATE, num_layers=2, num_kv_heads=5, head_dim=7, dtype="float32"),
+                index=node_status_pb2.CacheSpec(
+                    kind=node_status_pb2.KV_KIND_MLA, num_layers=4, num_kv_heads=1, head_dim=3, dtype="bfloat16"
+                ),
+                state=node_status_pb2.CacheSpec(
+                    kind=node_status_pb2.KV_KIND_STATE, num_layers=2, num_kv_heads=5, head_dim=7, dtype="float32"
+                ),
             ),
             (32 + 24, 280),
         ),
     ],
 )
-def test_what_a_node_keeps_counts_every_part(spec: pb.CacheSpec, expected: tuple[int, int]) -> None:
+def test_what_a_node_keeps_counts_every_part(spec: node_status_pb2.CacheSpec, expected: tuple[int, int]) -> None:
     assert convert.kept_bytes(spec) == expected

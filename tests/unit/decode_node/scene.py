@@ -9,8 +9,8 @@ from baton.core.errors import BatonError, DataLoss
 from baton.core.types import TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
 from baton.engine.request import Reservation
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import CloseLease, Command, OpenLease, Send
 from decode_node.events import (
     Aborted,

@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.types import SamplingParams
 from baton.engine.request import PATIENCE_S, EngineRequest
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.core.errors import DataLoss
 from baton.engine.request import Reservation
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import to_detail
 from decode_node import commands as c
 from decode_node import events as e

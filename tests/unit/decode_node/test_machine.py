@@ -8,8 +8,8 @@ import pytest
 from baton.core.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, PromptLogprob, TokenOutput
 from baton.engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import prompt_logprobs_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.chunk_times import ChunkTimes

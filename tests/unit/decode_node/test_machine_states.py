@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.core.errors import BatonError, DataLoss, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import RequestFailed, StepEvents, TokenSampled
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import (
     Closing,
     Draining,

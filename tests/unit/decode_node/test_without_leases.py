@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from baton.core.errors import InvalidRequest, Overloaded
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.commands import Reserve
 from decode_node.events import EngineRefused, RoomFreed, SessionClosed

@@ -5,7 +5,7 @@ from dataclasses import replace
 from baton.core.types import LocalPolicy, SamplingParams
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.node_messages import Due, NodeMessages
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from tests.unit.gateway.fleets import SmallFleet, request
 
 REQUEST = replace(
@@ -32,7 +32,7 @@ def test_a_submission_has_the_prompt_and_the_output_so_far() -> None:
 
 
 def test_a_prefill_has_the_ticket() -> None:
-    ticket = common_pb2.Ticket(lease=common_pb2.Lease(number=3))
+    ticket = lease_pb2.Ticket(lease=lease_pb2.Lease(number=3))
     prefill = NodeMessages(REQUEST, LocalPolicy.PREFER).prefill([5], ticket, due=DUE, refuse_late=True)
     assert prefill.ticket == ticket
     assert (list(prefill.output_token_ids), prefill.priority) == ([5], -2)
@@ -53,4 +53,4 @@ def test_nodes_get_no_stop_strings() -> None:
     messages = NodeMessages(REQUEST, LocalPolicy.PREFER)
     submission = messages.submit([], placed(Route.LOCAL), due=DUE, budget_s=1.0, queue_s=1.0)
     assert not submission.sampling.stop
-    assert not messages.prefill([], common_pb2.Ticket(), due=DUE, refuse_late=False).sampling.stop
+    assert not messages.prefill([], lease_pb2.Ticket(), due=DUE, refuse_late=False).sampling.stop

@@ -2,11 +2,11 @@
 
 from baton.core.types import Path
 from baton.gateway.request.receipt import ReceiptDraft
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 
 
 def reserved() -> decode_pb2.Reserved:
-    return decode_pb2.Reserved(ticket=common_pb2.Ticket(token_start=16, token_stop=100), cached_tokens=16, queue_s=0.5)
+    return decode_pb2.Reserved(ticket=lease_pb2.Ticket(token_start=16, token_stop=100), cached_tokens=16, queue_s=0.5)
 
 
 def remote() -> ReceiptDraft:

@@ -3,7 +3,7 @@
 from baton.core.errors import InvalidRequest, NoNode
 from baton.gateway.observe.timeline import Moment, Phase, Timeline, phases, read
 from baton.gateway.request.journal import FirstToken
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, failed, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
 
 PROMPT = list(range(1, 65))

@@ -132,7 +132,7 @@ def _serve(fleet: Fleet, events: list[Event]) -> tuple[RequestMachine, list[Step
 _RULES = Rules(
     LocalPolicy.STRICT,
     max_attempts=3,
-    queue_s=10.0,
+    max_queue_s=10.0,
     prefill_stall_s=10.0,
     decode_stall_s=30.0,
     failover_wait_s=20.0,

@@ -95,7 +95,7 @@ class DecodeTask:
         self._filled_s = now_s
         self._budget_s = submit.budget_s if submit.HasField("budget_s") else None
         self._budget_deadline_s = None if self._budget_s is None else now_s + self._budget_s
-        self._max_queue_s = submit.queue_s if submit.HasField("queue_s") else 0.0
+        self._max_queue_s = submit.max_queue_s if submit.HasField("max_queue_s") else 0.0
         self._queued_s = 0.0
         self._phase_deadline_s = now_s + self._max_queue_s if self._max_queue_s > 0 else None
         self._reserving = False  # an answer of the engine is outstanding

@@ -177,7 +177,7 @@ class DecodeMachine:
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
             request = self._new_request(session, submit, now_s)
-            self._queue.enter(request, queue_s=submit.queue_s, now_s=now_s)
+            self._queue.enter(request, max_queue_s=submit.max_queue_s, now_s=now_s)
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
@@ -216,8 +216,8 @@ class DecodeMachine:
             cache_salt=submit.cache_salt,
             adapter=adapter_from_proto(submit.adapter),
             priority=submit.priority,
-            due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else gives_up_s,
-            refuse_late=gives_up_s is not None and not submit.HasField("first_token_s"),
+            due_s=now_s + submit.ttft_budget_s if submit.HasField("ttft_budget_s") else gives_up_s,
+            refuse_late=gives_up_s is not None and not submit.HasField("ttft_budget_s"),
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
             since_s=now_s,
         )

@@ -60,7 +60,7 @@ class PrefillTask:
             adapter=adapter_from_proto(request.adapter),
             prefill_only=True,
             stop_tokens=self.ticket.token_stop if self._split else None,
-            due_s=now_s + request.first_token_s if request.HasField("first_token_s") else None,
+            due_s=now_s + request.ttft_budget_s if request.HasField("ttft_budget_s") else None,
             refuse_late=request.refuse_late,
             layers_per_group=called.layers_per_group if called.layers_per_group < spec.num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.

@@ -67,7 +67,7 @@ class ShownRequest(_Shown):
     client: Name = ""
     outcome: Name = ""
     ended_at_s: float = 0.0
-    first_token_s: float | None = None
+    ttft_s: float | None = None
     total_s: float = 0.0
     prompt_tokens: int | None = None
     completion_tokens: int = 0

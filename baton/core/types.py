@@ -204,7 +204,7 @@ class Receipt:
     queue_s: float
     prefill_s: float
     transfer_s: float
-    first_token_s: float
+    ttft_s: float
     total_s: float
     attempts: int
     prefill_cached_tokens: int

@@ -69,7 +69,7 @@ class Session:
         *,
         placement: pb.Placement.ValueType = pb.PLACEMENT_LOCAL,
         policy: pb.LocalPolicy.ValueType = pb.LOCAL_POLICY_PREFER,
-        queue_s: float = DEADLINE_S,
+        max_queue_s: float = DEADLINE_S,
         output: Sequence[int] = (),
     ) -> Submitted:
         key = next(self._keys)
@@ -82,7 +82,7 @@ class Session:
             policy=policy,
             placement=placement,
             prefill_available=True,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
         )
         self.send(pb.SessionRequest(submit=submit))
         return request

@@ -37,7 +37,7 @@ PROMPT = (
 READY = node_status_pb2.PEER_PHASE_READY
 RECEIPT = {
     "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
-    "queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s",
+    "queue_s", "prefill_s", "transfer_s", "ttft_s", "total_s",
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class GatewayProcess:
         self._rules = Rules(
             world.scenario.policy,
             MAX_ATTEMPTS,
-            world.scenario.queue_s,
+            world.scenario.max_queue_s,
             STALL_S,
             STALL_S,
             world.scenario.failover_wait_s,

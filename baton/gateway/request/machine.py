@@ -318,7 +318,7 @@ class RequestMachine:
             return self._receipt_waits_until_s
         rules = self._state.rules
         return attempt.stalls_at_s(
-            prefill_stall_s=rules.prefill_stall_s, decode_stall_s=rules.decode_stall_s, queue_s=rules.queue_s
+            prefill_stall_s=rules.prefill_stall_s, decode_stall_s=rules.decode_stall_s, max_queue_s=rules.max_queue_s
         )
 
     def _stalled(self, attempt: Attempt) -> None:

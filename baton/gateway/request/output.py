@@ -129,6 +129,6 @@ class RequestOutput:
             completion_tokens=self.completion_tokens,
             cached_tokens=min(draft.cached_tokens, prompt_tokens),
         )
-        receipt = draft.finish(first_token_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        receipt = draft.finish(ttft_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
         self.ended = Ended(finish_reason_from_proto(self.end.reason), usage, receipt)
         return Respond(self._reply.last(self.end, usage, receipt))

@@ -125,7 +125,7 @@ class ReceiptDraft:
     def path(self) -> Path:
         return self._path
 
-    def finish(self, *, first_token_s: float, total_s: float) -> Receipt:
+    def finish(self, *, ttft_s: float, total_s: float) -> Receipt:
         """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
         sent, admitted = self._sent, self._admitted
         return Receipt(
@@ -140,7 +140,7 @@ class ReceiptDraft:
             queue_s=self._decode_queue_s + self._scheduled.queue_s + self._engine_queue_s,
             prefill_s=sent.prefill_s + self._prefill_s,
             transfer_s=admitted.transfer_s,
-            first_token_s=first_token_s,
+            ttft_s=ttft_s,
             total_s=total_s,
             attempts=self.attempts,
             prefill_cached_tokens=self._scheduled.cached_tokens,

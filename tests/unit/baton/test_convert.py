@@ -100,7 +100,7 @@ def test_usage(usage: Usage) -> None:
         queue_s=seconds,
         prefill_s=seconds,
         transfer_s=seconds,
-        first_token_s=seconds,
+        ttft_s=seconds,
         total_s=seconds,
         attempts=numbers,
         prefill_cached_tokens=numbers,

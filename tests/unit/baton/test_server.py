@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode
+from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode, PeerRefused
 from baton.node import waiting
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
@@ -344,7 +344,7 @@ class Failing(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
 
 async def read_all(channel: Any, method: str) -> None:
     """Sends one empty message, and reads until the call ends."""
-    path = f"/baton.v1.{method}"
+    path = f"/baton.internal.v1.{method}"
     if method == "Prefill/Connect":
         await channel.unary_unary(path)(b"")
     elif method == "Prefill/Prefill":
@@ -432,3 +432,24 @@ def test_a_port_that_is_no_number_up_to_65535_is_no_address(port: str) -> None:
 def test_addresses_of_every_kind_are_taken(text: str) -> None:
     where = ListenAddress.parse(text, field="listen")
     assert f"{where.host}:{where.port}" == text
+
+
+@pytest.mark.parametrize(
+    ("method", "now"),
+    [
+        ("baton.v1.Node/Watch", "baton.internal.v1.Node/Watch"),
+        ("baton.v1.Decode/Pair", "baton.internal.v1.Decode/Pair"),
+        ("baton.v1.Prefill/Connect", "baton.internal.v1.Prefill/Connect"),
+        ("baton.v1.Generation/ClusterStatus", "baton.v1.Operations/ClusterStatus"),
+    ],
+)
+async def test_a_process_of_an_older_release_is_told_what_to_do(method: str, now: str) -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+        await server.start([])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/{method}")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    typed = from_rpc_error(caught.value)
+    assert isinstance(typed, PeerRefused)
+    assert now in typed.message
+    assert "docs/upgrades.md" in typed.cure

@@ -77,7 +77,8 @@ def _skipped(message: descriptor_pb2.DescriptorProto) -> set[int]:
 def test_every_file_names_its_package_for_go_java_and_c_sharp() -> None:
     for file in files():
         options = file.options
-        assert options.go_package and options.java_package == file.package and options.java_multiple_files, file.name
+        assert options.go_package, file.name
+        assert (options.java_package, options.java_multiple_files) == (file.package, True)
         assert options.csharp_namespace.lower() == file.package, file.name
 
 

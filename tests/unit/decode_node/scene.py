@@ -72,7 +72,7 @@ class Scene:
         prefill_available: bool = True,
         placement: pb.Placement.ValueType = pb.PLACEMENT_UNSPECIFIED,
         budget_s: float | None = None,
-        queue_s: float | None = None,
+        max_queue_s: float | None = None,
         temperature: float = 0.0,
         priority: int = 0,
         prompt_logprobs: int | None = None,
@@ -88,7 +88,7 @@ class Scene:
             prefill_available=prefill_available,
             placement=placement,
             budget_s=budget_s,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
             priority=priority,
             traceparent=traceparent,
         )

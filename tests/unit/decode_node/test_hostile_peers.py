@@ -245,7 +245,7 @@ def submission(key: int, prefill_incarnation: int) -> pb.SessionRequest:
         sampling=common_pb2.SamplingParams(max_tokens=50),
         policy=pb.LOCAL_POLICY_STRICT,
         prefill_available=True,
-        queue_s=1.0,
+        max_queue_s=1.0,
         prefill_incarnation=prefill_incarnation,
     )
     return pb.SessionRequest(submit=submit)

@@ -82,7 +82,7 @@ class DecodeNode(RuleBasedStateMachine):
         num_tokens=st.sampled_from([30, 60, 100, 1, 200]),
         policy=POLICIES,
         budget_s=BUDGETS_S,
-        queue_s=QUEUE_S,
+        max_queue_s=QUEUE_S,
         temperature=st.sampled_from([0.0] * 7 + [-1.0]),
         priority=st.integers(-1, 1),
         prompt_logprobs=st.none() | st.just(0),
@@ -93,7 +93,7 @@ class DecodeNode(RuleBasedStateMachine):
         num_tokens: int,
         policy: pb.LocalPolicy.ValueType,
         budget_s: float | None,
-        queue_s: float | None,
+        max_queue_s: float | None,
         temperature: float,
         priority: int,
         prompt_logprobs: int | None,
@@ -109,7 +109,7 @@ class DecodeNode(RuleBasedStateMachine):
             policy=policy,
             prefill_available=True,
             budget_s=budget_s,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
             priority=priority,
         )
         self.env.on(SessionMessage(session, pb.SessionRequest(submit=submit)))

@@ -50,7 +50,12 @@ async def served(built: Built) -> "AsyncIterator[tuple[DecodeDriver, DecodeServi
 def submission(key: int, policy: pb.LocalPolicy.ValueType) -> pb.SessionRequest:
     sampling = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     submit = pb.SubmitRequest(
-        key=key, prompt_token_ids=range(3, 90), sampling=sampling, policy=policy, prefill_available=True, queue_s=30.0
+        key=key,
+        prompt_token_ids=range(3, 90),
+        sampling=sampling,
+        policy=policy,
+        prefill_available=True,
+        max_queue_s=30.0,
     )
     return pb.SessionRequest(submit=submit)
 

@@ -75,7 +75,7 @@ def rules(policy: LocalPolicy = LocalPolicy.PREFER, *, failover_wait_s: float = 
     return Rules(
         policy,
         max_attempts=3,
-        queue_s=10.0,
+        max_queue_s=10.0,
         prefill_stall_s=10.0,
         decode_stall_s=30.0,
         failover_wait_s=failover_wait_s,

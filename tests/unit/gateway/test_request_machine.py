@@ -103,7 +103,7 @@ def test_a_remote_prefill_command_by_command() -> None:
     assert (last.message.finish_reason, last.message.usage.completion_tokens) == (LENGTH, 4)
     receipt = last.message.receipt
     assert (receipt.path, receipt.bytes_sent, receipt.transport) == (common_pb2.PATH_REMOTE, 4096, "cma")
-    assert (receipt.first_token_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
+    assert (receipt.ttft_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
     assert served.machine.deadline_s is None
 
 
@@ -514,7 +514,7 @@ def test_a_silent_decode_node_is_replaced() -> None:
 
 def test_a_decode_node_may_wait_for_room_before_it_answers() -> None:
     served = Served()
-    assert served.machine.deadline_s == 40.0  # decode_stall_s and queue_s
+    assert served.machine.deadline_s == 40.0  # decode_stall_s and max_queue_s
     served.decode(accepted())
     assert served.machine.deadline_s == 30.0
 
@@ -864,4 +864,4 @@ def test_a_request_that_would_be_late_is_refused_at_once_where_the_gateway_says_
         assert "is due 0.5 s after arrival" in str(command.error)
     else:
         assert isinstance(command, SubmitToDecode)
-        assert (command.request.first_token_s, command.request.tpot_s) == (0.0 if begun else 0.5, 0.02)
+        assert (command.request.ttft_budget_s, command.request.tpot_s) == (0.0 if begun else 0.5, 0.02)

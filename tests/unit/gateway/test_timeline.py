@@ -27,7 +27,7 @@ def drawn(served: Traced, *, admitted_s: float | None = 0.0, queue_s: float = 0.
             started_at_s=0.0,
             admitted_s=admitted_s,
             queue_s=queue_s,
-            first_token_s=served.machine.first_token_at_s,
+            ttft_s=served.machine.first_token_at_s,
             total_s=served.now_s,
         )
     )

@@ -55,7 +55,7 @@ class Clients:
             sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0),
             placement=pb.PLACEMENT_LOCAL,
             prefill_available=True,
-            queue_s=DEADLINE_S,
+            max_queue_s=DEADLINE_S,
         )
         await self.session.write(pb.SessionRequest(submit=submit))
         return whole

@@ -443,7 +443,7 @@ def test_a_first_part_is_computed_and_handed_over_without_a_token() -> None:
     granted.first_part = True
     split = called(1, granted)
     split.request.sampling.prompt_logprobs = 2
-    split.request.first_token_s, split.request.refuse_late = 0.5, True
+    split.request.ttft_budget_s, split.request.refuse_late = 0.5, True
     (submit,) = node.handle(split, 10.0)
     assert isinstance(submit, Submit)
     assert (submit.request.stop_tokens, submit.request.due_s, submit.request.refuse_late) == (4, 10.5, True)

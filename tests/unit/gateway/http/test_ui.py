@@ -90,7 +90,7 @@ def finished(client: str, request_id: str, *, error: str = "", failures: str = "
         error=error,
         failures=failures,
         admitted_s=0.1,
-        first_token_s=0.2,
+        ttft_s=0.2,
         total_s=0.3,
         outputs=1,
         completion_tokens=4,

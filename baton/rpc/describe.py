@@ -48,6 +48,6 @@ async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awai
                 what = f"cannot reach {address}: {last_cause(error)}"
                 raise NoNode(what, field="address", value=address, cure=cure) from None
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                cure = "give the address of a node, not of a gateway"
+                cure = "give the address of a node of this release, not of a gateway; docs/upgrades.md has more"
                 raise NoNode(f"{address} is not a node", field="address", value=address, cure=cure) from None
             raise from_rpc_error(error) from None

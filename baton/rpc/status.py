@@ -172,6 +172,8 @@ def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
         if (side, did) == ("CLIENT", "Received"):
             return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client takes")
         return too_large(int(size_bytes), "this call")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.PeerRefused("it is of another release, which does not know this call (docs/upgrades.md)")
     return BY_GRPC.get(error.code().name, errors.InternalError)(_ADDRESS.sub("", details))
 
 

@@ -125,13 +125,16 @@ def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
     if grammar.kind is GrammarKind.CHOICE:
         return pb.Grammar(choice=_choices_to_proto(grammar.text))
     # NOTE: the oneof's fields have the names of the kinds.
-    return pb.Grammar(**{grammar.kind.value: grammar.text})
+    constraint: dict[str, Any] = {grammar.kind.value: grammar.text}
+    return pb.Grammar(**constraint)
 
 
 def _choices_to_proto(text: str) -> pb.Choices:
     try:
         texts = json.loads(text)
-        return pb.Choices(texts=texts if isinstance(texts, list) else (None,))
+        if not isinstance(texts, list):
+            raise TypeError
+        return pb.Choices(texts=texts)
     except (ValueError, TypeError, RecursionError):
         allowed = ("a JSON array of non-empty strings",)
         raise InvalidRequest(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, SamplingParams, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc import convert
@@ -157,3 +157,29 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
 )
 def test_what_a_node_keeps_counts_every_part(spec: node_status_pb2.CacheSpec, expected: tuple[int, int]) -> None:
     assert convert.kept_bytes(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "field"),
+    [
+        (Grammar(GrammarKind.JSON_OBJECT), "json_object"),
+        (Grammar(GrammarKind.CHOICE, '["a", "ö"]'), "choice"),
+        *((Grammar(kind, "text"), kind.value) for kind in GrammarKind if kind not in ("json_object", "choice")),
+    ],
+)
+def test_a_constraint_is_one_field_of_the_message(grammar: Grammar, field: str) -> None:
+    message = convert.grammar_to_proto(grammar)
+    assert message.WhichOneof("constraint") == field
+    assert convert.grammar_from_proto(message) == grammar
+
+
+@pytest.mark.parametrize("text", ["", "{}", '"ab"', "[1]", '["\\ud800"]', "[" * 100_000])
+def test_a_choice_that_is_no_array_of_texts_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="array of texts"):
+        convert.grammar_to_proto(Grammar(GrammarKind.CHOICE, text))
+
+
+def test_a_constraint_of_an_older_client_is_refused_with_the_cure() -> None:
+    older = pb.Grammar.FromString(b"\x08\x03\x12\x02a+")  # kind = REGEX, text = "a+"
+    with pytest.raises(InvalidRequest, match=r"docs/upgrades\.md"):
+        convert.grammar_from_proto(older)

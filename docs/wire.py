@@ -28,8 +28,8 @@ def page() -> str:
     return f"""# Wire protocol
 
 Two things travel between nodes: gRPC messages, which say what is to happen, and UCX messages, which carry KV. The
-[.proto files](../protos/baton/internal/v1/decode.proto) are the reference for every message; this page has the order in which
-they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
+[.proto files](../protos/baton/internal/v1/decode.proto) are the reference for every message; this page has the order in
+which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 

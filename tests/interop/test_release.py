@@ -73,7 +73,7 @@ async def test_this_client_gets_the_answers_of_an_older_cluster(mixed: Mixed, re
 
 async def test_this_gateway_says_why_it_cannot_use_older_nodes(mixed: Mixed) -> None:
     nodes = [mixed.old.prefill], [mixed.old.decode]
-    gateway = mixed.start.gateway(*nodes, wait=False, local_policy="strict", failover_wait_s=0)
+    gateway = mixed.start.gateway(*nodes, wait=False, model=LLAMA, local_policy="strict", failover_wait_s=0)
     async with Client(gateway.address) as client, asyncio.timeout(DEADLINE_S):
         while True:
             details = [node.detail for node in (await client.cluster_status()).nodes]
@@ -85,8 +85,9 @@ async def test_this_gateway_says_why_it_cannot_use_older_nodes(mixed: Mixed) -> 
 async def test_this_node_tells_an_older_process_what_to_do(mixed: Mixed) -> None:
     (node,) = mixed.start.nodes(("decode", NODE))
     async with connect(node.address) as channel:
+        untyped: Any = channel
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary("/baton.v1.Node/Describe")(b"")
+            await untyped.unary_unary("/baton.v1.Node/Describe")(b"")
     error = from_rpc_error(refused.value)
     assert isinstance(error, PeerRefused)
     assert "docs/upgrades.md" in error.cure

@@ -446,8 +446,9 @@ def test_addresses_of_every_kind_are_taken(text: str) -> None:
 async def test_a_process_of_an_older_release_is_told_what_to_do(method: str, now: str) -> None:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
         await server.start([])
+        untyped: Any = channel
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(f"/{method}")(b"")
+            await untyped.unary_unary(f"/{method}")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     typed = from_rpc_error(caught.value)
     assert isinstance(typed, PeerRefused)

@@ -89,10 +89,11 @@ class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
 
 
 @asynccontextmanager
-async def watched(node: Publishing, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
-    """A client that watches this node, on a server of its own."""
+async def watched(node: Publishing | None, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
+    """A client that watches this node, on a server of its own; None: a server without our services."""
     server = grpc.aio.server(options=channel_options())
-    node_pb2_grpc.add_NodeServicer_to_server(node, server)
+    if node is not None:
+        node_pb2_grpc.add_NodeServicer_to_server(node, server)
     if isinstance(node, Ending):
         decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -151,3 +152,10 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
             await asyncio.wait_for(taken.wait(), BOUND_S)
     assert node.asked_after == [0, 0]
     assert "ArithmeticError: the first message" in caplog.text
+
+
+async def test_a_node_of_an_older_release_is_lost_with_the_page_that_says_what_to_do() -> None:
+    reasons: asyncio.Queue[str] = asyncio.Queue()
+    async with watched(None, WatchCallbacks(lambda _: None, reasons.put_nowait, lambda _: True, lambda: None)):
+        assert "of another release" in (reason := await asyncio.wait_for(reasons.get(), BOUND_S))
+        assert "docs/upgrades.md" in reason

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTOS := $(wildcard protos/*/*.proto protos/*/*/*.proto)
+PROTOS := $(wildcard protos/*/*.proto protos/*/*/*.proto protos/*/*/*/*.proto)
 GENERATED := baton/protos/v1/common_pb2.pyi
 # Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
 WIRE := protos/wire.binpb
@@ -125,4 +125,4 @@ dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the s
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
-	rm -f baton/protos/*/*_pb2*.py*
+	rm -f baton/protos/*/*_pb2*.py* baton/protos/*/*/*_pb2*.py*

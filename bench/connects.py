@@ -19,7 +19,8 @@ import psutil
 
 from baton.cli.processes import Process, Processes
 from baton.core.regular_file import write_regular_file
-from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.settings.config import DEMO_MODELS
 from bench.mortal_peer import STEPS, live, peers
@@ -139,16 +140,16 @@ async def endure(
 
 
 async def kill_peers(
-    decode: Watched, info: common_pb2.NodeInfo, kills: int, progress: Callable[[str], None], readings: int
+    decode: Watched, info: node_status_pb2.NodeInfo, kills: int, progress: Callable[[str], None], readings: int
 ) -> list[Row]:
     """Pairs and kills prefill nodes, `KILLED_AT_ONCE` at a time."""
     context = peers()
     bar = _Bar("kills", kills, progress)
 
     def one(number: int) -> None:
-        peer = common_pb2.NodeInfo()
+        peer = node_status_pb2.NodeInfo()
         peer.CopyFrom(info)
-        peer.role, peer.name = common_pb2.ROLE_PREFILL, f"mortal-{number % KILLED_AT_ONCE}"
+        peer.role, peer.name = node_status_pb2.ROLE_PREFILL, f"mortal-{number % KILLED_AT_ONCE}"
         peer.address, peer.incarnation = f"10.0.0.2:{number % KILLED_AT_ONCE + 1}", 1 << 40 | number
         report, theirs = context.Pipe()
         step = STEPS[number // KILLED_AT_ONCE % len(STEPS)]
@@ -196,12 +197,12 @@ async def pairing_s(prefill: Process, decode: Process) -> float:
     async with connect(prefill.address) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
         state = await stub.Connect(prefill_pb2.ConnectRequest(decode_address=decode.address))
-    if state.phase != common_pb2.PEER_PHASE_READY:
+    if state.phase != node_status_pb2.PEER_PHASE_READY:
         raise RuntimeError(f"the two nodes cannot pair: {state}")
     return time.monotonic() - began
 
 
-async def quiet(node: Process) -> node_pb2.NodeStatus:
+async def quiet(node: Process) -> node_status_pb2.NodeStatus:
     """The node's status once no handshake is under way and no file is being closed."""
     deadline = time.monotonic() + _QUIET_TIMEOUT_S
     files, of_process = -1, psutil.Process(node.pid)
@@ -209,7 +210,7 @@ async def quiet(node: Process) -> node_pb2.NodeStatus:
         stub = node_pb2_grpc.NodeStub(channel)
         while True:
             status = await stub.Describe(node_pb2.DescribeRequest())
-            busy = any(peer.phase == common_pb2.PEER_PHASE_CONNECTING for peer in status.peers)
+            busy = any(peer.phase == node_status_pb2.PEER_PHASE_CONNECTING for peer in status.peers)
             files, before = of_process.num_fds(), files
             if not busy and files == before:
                 return status

@@ -19,7 +19,8 @@ import psutil
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
-from baton.protos.v1 import node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.settings.config import DEMO_MODELS
 from bench.table import Row, print_rows
@@ -170,7 +171,7 @@ async def _until_nothing_held(*nodes: Process) -> None:
                 await asyncio.sleep(0.05)
 
 
-def _held(status: node_pb2.NodeStatus) -> str:
+def _held(status: node_status_pb2.NodeStatus) -> str:
     """The counts of an idle node that are not zero, in words; empty if there are none."""
     counts = {
         "requests": status.requests_running + status.requests_waiting,

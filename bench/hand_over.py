@@ -41,16 +41,16 @@ GATEWAY_GOAL_MS = 0.2
 class Times:
     """One way's measurements, in seconds."""
 
-    first_token_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
     between_s: list[float] = field(default_factory=list)
 
     @property
     def ttft_ms(self) -> float:
-        return 1e3 * statistics.median(self.first_token_s)
+        return 1e3 * statistics.median(self.ttft_s)
 
     def later_ms(self, other: "Times") -> float:
         """How much later this way's first token arrives: the median over rounds, each with one prompt for both ways."""
-        pairs = zip(self.first_token_s, other.first_token_s, strict=True)
+        pairs = zip(self.ttft_s, other.ttft_s, strict=True)
         return 1e3 * statistics.median(ours - theirs for ours, theirs in pairs)
 
     @property
@@ -93,7 +93,7 @@ async def _measure(handed: Process, alone: Process, progress: Callable[[str], No
 
 
 def _add(times: Times, stamps: Sequence[float]) -> None:
-    times.first_token_s.append(stamps[1] - stamps[0])
+    times.ttft_s.append(stamps[1] - stamps[0])
     times.between_s += [after - before for before, after in pairwise(stamps[2:])]
 
 

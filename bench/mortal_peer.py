@@ -8,8 +8,9 @@ from typing import Any
 
 from baton.kvcache.cache import PagedKVCache
 from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
-from baton.protos.v1 import common_pb2, decode_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from kvtransfer.plan import links_between
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
@@ -31,10 +32,10 @@ def peers() -> "multiprocessing.context.ForkServerContext":
 
 def live(decode: str, info: bytes, step: str, report: Connection) -> None:
     """Pairs up to a step, reports it, and waits for the kill."""
-    asyncio.run(_live(decode, common_pb2.NodeInfo.FromString(info), step, report))
+    asyncio.run(_live(decode, node_status_pb2.NodeInfo.FromString(info), step, report))
 
 
-async def _live(decode: str, info: common_pb2.NodeInfo, step: str, report: Connection) -> None:
+async def _live(decode: str, info: node_status_pb2.NodeInfo, step: str, report: Connection) -> None:
     async with connect(decode) as channel:
         pair: Any = decode_pb2_grpc.DecodeStub(channel).Pair  # the stubs know generators only
         call = pair()

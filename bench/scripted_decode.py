@@ -11,7 +11,8 @@ import grpc
 import uvloop
 
 from baton.gateway.text.model import read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.server import channel_options
 from baton.rpc.status import client_may_leave
 from baton.settings.config import DEMO_MODELS
@@ -33,12 +34,12 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
         pace: streams and seconds per step of the present round, which another process sets.
     """
 
-    def __init__(self, identity: common_pb2.ModelIdentity, pace: Sequence[float]) -> None:
-        info = common_pb2.NodeInfo(
-            name="scripted", role=common_pb2.ROLE_DECODE, incarnation=_INCARNATION, model=identity,
-            max_context_tokens=4096, cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
+    def __init__(self, identity: node_status_pb2.ModelIdentity, pace: Sequence[float]) -> None:
+        info = node_status_pb2.NodeInfo(
+            name="scripted", role=node_status_pb2.ROLE_DECODE, incarnation=_INCARNATION, model=identity,
+            max_context_tokens=4096, cache_shape=node_status_pb2.CacheShape(block_size=16, layout="NHD"),
         )  # fmt: skip
-        self.status = node_pb2.NodeStatus(
+        self.status = node_status_pb2.NodeStatus(
             info=info, blocks_free=1 << 20, blocks_total=1 << 20, max_batch_requests=1 << 12
         )
         self._pace = pace
@@ -46,12 +47,14 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
         self._batches: dict[int, list[decode_pb2.SubmitRequest]] = {}  # by session
         self._stepping: asyncio.Task[None] | None = None
 
-    async def Watch(self, request: node_pb2.WatchRequest, context: Context) -> AsyncIterator[node_pb2.NodeStatus]:
+    async def Watch(
+        self, request: node_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
         while True:
             yield self.status
             await asyncio.sleep(1.0)
 
-    async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> node_pb2.NodeStatus:
+    async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> node_status_pb2.NodeStatus:
         return self.status
 
     async def Session(  # type: ignore[override]  # the stubs know generators only
@@ -67,9 +70,9 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
 
     async def SwitchRole(
         self, request: node_pb2.SwitchRoleRequest, context: Context
-    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+    ) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
         await _refuse(context)
-        yield node_pb2.SwitchRoleResponse()
+        yield node_status_pb2.RoleSwitchProgress()
 
     async def LoadAdapter(self, request: node_pb2.LoadAdapterRequest, context: Context) -> node_pb2.LoadAdapterResponse:
         await _refuse(context)

@@ -13,7 +13,15 @@ import grpc
 import uvloop
 
 from baton.gateway.text.model import read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    lease_pb2,
+    node_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.server import channel_options
 from bench.scripted_decode import MODEL, ScriptedDecode
 from decode_node.events import SessionMessage
@@ -51,7 +59,7 @@ class _Row:
 class PairedDecode(ScriptedDecode):
     """The decode node: a ticket for each request, and tokens from the hand-over on."""
 
-    def __init__(self, identity: common_pb2.ModelIdentity) -> None:
+    def __init__(self, identity: node_status_pb2.ModelIdentity) -> None:
         super().__init__(identity, ())
         self._leases = itertools.count(1)
         self._waiting: dict[int, _Row] = {}  # by lease
@@ -77,8 +85,8 @@ class PairedDecode(ScriptedDecode):
         self._waiting[lease] = row
         reserved = decode_pb2.Reserved(
             key=row.request.key,
-            ticket=common_pb2.Ticket(
-                lease=common_pb2.Lease(number=lease, incarnation=self.status.info.incarnation, remaining_s=60.0),
+            ticket=lease_pb2.Ticket(
+                lease=lease_pb2.Lease(number=lease, incarnation=self.status.info.incarnation, remaining_s=60.0),
                 decode_node=self.status.info.name,
                 decode_address=self.status.info.address,
                 token_stop=len(row.request.prompt_token_ids),
@@ -112,13 +120,13 @@ class PairedDecode(ScriptedDecode):
 class PairedPrefill(ScriptedDecode, prefill_pb2_grpc.PrefillServicer):
     """The prefill node: computes and sends each prompt in chunks, in no time."""
 
-    def __init__(self, identity: common_pb2.ModelIdentity, decode: PairedDecode) -> None:
+    def __init__(self, identity: node_status_pb2.ModelIdentity, decode: PairedDecode) -> None:
         super().__init__(identity, ())
         info = self.status.info
-        info.name, info.role, info.incarnation = "prefill", common_pb2.ROLE_PREFILL, _PREFILL_INCARNATION
+        info.name, info.role, info.incarnation = "prefill", node_status_pb2.ROLE_PREFILL, _PREFILL_INCARNATION
         self._decode = decode
 
-    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:
         return self.status.peers[0]
 
     async def Prefill(
@@ -132,7 +140,7 @@ class PairedPrefill(ScriptedDecode, prefill_pb2_grpc.PrefillServicer):
         """Shows that it is connected with the decode node."""
         peer = self._decode.status.info
         self.status.peers.add(
-            name=peer.name, address=peer.address, incarnation=peer.incarnation, phase=common_pb2.PEER_PHASE_READY,
+            name=peer.name, address=peer.address, incarnation=peer.incarnation, phase=node_status_pb2.PEER_PHASE_READY,
             transport="tcp", gigabytes_per_s=10.0, latency_s=1e-5,
         )  # fmt: skip
 

@@ -19,7 +19,8 @@ from baton.gateway.request.commands import Command
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.metrics.declared import Outcome
-from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.tracing.sampling import Sampling
 
 PAGE = Path(__file__).resolve().parent / "results" / "tracing_cost.md"
@@ -131,7 +132,7 @@ def _serve(fleet: Fleet, events: list[Event]) -> tuple[RequestMachine, list[Step
 _RULES = Rules(
     LocalPolicy.STRICT,
     max_attempts=3,
-    queue_s=10.0,
+    max_queue_s=10.0,
     prefill_stall_s=10.0,
     decode_stall_s=30.0,
     failover_wait_s=20.0,
@@ -144,30 +145,32 @@ def _request() -> Request:
 
 
 def _fleet() -> Fleet:
-    model = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="c", weights_digest="w")
+    model = node_status_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="c", weights_digest="w")
     fleet = Fleet(model, 1 << 20, LocalPolicy.STRICT)
-    peer = common_pb2.PeerState(incarnation=2, name="decode", phase=common_pb2.PEER_PHASE_READY, transport="tcp")
+    peer = node_status_pb2.PeerState(
+        incarnation=2, name="decode", phase=node_status_pb2.PEER_PHASE_READY, transport="tcp"
+    )
     for role, name, incarnation, peers in (
-        (common_pb2.ROLE_PREFILL, "prefill", 1, [peer]),
-        (common_pb2.ROLE_DECODE, "decode", 2, []),
+        (node_status_pb2.ROLE_PREFILL, "prefill", 1, [peer]),
+        (node_status_pb2.ROLE_DECODE, "decode", 2, []),
     ):
-        info = common_pb2.NodeInfo(
+        info = node_status_pb2.NodeInfo(
             name=name,
             role=role,
             incarnation=incarnation,
             model=model,
             max_context_tokens=1 << 20,
-            cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
+            cache_shape=node_status_pb2.CacheShape(block_size=16, layout="NHD"),
         )
         fleet.add(role, name)
-        fleet.status_received(role, name, node_pb2.NodeStatus(info=info, blocks_free=1 << 20, peers=peers), 0.0)
+        fleet.status_received(role, name, node_status_pb2.NodeStatus(info=info, blocks_free=1 << 20, peers=peers), 0.0)
     return fleet
 
 
 def _events() -> list[Event]:
     """What two nodes send about the request, with the times of their work."""
-    lease = common_pb2.Lease(number=1)
-    ticket = common_pb2.Ticket(lease=lease, token_start=0, token_stop=len(_PROMPT))
+    lease = lease_pb2.Lease(number=1)
+    ticket = lease_pb2.Ticket(lease=lease, token_start=0, token_stop=len(_PROMPT))
     replies = [prefill_pb2.PrefillEvent(scheduled=prefill_pb2.PrefillScheduled(queue_s=0.1), at_s=0.1)]
     for chunk in range(1, _CHUNKS + 1):
         stop = chunk * _CHUNK_TOKENS

@@ -15,9 +15,10 @@ from typing import Any
 
 import grpc
 
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
-from baton.protos.v1.prefill_pb2 import ConnectRequest
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from baton.protos.internal.v1.prefill_pb2 import ConnectRequest
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap
@@ -60,7 +61,7 @@ class UnauthenticatedPrefillPeers:
         counts: of handshakes, by how they end.
     """
 
-    def __init__(self, address: str, decode: common_pb2.NodeInfo, *, seed: int) -> None:
+    def __init__(self, address: str, decode: node_status_pb2.NodeInfo, *, seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self._address = address
         self._decode = decode
@@ -154,7 +155,7 @@ class UnauthenticatedPrefillPeers:
         await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=[pb.WorkerAddress(address=address)])))
         return call
 
-    async def _hello(self, info: common_pb2.NodeInfo) -> Call:
+    async def _hello(self, info: node_status_pb2.NodeInfo) -> Call:
         call = self._pair(self._shared())
         await call.write(pb.PairRequest(hello=pb.PairHello(info=info)))
         return call
@@ -169,11 +170,11 @@ class UnauthenticatedPrefillPeers:
             self._channel = connect(self._address)
         return self._channel
 
-    def _info(self) -> common_pb2.NodeInfo:
+    def _info(self) -> node_status_pb2.NodeInfo:
         self._made += 1
-        info = common_pb2.NodeInfo()
+        info = node_status_pb2.NodeInfo()
         info.CopyFrom(self._decode)
-        info.role, info.name = common_pb2.ROLE_PREFILL, f"unauthenticated-{self._made}"
+        info.role, info.name = node_status_pb2.ROLE_PREFILL, f"unauthenticated-{self._made}"
         info.address, info.incarnation = f"10.0.0.1:{self._made}", self._made
         return info
 
@@ -185,7 +186,7 @@ class UnauthenticatedDecodePeers(decode_pb2_grpc.DecodeServicer):
         counts: of handshakes, by how they end.
     """
 
-    def __init__(self, address: str, decode: common_pb2.NodeInfo, *, seed: int) -> None:
+    def __init__(self, address: str, decode: node_status_pb2.NodeInfo, *, seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self._address = address
         self._decode = decode
@@ -229,7 +230,7 @@ class UnauthenticatedDecodePeers(decode_pb2_grpc.DecodeServicer):
         await anext(aiter(request_iterator), None)
         match kind:
             case "refuses":
-                mismatch = common_pb2.Mismatch(field="dtype", ours="a", theirs="b", cure="none")
+                mismatch = node_status_pb2.Mismatch(field="dtype", ours="a", theirs="b", cure="none")
                 await context.write(pb.PairResponse(refused=pb.PairRefused(info=self._info(), mismatches=[mismatch])))
             case "fails":
                 await context.abort(grpc.StatusCode.INTERNAL, "broken")
@@ -259,8 +260,8 @@ class UnauthenticatedDecodePeers(decode_pb2_grpc.DecodeServicer):
         await context.write(pb.PairResponse(connected=pb.PairConnected()))
         await anext(aiter(requests), None)  # that it has sent the warm-up, or its end
 
-    def _info(self) -> common_pb2.NodeInfo:
-        info = common_pb2.NodeInfo()
+    def _info(self) -> node_status_pb2.NodeInfo:
+        info = node_status_pb2.NodeInfo()
         info.CopyFrom(self._decode)
         info.incarnation, info.name = self._made + 1, f"unauthenticated-{self._made}"
         return info

@@ -20,10 +20,10 @@ def main() -> None:
         # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
         # once.
         from baton.node.process import run_node
-        from baton.protos.v1 import common_pb2
+        from baton.protos.v1 import node_status_pb2
         from prefill_node.roles import ROLES
 
-    run_node("decode_node", settings, supervisor, common_pb2.ROLE_DECODE, ROLES)
+    run_node("decode_node", settings, supervisor, node_status_pb2.ROLE_DECODE, ROLES)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class BlockQueue:
     """The requests that wait for blocks, by engine id. Only the first one may reserve.
 
     A request that needs much room keeps all later ones waiting, and better ones keep worse ones waiting, until their
-    `queue_s` are over.
+    `max_queue_s` are over.
 
     Args:
         waiting_max: how many requests may wait.
@@ -27,8 +27,8 @@ class BlockQueue:
         self._places: dict[str, QueuePlace] = {}
         self._queue: list[tuple[QueuePlace, str]] = []  # sorted
 
-    def enter(self, request: EngineRequest, *, queue_s: float, now_s: float) -> None:
-        """Puts a request at its place, where it may wait for `queue_s`; 0: it must be served at once.
+    def enter(self, request: EngineRequest, *, max_queue_s: float, now_s: float) -> None:
+        """Puts a request at its place, where it may wait for `max_queue_s`; 0: it must be served at once.
 
         Raises:
             Overloaded: too many wait already, or others go first and this one may not wait.
@@ -38,8 +38,8 @@ class BlockQueue:
             raise Overloaded(f"{waiting} requests wait for room already", retry_after_s=_RETRY_AFTER_S)
         engine_id = request.request_id
         entry = QueuePlace.of(request, arrival=self._arrivals, now=now_s), engine_id
-        if waiting and self._queue[0] < entry and queue_s <= 0:
-            raise no_room(queue_s)
+        if waiting and self._queue[0] < entry and max_queue_s <= 0:
+            raise no_room(max_queue_s)
         self._arrivals += 1
         self._places[engine_id] = entry[0]
         insort(self._queue, entry)
@@ -62,6 +62,6 @@ class BlockQueue:
         return len(self._queue)
 
 
-def no_room(queue_s: float) -> Overloaded:
-    """The error of a request that found no blocks within `queue_s`."""
-    return Overloaded(f"no room within {queue_s:g} s", retry_after_s=_RETRY_AFTER_S)
+def no_room(max_queue_s: float) -> Overloaded:
+    """The error of a request that found no blocks within `max_queue_s`."""
+    return Overloaded(f"no room within {max_queue_s:g} s", retry_after_s=_RETRY_AFTER_S)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.core.types import TokenOutput
 from baton.engine.request import EngineRequest
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from kvtransfer.leases import LeaseGrant
 
 

@@ -20,8 +20,8 @@ from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import ChunkComputed
 from baton.engine.request import EngineRequest, Reservation
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import lease_pb2
 from baton.rpc.error_detail import to_detail
 from decode_node.admission import no_room
 from decode_node.commands import (
@@ -370,8 +370,8 @@ class DecodeTask:
     def _ticket(self) -> pb.Reserved:
         assert self._reservation is not None
         assert self.lease is not None
-        ticket = common_pb2.Ticket(
-            lease=common_pb2.Lease(
+        ticket = lease_pb2.Ticket(
+            lease=lease_pb2.Lease(
                 number=self.lease,
                 incarnation=self._rules.incarnation,
                 remaining_s=self._rules.lease_s,

@@ -13,8 +13,8 @@ from baton.core.errors import BatonError, InternalError
 from baton.engine.events import StepEvents
 from baton.node.assembly import Listener, Node
 from baton.node.failures import log_arrival, log_failure
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail
 from baton.settings.config import DecodeSettings
 from decode_node.commands import (
@@ -127,7 +127,7 @@ class DecodeDriver:
     def pair_refused(self) -> pb.PairRefused:
         """The answer of a prefill node to another one that takes it for a decode node."""
         cure = "pair prefill nodes with decode nodes"
-        mismatch = common_pb2.Mismatch(field="role", ours="prefill", theirs="prefill", cure=cure)
+        mismatch = node_status_pb2.Mismatch(field="role", ours="prefill", theirs="prefill", cure=cure)
         return pb.PairRefused(info=self._node_info, mismatches=[mismatch])
 
     def _why_local(self, uncached: int, cached: int) -> str:

@@ -10,7 +10,7 @@ from baton.core.errors import BatonError
 from baton.core.types import FinishReason
 from baton.engine.events import StepEvents
 from baton.engine.request import Reservation
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from kvtransfer.leases import LeaseTotals
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import token_from_proto
 
 

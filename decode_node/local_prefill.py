@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.engine.request import EngineRequest
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from decode_node.rules import DecodeRules
 
 # A step may become longer by this part of a plain decode step, or by this time, whichever is more.

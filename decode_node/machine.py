@@ -14,7 +14,7 @@ from baton.engine.events import PromptScored, StepEvents
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
 from baton.node.prompt_logprobs import add_prompt_logprobs
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
@@ -179,7 +179,7 @@ class DecodeMachine:
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
             request = self._new_request(session, submit, now_s)
-            self._queue.enter(request, queue_s=submit.queue_s, now_s=now_s)
+            self._queue.enter(request, max_queue_s=submit.max_queue_s, now_s=now_s)
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
@@ -220,8 +220,8 @@ class DecodeMachine:
             cache_salt=submit.cache_salt,
             adapter=adapter_from_proto(submit.adapter),
             priority=submit.priority,
-            due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else gives_up_s,
-            refuse_late=gives_up_s is not None and not submit.HasField("first_token_s"),
+            due_s=now_s + submit.ttft_budget_s if submit.HasField("ttft_budget_s") else gives_up_s,
+            refuse_late=gives_up_s is not None and not submit.HasField("ttft_budget_s"),
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
             since_s=now_s,
         )

@@ -28,8 +28,8 @@ from baton.node.describe import (
 )
 from baton.node.link_floor import below_floor
 from baton.node.peer_checks import check_addresses, check_info
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.tag_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
@@ -51,10 +51,10 @@ _OLDER_END_S = 5.0
 _BROKEN_END_S = 0.2
 # Of two lines with one incarnation the status has the one that comes first here.
 _LIVELY = (
-    common_pb2.PEER_PHASE_READY,
-    common_pb2.PEER_PHASE_CONNECTING,
-    common_pb2.PEER_PHASE_REFUSED,
-    common_pb2.PEER_PHASE_LOST,
+    node_status_pb2.PEER_PHASE_READY,
+    node_status_pb2.PEER_PHASE_CONNECTING,
+    node_status_pb2.PEER_PHASE_REFUSED,
+    node_status_pb2.PEER_PHASE_LOST,
 )
 
 
@@ -70,7 +70,7 @@ class _Peer:
     """
 
     number: int
-    state: common_pb2.PeerState
+    state: node_status_pb2.PeerState
     outbox: asyncio.Queue[pb.PairResponse | None] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -92,7 +92,7 @@ class PrefillPeers:
         self._sender_numbers = SenderNumbers()
         self._peers: dict[int, _Peer] = {}
         self._handshakes = 0
-        self._past: dict[str, common_pb2.PeerState] = {}  # by address: peers that are gone, the latest last
+        self._past: dict[str, node_status_pb2.PeerState] = {}  # by address: peers that are gone, the latest last
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def serve(self, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
@@ -106,7 +106,7 @@ class PrefillPeers:
             BatonError: the links could not be opened, connected or measured.
         """
         info = (await _hello(incoming)).info
-        check_info(info, role=common_pb2.ROLE_PREFILL)
+        check_info(info, role=node_status_pb2.ROLE_PREFILL)
         state = _new_state(info)
         try:
             theirs = from_info(info)
@@ -119,7 +119,7 @@ class PrefillPeers:
             await write(self._refuse(state, to_mismatches(refused.mismatches)))
             return
         except BatonError as error:
-            state.phase, state.detail = common_pb2.PEER_PHASE_LOST, str(error)
+            state.phase, state.detail = node_status_pb2.PEER_PHASE_LOST, str(error)
             self._forget(state)
             raise
         state.kv_converted = plan.conversion
@@ -148,7 +148,7 @@ class PrefillPeers:
         for peer in self._peers.values():
             peer.outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
-    def states(self) -> list[common_pb2.PeerState]:
+    def states(self) -> list[node_status_pb2.PeerState]:
         """One line for each incarnation, with what it has sent so far; of those that are gone, the latest."""
         traffic = self._node.transfer.counters().peers
         for peer in self._peers.values():
@@ -157,7 +157,7 @@ class PrefillPeers:
         addresses = {state.address for state in live}
         past = [state for address, state in self._past.items() if address not in addresses]
         # A hello that only claims to be from a peer that is paired must not hide that peer.
-        lines: dict[int, common_pb2.PeerState] = {}
+        lines: dict[int, node_status_pb2.PeerState] = {}
         for state in sorted((*past, *live), key=lambda state: _LIVELY.index(state.phase)):
             lines.setdefault(state.incarnation, state)
         return list(lines.values())
@@ -184,7 +184,7 @@ class PrefillPeers:
         finally:
             self._handshakes -= 1
 
-    async def _older_ends(self, state: common_pb2.PeerState) -> None:
+    async def _older_ends(self, state: node_status_pb2.PeerState) -> None:
         """Waits until no other pair of the incarnation is ready.
 
         Raises:
@@ -200,7 +200,7 @@ class PrefillPeers:
     def _ready(self, incarnation: int) -> _Peer | None:
         """The ready pair with that incarnation."""
         states = ((peer, peer.state) for peer in self._peers.values())
-        wanted = incarnation, common_pb2.PEER_PHASE_READY
+        wanted = incarnation, node_status_pb2.PEER_PHASE_READY
         return next((peer for peer, state in states if (state.incarnation, state.phase) == wanted), None)
 
     async def _connect(
@@ -246,7 +246,7 @@ class PrefillPeers:
             return False
         if self._ready(peer.state.incarnation):
             raise _paired_already(peer.state)
-        peer.state.phase = common_pb2.PEER_PHASE_READY
+        peer.state.phase = node_status_pb2.PEER_PHASE_READY
         links = describe_measure(measure) + describe_conversion(peer.state.kv_converted)
         log.info("paired with %s over %s", peer.state.name, links)
         await write(pb.PairResponse(ready=from_measure(measure)))
@@ -281,7 +281,7 @@ class PrefillPeers:
                         self._deliver(QuietReceived(peer.number, message.quiet, peer.state.incarnation))
                     case "refused":
                         mismatches = list(message.refused.mismatches)
-                        peer.state.phase = common_pb2.PEER_PHASE_REFUSED
+                        peer.state.phase = node_status_pb2.PEER_PHASE_REFUSED
                         peer.state.mismatches.extend(mismatches)
                         log.warning("%s refused: %s", peer.state.name, describe_mismatches(mismatches))
                         return
@@ -295,10 +295,10 @@ class PrefillPeers:
 
     async def _disconnect(self, peer: _Peer) -> None:
         state = peer.state
-        if state.phase == common_pb2.PEER_PHASE_READY:
+        if state.phase == node_status_pb2.PEER_PHASE_READY:
             log.info("lost %s: %s", state.name, state.detail or "its stream broke")
-        if state.phase != common_pb2.PEER_PHASE_REFUSED:
-            state.phase = common_pb2.PEER_PHASE_LOST
+        if state.phase != node_status_pb2.PEER_PHASE_REFUSED:
+            state.phase = node_status_pb2.PEER_PHASE_LOST
             state.detail = state.detail or "its stream broke"
         peer.note_traffic(self._node.transfer.counters().peers)  # `disconnect` drops the peer's counters
         self._forget(state)
@@ -308,27 +308,27 @@ class PrefillPeers:
 
     # ---- lines in the status
 
-    def _forget(self, state: common_pb2.PeerState) -> None:
+    def _forget(self, state: node_status_pb2.PeerState) -> None:
         """The peer is gone, or was refused: only its line is kept, and replaces an older one of its address."""
         self._past.pop(state.address, None)
         self._past[state.address] = state
         while len(self._past) > _PAST_MAX:
             del self._past[next(iter(self._past))]
 
-    def _refuse(self, state: common_pb2.PeerState, mismatches: list[common_pb2.Mismatch]) -> pb.PairResponse:
-        state.phase = common_pb2.PEER_PHASE_REFUSED
+    def _refuse(self, state: node_status_pb2.PeerState, mismatches: list[node_status_pb2.Mismatch]) -> pb.PairResponse:
+        state.phase = node_status_pb2.PEER_PHASE_REFUSED
         state.mismatches.extend(mismatches)
         log.warning("refused %s: %s", state.name, describe_mismatches(mismatches))
         return pb.PairResponse(refused=pb.PairRefused(info=self._node.info, mismatches=mismatches))
 
 
-def _new_state(info: common_pb2.NodeInfo) -> common_pb2.PeerState:
-    return common_pb2.PeerState(
-        name=info.name, address=info.address, incarnation=info.incarnation, phase=common_pb2.PEER_PHASE_CONNECTING
+def _new_state(info: node_status_pb2.NodeInfo) -> node_status_pb2.PeerState:
+    return node_status_pb2.PeerState(
+        name=info.name, address=info.address, incarnation=info.incarnation, phase=node_status_pb2.PEER_PHASE_CONNECTING
     )
 
 
-def _paired_already(state: common_pb2.PeerState) -> PeerRefused:
+def _paired_already(state: node_status_pb2.PeerState) -> PeerRefused:
     return PeerRefused(
         f"incarnation {state.incarnation:x} of {state.name} is paired with this node already",
         field="incarnation",

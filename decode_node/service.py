@@ -6,13 +6,14 @@ import grpc
 
 from baton.core.errors import BatonError
 from baton.core.pools import left_after
-from baton.protos.v1 import decode_pb2 as pb
-from baton.protos.v1 import decode_pb2_grpc, node_pb2
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from decode_node.events import RoomFreed
 
-SERVICE_NAME = "baton.v1.Decode"
+SERVICE_NAME = "baton.internal.v1.Decode"
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -55,7 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def servicers(self) -> Mapping[str, object]:
         return {SERVICE_NAME: self}
 
-    def fill_status(self, status: node_pb2.NodeStatus) -> None:
+    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
         machine = self._driver.machine
         status.requests_waiting += machine.waiting
         status.blocks_open[:] = left_after(status.blocks_open, machine.waiting_blocks())

@@ -3,7 +3,7 @@
 import heapq
 
 from baton.engine.events import ChunkComputed
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 
 _CHUNKS_MAX = 64
 
@@ -24,7 +24,7 @@ class TaskTimes:
         self.handed_over_s = self.queued_s = 0.0
         self.chunks = ChunkTimes()
         self.budget_s = submit.budget_s if submit.HasField("budget_s") else None
-        self.max_queue_s = submit.queue_s if submit.HasField("queue_s") else 0.0
+        self.max_queue_s = submit.max_queue_s if submit.HasField("max_queue_s") else 0.0
         self.phase_deadline_s = now_s + self.max_queue_s if self.max_queue_s > 0 else None
         self._budget_deadline_s = None if self.budget_s is None else now_s + self.budget_s
         self._traced = bool(submit.traceparent)

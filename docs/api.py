@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from baton.core.types import SamplingParams
 from baton.gateway.http.anthropic.models import MessagesRequest
+from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.bodies import IGNORED, ChatBody, CompletionBody
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.routes import ROUTES
@@ -144,7 +145,10 @@ class _Parameter:
 
 def _of(body: type[BaseModel]) -> Iterator[_Parameter]:
     for name, field in body.model_fields.items():
-        yield _Parameter(field.alias or name, field)
+        if field.annotation is BatonOptions:
+            yield from (_Parameter(f"baton.{each}", option) for each, option in BatonOptions.model_fields.items())
+        else:
+            yield _Parameter(field.alias or name, field)
 
 
 def _parameters() -> str:

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import grpc
-
 from baton.core import errors
-from baton.gateway.http.errors import status_of
-from baton.rpc.status import to_status
+from baton.core.error_codes import code_of
 
 PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 
@@ -97,8 +94,10 @@ $ baton status
 
 ## Errors by code
 
-| error | gRPC | HTTP |
-|---|---|---|
+Both doors follow one table. A retry of the same request may succeed where the table says so.
+
+| error | reason | gRPC | HTTP | `type` in HTTP | retry |
+|---|---|---|---|---|---|
 """
 
 
@@ -106,25 +105,17 @@ def page() -> str:
     """The page's text."""
     ordered = list(CAUSES)
     rows = [
-        f"| [{_name(error)}](#{_name(error).lower()}) | `{grpc_code(error)}` | {http_code(error)} |\n"
-        for error in ordered
+        f"| [{_name(row.error)}](#{_name(row.error).lower()}) | `{row.error.reason}` | `{row.grpc}` | {row.http} "
+        f"| `{row.openai_type}` | {'yes' if row.retryable else ''} |\n"
+        for row in map(code_of, ordered)
     ]
     sections = [
-        f"\n### {_name(error)}\n\nReason `{error.reason}`, gRPC `{grpc_code(error)}`, HTTP {http_code(error)}.\n\n"
+        f"\n### {_name(error)}\n\n"
+        f"Reason `{error.reason}`, gRPC `{code_of(error).grpc}`, HTTP {code_of(error).http}.\n\n"
         f"- **Cause.** {cause}\n- **Cure.** {cure}\n"
         for error, (cause, cure) in CAUSES.items()
     ]
     return _INTRODUCTION + "".join(rows) + "".join(sections)
-
-
-def grpc_code(error: type[errors.BatonError]) -> str:
-    """The name of its status code."""
-    number = to_status(error("")).code
-    return next(code.name for code in grpc.StatusCode if code.value[0] == number)
-
-
-def http_code(error: type[errors.BatonError]) -> int:
-    return status_of(error(""))
 
 
 def _name(error: type[errors.BatonError]) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from kvtransfer.leases import SegmentRefusal
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST
 from kvtransfer.segments import (
@@ -28,8 +28,8 @@ def page() -> str:
     return f"""# Wire protocol
 
 Two things travel between nodes: gRPC messages, which say what is to happen, and UCX messages, which carry KV. The
-[.proto files](../protos/baton/v1/common.proto) are the reference for every message; this page has the order in which
-they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
+[.proto files](../protos/baton/internal/v1/decode.proto) are the reference for every message; this page has the order in
+which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 
@@ -78,8 +78,8 @@ A decode node that has reserved blocks opens a lease and sends it to the gateway
 on with `PrefillRequest`. A lease's number has {LEASE_NUMBER_BITS} random bits; its key has {LEASE_KEY_BYTES} bytes,
 which only the ticket carries.
 
-{_message(common_pb2.Lease)}
-{_message(common_pb2.Ticket)}
+{_message(lease_pb2.Lease)}
+{_message(lease_pb2.Ticket)}
 The prefill node answers with events:
 
 {_oneof(prefill_pb2.PrefillEvent)}
@@ -94,7 +94,7 @@ A UCX message is a payload followed by a trailer of {TRAILER_BYTES} bytes. The p
 and heads in the order layer, key/value, token, head, channel, in the dtype of the receiver's cache. The trailer is a
 serialized `Segment` whose fields all have a fixed size:
 
-{_message(common_pb2.Segment)}
+{_message(lease_pb2.Segment)}
 `layer_stop`, `token_stop` and `head_stop` are exclusive. Layers are numbered in one row over all parts of a cache: KV,
 then the index of sparse attention, then the state of recurrent layers. A segment lies in one part. Each part has heads
 of its own, which ranks split. The index has the tokens of KV; a state is sent once for each lease, at the last token

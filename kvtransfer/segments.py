@@ -1,7 +1,7 @@
 """One message: its tag, its trailer, and how a token range is cut into messages. Pure; no torch.
 
-A message is a payload in wire order, followed by a trailer, the serialized `baton.v1.Segment`. Its digest is the
-payload's digest plus a hash of all other fields, from which a kernel can start when it sums up the payload.
+A message is a payload in wire order, followed by a trailer, the serialized `baton.internal.v1.Segment`. Its digest is
+the payload's digest plus a hash of all other fields, from which a kernel can start when it sums up the payload.
 
 Since wire version 4 a lease has a key, which only the ticket carries. The trailer then has a seal in place of the
 incarnation: a keyed hash of all fields but the digest. The other half of the same hash is the digest's summand.
@@ -166,8 +166,8 @@ class Segment:
         # fmt: on
 
 
-# The serialized `baton.v1.Segment`: its fields in order, each a tag byte and a fixed-size number. Packed by hand,
-# because protobuf takes two to four times as long, warm and cold alike, and every segment needs it several times.
+# The serialized `baton.internal.v1.Segment`: its fields in order, each a tag byte and a fixed-size number. Packed by
+# hand, because protobuf takes two to four times as long, warm and cold alike, and every segment needs it several times.
 _TRAILER = struct.Struct("<BQBQBIBIBIBIBIBIBIBQBQBI")
 _TAGS = (0x09, 0x11, 0x1D, 0x25, 0x2D, 0x35, 0x3D, 0x45, 0x4D, 0x51, 0x59, 0x65)
 TRAILER_BYTES = _TRAILER.size

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.engine.request import EngineRequest
-from baton.protos.v1 import decode_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from kvtransfer.records import SendJob
 
 

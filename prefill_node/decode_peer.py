@@ -28,8 +28,9 @@ from baton.node.describe import (
 )
 from baton.node.link_floor import below_floor
 from baton.node.peer_checks import check_accepted, check_addresses, check_info, check_measure
-from baton.protos.v1 import common_pb2, decode_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.tls import Dial
@@ -68,7 +69,9 @@ class DecodePeer:
     ) -> None:
         self.number = number
         self._dial = dial
-        self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
+        self.state = node_status_pb2.PeerState(
+            name=address, address=address, phase=node_status_pb2.PEER_PHASE_CONNECTING
+        )
         self.link: LinkSpeed | None = None
         self.turn_s = 0.0
         self._node = node
@@ -85,11 +88,11 @@ class DecodePeer:
 
     @property
     def ready(self) -> bool:
-        return self.state.phase == common_pb2.PEER_PHASE_READY
+        return self.state.phase == node_status_pb2.PEER_PHASE_READY
 
     @property
     def over(self) -> bool:
-        return self.state.phase in (common_pb2.PEER_PHASE_LOST, common_pb2.PEER_PHASE_REFUSED)
+        return self.state.phase in (node_status_pb2.PEER_PHASE_LOST, node_status_pb2.PEER_PHASE_REFUSED)
 
     @property
     def facts(self) -> PeerFacts:
@@ -102,7 +105,7 @@ class DecodePeer:
             max_context_tokens=self._max_context_tokens,
         )
 
-    async def settled(self) -> common_pb2.PeerState:
+    async def settled(self) -> node_status_pb2.PeerState:
         """The peer's state once the handshake is over."""
         await self._settled.wait()
         return self.state
@@ -141,7 +144,7 @@ class DecodePeer:
         await self._connect_links(call, accepted)
         if not await self._measure(call):
             return False
-        self.state.phase = common_pb2.PEER_PHASE_READY
+        self.state.phase = node_status_pb2.PEER_PHASE_READY
         self._settled.set()
         return True
 
@@ -150,7 +153,7 @@ class DecodePeer:
         response = await _read(call, self.state.address)
         refused = response.WhichOneof("message") == "refused"
         info = response.refused.info if refused else response.accepted.info
-        check_info(info, role=common_pb2.ROLE_DECODE)
+        check_info(info, role=node_status_pb2.ROLE_DECODE)
         self.state.name, self.state.incarnation = info.name, info.incarnation
         self._max_context_tokens = info.max_context_tokens
         try:
@@ -209,8 +212,8 @@ class DecodePeer:
         log.info("connected to %s over %s", self.state.name, described)
         return True
 
-    def _refuse(self, mismatches: list[common_pb2.Mismatch]) -> None:
-        self.state.phase = common_pb2.PEER_PHASE_REFUSED
+    def _refuse(self, mismatches: list[node_status_pb2.Mismatch]) -> None:
+        self.state.phase = node_status_pb2.PEER_PHASE_REFUSED
         self.state.mismatches.extend(mismatches)
         log.warning("cannot work with %s: %s", self.state.name, describe_mismatches(mismatches))
 
@@ -261,8 +264,8 @@ class DecodePeer:
 
     async def _end(self) -> None:
         self._ending = True
-        if self.state.phase != common_pb2.PEER_PHASE_REFUSED:
-            self.state.phase = common_pb2.PEER_PHASE_LOST
+        if self.state.phase != node_status_pb2.PEER_PHASE_REFUSED:
+            self.state.phase = node_status_pb2.PEER_PHASE_LOST
             self.state.detail = self.state.detail or "the stream ended"
             log.info("lost %s: %s", self.state.name, self.state.detail)
         self._settled.set()

@@ -10,8 +10,9 @@ from baton.node.assembly import Node
 from baton.node.describe import (
     describe_mismatches,
 )
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import lease_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.security.roles import Role
 from baton.security.tls import InternalTls
 from kvtransfer.ranked import MOST_RANKS
@@ -35,7 +36,7 @@ class DecodePeers:
         self._by_address: dict[str, DecodePeer] = {}
         self._closed = False
 
-    async def connect(self, address: str) -> common_pb2.PeerState:
+    async def connect(self, address: str) -> node_status_pb2.PeerState:
         """Connects to a decode node unless it is connected; returns the peer's state after the handshake.
 
         Raises:
@@ -44,7 +45,7 @@ class DecodePeers:
         """
         return await self._peer(address).settled()
 
-    async def for_ticket(self, ticket: common_pb2.Ticket) -> DecodePeer:
+    async def for_ticket(self, ticket: lease_pb2.Ticket) -> DecodePeer:
         """The peer that a ticket names, ready.
 
         Raises:
@@ -55,7 +56,7 @@ class DecodePeers:
         """
         peer = self._peer(ticket.decode_address)
         state = await peer.settled()
-        if state.phase == common_pb2.PEER_PHASE_REFUSED:
+        if state.phase == node_status_pb2.PEER_PHASE_REFUSED:
             raise PeerRefused(
                 f"{state.name} and this node cannot work together: {describe_mismatches(list(state.mismatches))}"
             )
@@ -75,7 +76,7 @@ class DecodePeers:
             if peer.number == number:
                 peer.send(message)
 
-    def states(self) -> list[common_pb2.PeerState]:
+    def states(self) -> list[node_status_pb2.PeerState]:
         """The state of every peer, with what was sent to it so far."""
         traffic = self._node.transfer.counters().peers
         for peer in self._by_address.values():

@@ -11,8 +11,8 @@ from baton.core.logs import enter_request
 from baton.engine.request import EngineRequest
 from baton.node.assembly import Listener, Node
 from baton.node.failures import log_arrival, log_failure
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import lease_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import grammar_from_proto
 from baton.settings.config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
@@ -145,7 +145,7 @@ class PrefillDriver:
             finally:
                 del self._streams[call], self._request_ids[call]
 
-    def _layers_per_group(self, peer: DecodePeer, ticket: common_pb2.Ticket) -> int:
+    def _layers_per_group(self, peer: DecodePeer, ticket: lease_pb2.Ticket) -> int:
         """How many layers of the call's largest chunk are sent together, over that peer's link."""
         if not self._layer_groups or peer.link is None:
             return self._spec.num_layers

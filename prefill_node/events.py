@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.engine.events import StepEvents
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from kvtransfer.segments import Segment
 
 

@@ -14,8 +14,8 @@ from baton.engine.events import ChunkComputed, LayersComputed, PromptScored, Req
 from baton.engine.request import EngineRequest
 from baton.kvcache.spec import KVCacheSpec
 from baton.node.prompt_logprobs import add_prompt_logprobs
-from baton.protos.v1 import common_pb2, decode_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2, lease_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
@@ -60,7 +60,7 @@ class PrefillTask:
             adapter=adapter_from_proto(request.adapter),
             prefill_only=True,
             stop_tokens=self.ticket.token_stop if self._split else None,
-            due_s=now_s + request.first_token_s if request.HasField("first_token_s") else None,
+            due_s=now_s + request.ttft_budget_s if request.HasField("ttft_budget_s") else None,
             refuse_late=request.refuse_late,
             layers_per_group=called.layers_per_group if called.layers_per_group < spec.num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.
@@ -268,7 +268,7 @@ class PrefillTask:
         return [EndCall(self.call, self._error)]
 
 
-def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
+def _check_ticket(ticket: lease_pb2.Ticket, num_tokens: int) -> None:
     """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
     if ticket.lease.number >= 1 << LEASE_NUMBER_BITS:
         raise InvalidRequest(

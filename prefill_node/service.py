@@ -8,8 +8,9 @@ import grpc
 from baton.core.errors import BatonError
 from baton.node.assembly import Node
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
 from baton.rpc.status import abort, client_may_leave
 from baton.settings.config import PrefillSettings
@@ -18,7 +19,7 @@ from decode_node.service import DecodeService
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing, Draining
 
-SERVICE_NAME = "baton.v1.Prefill"
+SERVICE_NAME = "baton.internal.v1.Prefill"
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -40,8 +41,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 await abort(context, error)
 
     async def Connect(
-        self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext[pb.ConnectRequest, common_pb2.PeerState]
-    ) -> common_pb2.PeerState:
+        self,
+        request: pb.ConnectRequest,
+        context: grpc.aio.ServicerContext[pb.ConnectRequest, node_status_pb2.PeerState],
+    ) -> node_status_pb2.PeerState:
         try:
             # gRPC would also connect to names of other forms, such as unix:PATH.
             ListenAddress.parse(request.decode_address, field="decode_address")
@@ -59,7 +62,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def servicers(self) -> Mapping[str, object]:
         return {SERVICE_NAME: self} if self._decode is None else {SERVICE_NAME: self, **self._decode.servicers}
 
-    def fill_status(self, status: node_pb2.NodeStatus) -> None:
+    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
         status.peers.extend(self._driver.peers.states())
         if self._decode is not None:
             self._decode.fill_status(status)

@@ -1,4 +1,4 @@
-"""What a gateway shows of its cluster (`Generation.ClusterView`), read for `baton top`.
+"""What a gateway shows of its cluster (`Operations.ClusterView`), read for `baton top`.
 
 Fields that are not there have a default and others are ignored, so that gateways of other versions are shown too. Texts
 come from whoever named a node or sent a request: none of them has a character that a terminal would obey.
@@ -67,7 +67,7 @@ class ShownRequest(_Shown):
     client: Name = ""
     outcome: Name = ""
     ended_at_s: float = 0.0
-    first_token_s: float | None = None
+    ttft_s: float | None = None
     total_s: float = 0.0
     prompt_tokens: int | None = None
     completion_tokens: int = 0

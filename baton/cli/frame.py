@@ -211,7 +211,7 @@ def _request_columns(view: ClusterView) -> Sequence[_Column[ShownRequest]]:
         _Column("ago", lambda request: _ago(view.now_s - request.ended_at_s)),
         _Column("client", lambda request: request.client, from_width=130, right=False),
         _Column("tokens", _tokens, from_width=90),
-        _Column("TTFT", lambda request: _seconds(request.first_token_s), from_width=80),
+        _Column("TTFT", lambda request: _seconds(request.ttft_s), from_width=80),
         _Column("total", lambda request: _seconds(request.total_s), from_width=70),
         _Column("path", _path, from_width=110, right=False),
         _Column("why", lambda request: "; ".join(request.slow), right=False, shrinks=True),

@@ -137,12 +137,12 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
 
 def summary(usage: Usage, receipt: Receipt) -> str:
     """The receipt in a few lines."""
-    decode_s = receipt.total_s - receipt.first_token_s
+    decode_s = receipt.total_s - receipt.ttft_s
     speed = (usage.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
     lines = [
         f"{receipt.path}: {receipt.why}",
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones, the "
-        f"first after {receipt.first_token_s * 1e3:.0f} ms, then {speed:.0f} per second",
+        f"first after {receipt.ttft_s * 1e3:.0f} ms, then {speed:.0f} per second",
     ]
     if receipt.bytes_sent:
         lines.append(

@@ -19,7 +19,7 @@ from baton.client.client import DEFAULT_TARGET, Client
 from baton.core.errors import BatonError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_line
-from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert import phase_name, role_name
 from baton.rpc.revisions import Member, describe_revision, mixture, revision_of
 
@@ -52,7 +52,7 @@ def status(
         raise typer.Exit from None
 
 
-def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
+def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
     """The status as tables and lines of at most 80 columns, unless names are long."""
     cluster = _escaped(cluster)
     nodes = cluster.nodes
@@ -82,7 +82,7 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     for node, peer in pairs:
         if _is_lost(node, peer, nodes):
             continue
-        style = "" if peer.phase == common_pb2.PEER_PHASE_READY else "red"
+        style = "" if peer.phase == node_status_pb2.PEER_PHASE_READY else "red"
         both = f"{_name(node)} and {peer.name}"
         if peer.detail:
             parts.append(Text(f"{both}: {peer.detail}", style=style))
@@ -93,7 +93,7 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     return Group(*parts)
 
 
-def _print(console: Console, cluster: generation_pb2.ClusterStatusResponse, *, as_json: bool) -> None:
+def _print(console: Console, cluster: operations_pb2.ClusterStatusResponse, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_json(cluster)), flush=True)
     else:
@@ -120,9 +120,9 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
             await asyncio.sleep(_WATCH_S)
 
 
-def _escaped(cluster: generation_pb2.ClusterStatusResponse) -> generation_pb2.ClusterStatusResponse:
+def _escaped(cluster: operations_pb2.ClusterStatusResponse) -> operations_pb2.ClusterStatusResponse:
     """Nodes choose their names: a copy without a character that a terminal would obey."""
-    copy = generation_pb2.ClusterStatusResponse()
+    copy = operations_pb2.ClusterStatusResponse()
     copy.CopyFrom(cluster)
     _escape(copy)
     return copy
@@ -139,7 +139,7 @@ def _escape(message: Message) -> None:
                 _escape(each)
 
 
-def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
+def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
     """The object that `--json` prints. Incarnations are hexadecimal: JSON numbers lose their digits."""
     return {
         "gateway": cluster.gateway,
@@ -154,12 +154,12 @@ def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
     }
 
 
-async def _ask(target: str) -> generation_pb2.ClusterStatusResponse:
+async def _ask(target: str) -> operations_pb2.ClusterStatusResponse:
     async with Client(target) as client:
         return await client.cluster_status()
 
 
-def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
+def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
     status, info = node.status, node.status.info
     return {
         "name": info.name,
@@ -205,7 +205,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
     }
 
 
-def _costs_to_json(costs: common_pb2.StepCosts) -> dict[str, object]:
+def _costs_to_json(costs: node_status_pb2.StepCosts) -> dict[str, object]:
     return {
         "points": [{"tokens": point.tokens, "seconds": point.seconds} for point in costs.points],
         "key_s": costs.key_s,
@@ -214,7 +214,7 @@ def _costs_to_json(costs: common_pb2.StepCosts) -> dict[str, object]:
     }
 
 
-def _balance_to_json(balance: node_pb2.ExpertBalance) -> dict[str, object]:
+def _balance_to_json(balance: node_status_pb2.ExpertBalance) -> dict[str, object]:
     return {
         "redundant_experts": balance.redundant_experts,
         "rank_tokens": list(balance.rank_tokens),
@@ -223,7 +223,7 @@ def _balance_to_json(balance: node_pb2.ExpertBalance) -> dict[str, object]:
     }
 
 
-def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
+def _peer_to_json(peer: node_status_pb2.PeerState) -> dict[str, object]:
     return {
         "name": peer.name,
         "address": peer.address,
@@ -243,7 +243,7 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
     }
 
 
-def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
+def _nodes_table(nodes: Sequence[operations_pb2.NodeReport]) -> Table:
     table = _table()
     for name in ("node", "role", "state"):
         table.add_column(name, overflow="fold")
@@ -270,7 +270,9 @@ def _table() -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _described(nodes: Sequence[generation_pb2.NodeReport], describe: Callable[[node_pb2.NodeStatus], str]) -> list[str]:
+def _described(
+    nodes: Sequence[operations_pb2.NodeReport], describe: Callable[[node_status_pb2.NodeStatus], str]
+) -> list[str]:
     """One line for all nodes that are alike, or two where it is long."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
@@ -284,7 +286,7 @@ def _described_line(names: str, what: str) -> str:
     return line if len(line) <= _COLUMNS else f"{names}:\n  {what}"
 
 
-def _model(status: node_pb2.NodeStatus) -> str:
+def _model(status: node_status_pb2.NodeStatus) -> str:
     info = status.info
     ranks = info.tensor_parallel_size or 1
     own = " with requests of their own" if info.attention_data_parallel else ""
@@ -294,19 +296,19 @@ def _model(status: node_pb2.NodeStatus) -> str:
     )
 
 
-def _context(info: common_pb2.NodeInfo) -> str:
+def _context(info: node_status_pb2.NodeInfo) -> str:
     """Says so where a node takes shorter requests than its model could."""
     if info.max_context_tokens >= info.model_context_tokens:
         return ""
     return f", requests of up to {info.max_context_tokens:,} of the model's {info.model_context_tokens:,} tokens"
 
 
-def _release(status: node_pb2.NodeStatus) -> str:
+def _release(status: node_status_pb2.NodeStatus) -> str:
     model = status.info.model
     return f"Baton {status.info.package_version}, weights {describe_revision(revision_of(model), model.revision_name)}"
 
 
-def _adapters(status: node_pb2.NodeStatus) -> str:
+def _adapters(status: node_status_pb2.NodeStatus) -> str:
     """The first ones by name, with as many digits of the revision as tell people which it is; `--json` has all."""
     listed = [
         f"{shortened(each.name, _ADAPTER_NAME_MAX)} ({each.revision[:_DIGITS]})"
@@ -316,7 +318,7 @@ def _adapters(status: node_pb2.NodeStatus) -> str:
     return f"adapters {', '.join(listed)}{f' and {more} more' if more else ''}"
 
 
-def _experts(status: node_pb2.NodeStatus) -> str:
+def _experts(status: node_status_pb2.NodeStatus) -> str:
     """How evenly the ranks share the tokens of experts."""
     balance = status.expert_balance
     copies = f"; {balance.redundant_experts} redundant" if balance.redundant_experts else ""
@@ -329,7 +331,7 @@ def _experts(status: node_pb2.NodeStatus) -> str:
     )
 
 
-def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:
+def _members(cluster: operations_pb2.ClusterStatusResponse) -> list[Member]:
     """The gateway, and the nodes that work on requests."""
     members = [Member(cluster.gateway, cluster.package_version)]
     for node in cluster.nodes:
@@ -340,7 +342,7 @@ def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:
     return members
 
 
-def _work(status: node_pb2.NodeStatus) -> str:
+def _work(status: node_status_pb2.NodeStatus) -> str:
     steps = f"up to {status.max_batch_tokens} tokens, {status.max_batch_requests} requests a step"
     waiting = f"{status.tokens_waiting} prompt tokens wait"
     if status.backlog_s:
@@ -349,8 +351,8 @@ def _work(status: node_pb2.NodeStatus) -> str:
 
 
 def _pairs_table(
-    pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]],
-    nodes: Sequence[generation_pb2.NodeReport],
+    pairs: Sequence[tuple[operations_pb2.NodeReport, node_status_pb2.PeerState]],
+    nodes: Sequence[operations_pb2.NodeReport],
 ) -> Table:
     table = _table()
     for name in ("prefill", "decode", "state", "transport"):
@@ -373,7 +375,7 @@ def _pairs_table(
     return table
 
 
-def _gone(node: generation_pb2.NodeReport) -> str:
+def _gone(node: operations_pb2.NodeReport) -> str:
     """The state of a node that cannot be reached."""
     if node.status.HasField("loading"):
         return "loading"
@@ -381,28 +383,28 @@ def _gone(node: generation_pb2.NodeReport) -> str:
 
 
 def _is_lost(
-    node: generation_pb2.NodeReport, peer: common_pb2.PeerState, nodes: Sequence[generation_pb2.NodeReport]
+    node: operations_pb2.NodeReport, peer: node_status_pb2.PeerState, nodes: Sequence[operations_pb2.NodeReport]
 ) -> bool:
     """Whether an end of the pair is lost. What the prefill node last said of the pair is then out of date."""
     ends = (node, *(each for each in nodes if peer.incarnation == each.status.info.incarnation != 0))
     return not all(end.reachable for end in ends)
 
 
-def _name(node: generation_pb2.NodeReport) -> str:
+def _name(node: operations_pb2.NodeReport) -> str:
     return node.status.info.name or node.address
 
 
-def _role(node: generation_pb2.NodeReport) -> str:
+def _role(node: operations_pb2.NodeReport) -> str:
     return role_name(node.status.info.role)
 
 
-def _version(node: generation_pb2.NodeReport) -> str:
+def _version(node: operations_pb2.NodeReport) -> str:
     return node.status.info.package_version
 
 
-def _is_prefill(node: generation_pb2.NodeReport) -> bool:
-    return node.status.info.role == common_pb2.ROLE_PREFILL
+def _is_prefill(node: operations_pb2.NodeReport) -> bool:
+    return node.status.info.role == node_status_pb2.ROLE_PREFILL
 
 
-def _phase(peer: common_pb2.PeerState) -> str:
+def _phase(peer: node_status_pb2.PeerState) -> str:
     return phase_name(peer.phase)

@@ -9,7 +9,7 @@ import typer
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.core.limits import SECONDS_MAX
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 
 
 class NodeRole(StrEnum):
@@ -19,7 +19,7 @@ class NodeRole(StrEnum):
     DECODE = "decode"
 
 
-_ROLES = {NodeRole.PREFILL: common_pb2.ROLE_PREFILL, NodeRole.DECODE: common_pb2.ROLE_DECODE}
+_ROLES = {NodeRole.PREFILL: node_status_pb2.ROLE_PREFILL, NodeRole.DECODE: node_status_pb2.ROLE_DECODE}
 
 
 def role(

@@ -22,7 +22,7 @@ from baton.core.limits import TOKENS_MAX
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
 from baton.core.types import LocalPolicy, SamplingParams
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.settings.config import DEMO_MODELS, NodeSettings
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.settings.model_source import find_model
@@ -209,14 +209,14 @@ async def _until_paired(
             peers = [
                 peer
                 for node in status.nodes
-                if node.status.info.role == common_pb2.ROLE_PREFILL
+                if node.status.info.role == node_status_pb2.ROLE_PREFILL
                 for peer in node.status.peers
             ]
             for peer in peers:
-                if peer.phase == common_pb2.PEER_PHASE_REFUSED:
+                if peer.phase == node_status_pb2.PEER_PHASE_REFUSED:
                     reasons = "; ".join(f"{item.field}: {item.ours} and {item.theirs}" for item in peer.mismatches)
                     raise ConfigError(f"{peer.name} and its prefill node do not fit: {reasons}")
-            ready = sum(peer.phase == common_pb2.PEER_PHASE_READY for peer in peers)
+            ready = sum(peer.phase == node_status_pb2.PEER_PHASE_READY for peer in peers)
             if ready == wanted and len(status.nodes) == len(prefill) + len(decode):
                 loaded = ({adapter.name for adapter in node.status.adapters} for node in status.nodes)
                 return sorted(map(escaped, set.intersection(*loaded)))

@@ -30,8 +30,8 @@ from baton.client.messages import (
 from baton.client.outputs import Completion, Event, collect
 from baton.client.resumption import AnswerProgress, prepare_to_resume
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InvalidRequest, NoNode
-from baton.protos.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import generation_pb2_grpc, node_status_pb2, operations_pb2, operations_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import client_proxy, dial_gateway
@@ -186,21 +186,22 @@ class Client:
         """
         return await self._ask(lambda stub: _download(stub.GetTokenizer(pb.GetTokenizerRequest(model=model))))
 
-    async def loads(self) -> pb.GetLoadsResponse:
+    async def loads(self) -> operations_pb2.GetLoadsResponse:
         """How full each node is."""
-        return await self._ask(lambda stub: stub.GetLoads(pb.GetLoadsRequest()))
+        return await self._ask_operations(lambda stub: stub.GetLoads(operations_pb2.GetLoadsRequest()))
 
-    async def cluster_status(self) -> pb.ClusterStatusResponse:
+    async def cluster_status(self) -> operations_pb2.ClusterStatusResponse:
         """The cluster as the gateway sees it."""
-        return await self._ask(lambda stub: stub.ClusterStatus(pb.ClusterStatusRequest()))
+        return await self._ask_operations(lambda stub: stub.ClusterStatus(operations_pb2.ClusterStatusRequest()))
 
     async def cluster_view(self) -> str:
         """What the gateway's page /ui shows, as JSON."""
-        return (await self._ask(lambda stub: stub.ClusterView(pb.ClusterViewRequest()))).state_json
+        view = await self._ask_operations(lambda stub: stub.ClusterView(operations_pb2.ClusterViewRequest()))
+        return view.state_json
 
     async def switch_role(
-        self, node: str, role: common_pb2.Role.ValueType, *, grace_s: float | None = None, force: bool = False
-    ) -> node_pb2.SwitchRoleResponse:
+        self, node: str, role: node_status_pb2.Role.ValueType, *, grace_s: float | None = None, force: bool = False
+    ) -> node_status_pb2.RoleSwitchProgress:
         """Lets the node of that name or address switch to the role; returns when it has, and the gateway uses it so.
 
         Args:
@@ -210,9 +211,9 @@ class Client:
         Raises:
             BatonError: why it does not switch.
         """
-        request = pb.SwitchNodeRoleRequest(role=role, grace_s=grace_s, force=force)
+        request = operations_pb2.SwitchNodeRoleRequest(role=role, grace_s=grace_s, force=force)
         set_text(request, node=node)
-        return await self._ask(lambda stub: _last_progress(stub.SwitchNodeRole(request)))
+        return await self._ask_operations(lambda stub: _last_progress(stub.SwitchNodeRole(request)))
 
     async def _stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """The request's events, from as many gateways as it takes."""
@@ -246,11 +247,19 @@ class Client:
                 call.cancel()
 
     async def _ask(self, ask: "Callable[[generation_pb2_grpc.GenerationAsyncStub], Awaitable[Answer]]") -> Answer:
+        return await self._ask_gateway(lambda gateway: ask(gateway.stub))
+
+    async def _ask_operations(
+        self, ask: "Callable[[operations_pb2_grpc.OperationsAsyncStub], Awaitable[Answer]]"
+    ) -> Answer:
+        return await self._ask_gateway(lambda gateway: ask(gateway.operations))
+
+    async def _ask_gateway(self, ask: "Callable[[_Gateway], Awaitable[Answer]]") -> Answer:
         for last in reversed(range(len(self._gateways))):
             gateway = self._gateways[self._current]
             try:
                 with _typed_errors(gateway):
-                    return await ask(gateway.stub)
+                    return await ask(gateway)
             except _Lost as lost:
                 if not last:
                     raise lost.error from None
@@ -272,6 +281,7 @@ class _Gateway:
         self.channel = connect(target, dial=dial, proxy=self.proxy)
         # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
         self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
+        self.operations: operations_pb2_grpc.OperationsAsyncStub = operations_pb2_grpc.OperationsStub(self.channel)
 
 
 class _Lost(Exception):
@@ -282,8 +292,10 @@ class _Lost(Exception):
         self.error = error
 
 
-async def _last_progress(responses: AsyncIterable[pb.SwitchNodeRoleResponse]) -> node_pb2.SwitchRoleResponse:
-    last = node_pb2.SwitchRoleResponse()
+async def _last_progress(
+    responses: AsyncIterable[operations_pb2.SwitchNodeRoleResponse],
+) -> node_status_pb2.RoleSwitchProgress:
+    last = node_status_pb2.RoleSwitchProgress()
     async for response in responses:
         last = response.progress
     return last

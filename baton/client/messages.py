@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 from baton.client.outputs import ChatDelta, Event, Finished, Notice, Piece, ToolCall
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, SamplingParams
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import common_pb2, operations_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import (
     finish_reason_from_proto,
@@ -80,7 +80,9 @@ def json_text(field: str, value: object) -> str:
     return text
 
 
-def set_text(message: pb.GenerateRequest | pb.TokenizeRequest | pb.SwitchNodeRoleRequest, **texts: str) -> None:
+def set_text(
+    message: pb.GenerateRequest | pb.TokenizeRequest | operations_pb2.SwitchNodeRoleRequest, **texts: str
+) -> None:
     """Fills fields of the message.
 
     Raises:

@@ -131,7 +131,7 @@ class Draining(BatonError):
 
 
 class DeadlineExceeded(BatonError):
-    reason = "DEADLINE"
+    reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(BatonError):

@@ -33,14 +33,14 @@ class LocalPolicy(StrEnum):
 
 
 class GrammarKind(StrEnum):
-    """Languages in which a constraint on the output can be written; `GrammarKind` on the wire describes each."""
+    """Languages in which a constraint on the output can be written; `Grammar` on the wire describes each."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "lark"
-    EBNF = "ebnf"
+    GBNF = "gbnf"
     STRUCTURAL_TAG = "structural_tag"
 
 
@@ -204,7 +204,7 @@ class Receipt:
     queue_s: float
     prefill_s: float
     transfer_s: float
-    first_token_s: float
+    ttft_s: float
     total_s: float
     attempts: int
     prefill_cached_tokens: int

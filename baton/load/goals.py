@@ -35,7 +35,7 @@ class Goal:
         if record.outcome is not LoadOutcome.OK:
             return False
         return (
-            _within(record.first_token_s, self.ttft_s)
+            _within(record.ttft_s, self.ttft_s)
             and _within(record.tpot_s, self.tpot_s)
             and (self.gap_s is None or _within(record.gap_quantile_s(0.99), self.gap_s))
             and _within(record.end_s, self.e2e_s)

@@ -95,7 +95,7 @@ def summarize(*runs: Sequence[LoadRecord]) -> Summary:
         prompt_tokens=sum(record.usage.get("prompt", record.prompt_tokens) for record in ok),
         cached_tokens=sum(record.usage.get("cached", 0) for record in ok),
         output_tokens=tokens,
-        ttft=spread([record.first_token_s for record in ok if record.first_token_s is not None]),
+        ttft=spread([record.ttft_s for record in ok if record.ttft_s is not None]),
         tpot=spread([record.tpot_s for record in ok if record.tpot_s is not None]),
         gap=spread(np.concatenate(gaps) if gaps else []),
         gap_p99=spread([float(np.quantile(each, 0.99)) for each in gaps if each.size]),

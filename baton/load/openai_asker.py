@@ -100,7 +100,7 @@ class OpenAiAsker:
         slo = self.slo or NO_SLO
         for name, value in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)):
             if value is not None:
-                headers[f"x-baton-{name}-ms"] = f"{value * 1e3:g}"
+                headers[f"x-baton-{name}-s"] = f"{value:g}"
         return headers
 
 

@@ -60,7 +60,7 @@ def _distributions(results: LoadResults) -> Any:
     for label in results.labels:
         runs = [run for run in results.runs if run.label == label]
         records = [record for run in runs for record in run.counted if record.outcome is LoadOutcome.OK]
-        _steps(ttft, label, [record.first_token_s for record in records if record.first_token_s is not None])
+        _steps(ttft, label, [record.ttft_s for record in records if record.ttft_s is not None])
         _steps(tpot, label, [record.tpot_s for record in records if record.tpot_s is not None])
         _steps(gap, label, np.concatenate([record.gaps_s() for record in records]) if records else [])
         _course(course, label, records)
@@ -95,7 +95,7 @@ def _steps(axis: Any, label: str, seconds: Sequence[float] | np.ndarray[Any, Any
 
 
 def _course(axis: Any, label: str, records: Sequence[LoadRecord]) -> None:
-    found = [(record.due_s, 1e3 * record.first_token_s) for record in records if record.first_token_s is not None]
+    found = [(record.due_s, 1e3 * record.ttft_s) for record in records if record.ttft_s is not None]
     if found:
         axis.plot(*zip(*sorted(found), strict=True), ".", markersize=3, label=label)
 

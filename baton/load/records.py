@@ -56,7 +56,7 @@ class LoadRecord:
         return sum(self.counts) if self.exact else self.usage.get("output", sum(self.counts))
 
     @property
-    def first_token_s(self) -> float | None:
+    def ttft_s(self) -> float | None:
         return self.times_s[0] if self.times_s else None
 
     @property

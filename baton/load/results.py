@@ -228,7 +228,7 @@ def _record_to_json(record: LoadRecord) -> dict[str, Any]:
         "due_ms": _to_ms(record.due_s),
         "late_ms": _to_ms(record.late_s),
         "end_ms": _to_ms(record.end_s),
-        "ttft_ms": None if record.first_token_s is None else _to_ms(record.first_token_s),
+        "ttft_ms": None if record.ttft_s is None else _to_ms(record.ttft_s),
         "tpot_ms": None if record.tpot_s is None else _to_ms(record.tpot_s),
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,

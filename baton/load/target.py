@@ -45,7 +45,7 @@ class SeveralGateways:
         self._next += 1
         while True:
             asker, known = self.askers[place % len(self.askers)], len(token_ids)
-            question = asker.encode({**body, "output_token_ids": token_ids} if token_ids else body, headers)
+            question = asker.encode(_resumed(body, token_ids), headers)
             try:
                 return await asker.ask(question, answer, token_ids)
             except AskError as error:
@@ -163,3 +163,8 @@ class Server:
             for address in target.addresses
         ]
         return askers[0] if len(askers) == 1 else SeveralGateways(askers)
+
+
+def _resumed(body: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
+    """The body of a request whose client has these tokens already."""
+    return {**body, "baton": {**body.get("baton", {}), "output_token_ids": token_ids}} if token_ids else body

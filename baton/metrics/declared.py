@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from baton.core.error_codes import TABLE
+
 
 class Kind(StrEnum):
     COUNTER = "counter"
@@ -91,10 +93,7 @@ NODES = (ProcessRole.PREFILL, ProcessRole.DECODE)
 DECODE = (ProcessRole.DECODE,)
 PICKER = (ProcessRole.PICKER,)
 
-REASONS = (
-    "INVALID_REQUEST", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNKNOWN_MODEL", "OVERLOADED", "NO_NODE", "DRAINING",
-    "DEADLINE", "CANCELLED", "PEER_REFUSED", "UNKNOWN_LEASE", "DATA_LOSS", "INTERNAL",
-)  # fmt: skip
+REASONS = tuple(dict.fromkeys(row.error.reason for row in TABLE))
 # Of a retry; the node was lost without an error.
 LOST = "LOST"
 

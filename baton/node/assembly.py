@@ -36,7 +36,7 @@ from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
 from baton.node.starting import nameless
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
 from baton.settings.config import NodeSettings, PrefillSettings
 from baton.settings.model_source import hub_commit
@@ -93,7 +93,7 @@ class Node:
         settings: NodeSettings,
         built: BuiltRunner,
         *,
-        role: common_pb2.Role.ValueType,
+        role: node_status_pb2.Role.ValueType,
         address: str,
         group: RankGroup | None = None,
     ) -> None:
@@ -139,7 +139,7 @@ class Node:
         self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
         self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
-    def _take_role(self, settings: NodeSettings, role: common_pb2.Role.ValueType) -> None:
+    def _take_role(self, settings: NodeSettings, role: node_status_pb2.Role.ValueType) -> None:
         """Takes a role's settings, limits and description, as a new incarnation.
 
         Raises:
@@ -156,7 +156,7 @@ class Node:
         self.role = role
         self.incarnation = secrets.randbits(63) + 1
         self.name = settings.name or nameless(role, self.address)
-        self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
+        self.meter_role = MeterRole.PREFILL if role == node_status_pb2.ROLE_PREFILL else MeterRole.DECODE
         self.counts = NodeMeter(self.meter_role)
         self.description = _describe(built.identity, built, settings)
         self.info = to_info(
@@ -170,7 +170,7 @@ class Node:
             max_context_tokens=self.max_context_tokens,
             model_context_tokens=built.config.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
-            also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
+            also_decodes=role == node_status_pb2.ROLE_PREFILL and settings.decodes,
         )
 
     def check(self, settings: NodeSettings) -> None:
@@ -181,7 +181,7 @@ class Node:
         """
         engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
 
-    async def become(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
+    async def become(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
         """Takes another role, as a new incarnation, with weights, cache and graphs as they are. Before: the old role's
         drivers are closed, and no request, lease or pair is left. After: the new role's drivers call `listen`.
 
@@ -237,11 +237,11 @@ class Node:
             + (f", {shape.state_slots} recurrent states" if shape.state_slots else "")
         )
 
-    def status(self, *, draining: bool) -> node_pb2.NodeStatus:
+    def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
         """The role fills in the rest: peers, leases and refusals."""
         load = self.engine.load()
         counters = self.transfer.counters()
-        return node_pb2.NodeStatus(
+        return node_status_pb2.NodeStatus(
             info=self.info,
             draining=draining,
             blocks_total=load.blocks_total,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from baton.core.block_keys import BlockKey, number_of
 from baton.engine.scheduling.prefixes import PrefixCache
-from baton.protos.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2 as pb
 
 _INTERVAL_S = 0.05
 _BATCH_BLOCKS = 2048  # with the tokens of blocks of 256 a message stays below gRPC's 4 MiB

@@ -6,8 +6,8 @@ from baton.core.costs import StepCosts
 from baton.core.errors import PeerRefused
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from baton.protos.v1 import common_pb2 as pb
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import node_status_pb2 as pb
 from baton.rpc.convert import costs_to_proto
 from kvtransfer.flows import RankPair
 from kvtransfer.plan import Mismatch, NodeDescription

@@ -9,7 +9,8 @@ from baton.engine.device.device_thread import ExpertCounts
 from baton.metrics.exposition import Figure
 from baton.models.config.expert_places import ExpertPlacement
 from baton.models.layers.expert_counts import expert_load
-from baton.protos.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import expert_load_to_proto
 
 READ_EVERY_S = 5.0
@@ -78,12 +79,12 @@ class ExpertLoads:
         """As `load`."""
         return expert_load_to_proto(await self.load())
 
-    def summary(self) -> pb.ExpertBalance | None:
+    def summary(self) -> node_status_pb2.ExpertBalance | None:
         """What a status says; None: nothing is counted."""
         if self._placement is None:
             return None
         imbalances = [layer.imbalance for layer in self._recent.layers] if self._recent is not None else []
-        return pb.ExpertBalance(
+        return node_status_pb2.ExpertBalance(
             redundant_experts=self._placement.redundant,
             rank_tokens=self._rank_tokens,
             imbalance_mean=sum(imbalances) / len(imbalances) if imbalances else 0.0,
@@ -92,7 +93,7 @@ class ExpertLoads:
 
     def figures(self) -> Iterator[Figure]:
         """For the page of metrics."""
-        balance = self.summary() or pb.ExpertBalance()
+        balance = self.summary() or node_status_pb2.ExpertBalance()
         yield Figure("baton_expert_imbalance", balance.imbalance_mean, ("mean",))
         yield Figure("baton_expert_imbalance", balance.imbalance_max, ("max",))
         for rank, tokens in enumerate(self._rank_tokens):

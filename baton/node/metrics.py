@@ -8,10 +8,10 @@ from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from baton.node.assembly import Node
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from kvtransfer.leases import SegmentRefusal
 
-_PREFILL = common_pb2.ROLE_PREFILL
+_PREFILL = node_status_pb2.ROLE_PREFILL
 
 
 class NodeMetrics:
@@ -28,7 +28,7 @@ class NodeMetrics:
         self,
         node: Node,
         *,
-        status: Callable[[], node_pb2.NodeStatus],
+        status: Callable[[], node_status_pb2.NodeStatus],
         leases: Callable[[], Mapping[str, int]],
         knows: Callable[[str], bool],
         switches: Mapping[SwitchOutcome, int] = MappingProxyType({}),
@@ -55,7 +55,7 @@ class NodeMetrics:
         for state, count in self._leases().items():
             yield Figure("baton_kv_leases", count, (state,))
 
-    def _of_load(self, status: node_pb2.NodeStatus) -> Iterator[Figure]:
+    def _of_load(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         total, free = status.blocks_total, status.blocks_free
         yield Figure("baton_num_requests_running", status.requests_running)
         yield Figure("baton_num_requests_waiting", status.requests_waiting)
@@ -69,7 +69,7 @@ class NodeMetrics:
         yield Figure("baton_decode_rows", status.decode_rows)
         yield Figure("baton_decode_context_tokens", status.context_tokens)
 
-    def _of_engine(self, status: node_pb2.NodeStatus) -> Iterator[Figure]:
+    def _of_engine(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         load = self._node.engine.load()
         yield Figure("baton_engine_requests_total", status.requests_total)
         yield Figure("baton_engine_refused_late_total", load.refused_late)
@@ -80,7 +80,7 @@ class NodeMetrics:
             yield Figure("baton_engine_step_launches_total", count, (launch,))
         yield from self._node.experts.figures()
 
-    def _of_transfer(self, status: node_pb2.NodeStatus) -> Iterator[Figure]:
+    def _of_transfer(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         counters = self._node.transfer.counters()
         direction = "sent" if self._node.role == _PREFILL else "received"
         yield Figure("baton_kv_transfer_bytes_total", counters.bytes_total, (direction,))
@@ -88,7 +88,7 @@ class NodeMetrics:
         yield Figure("baton_kv_segments_converted_total", counters.converted)
         for refusal in SegmentRefusal:
             yield Figure("baton_kv_segments_refused_total", counters.refusals.get(refusal, 0), (refusal.name.lower(),))
-        pairs = [peer for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY]
+        pairs = [peer for peer in status.peers if peer.phase == node_status_pb2.PEER_PHASE_READY]
         yield Figure("baton_pairs_ready", len(pairs))
         for peer in pairs:
             yield Figure("baton_link_info", 1, (peer.name, peer.transport))

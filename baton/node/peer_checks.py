@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.core.errors import PeerRefused
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import node_status_pb2
 from kvtransfer.ranked import MOST_RANKS
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import SENDER_BITS
@@ -46,7 +47,7 @@ _TEXTS = (
 _CURE = "use the same version on both nodes"
 
 
-def check_info(info: common_pb2.NodeInfo, *, role: common_pb2.Role.ValueType) -> None:
+def check_info(info: node_status_pb2.NodeInfo, *, role: node_status_pb2.Role.ValueType) -> None:
     """Checks a node's description of itself, which may have any content.
 
     Raises:
@@ -55,7 +56,7 @@ def check_info(info: common_pb2.NodeInfo, *, role: common_pb2.Role.ValueType) ->
     if info.ByteSize() > _INFO_BYTES_MAX:
         raise _refusal("info", f"{info.ByteSize()} bytes", f"up to {_INFO_BYTES_MAX} bytes")
     if info.role != role:
-        raise _refusal("role", info.role, common_pb2.Role.Name(role))
+        raise _refusal("role", info.role, node_status_pb2.Role.Name(role))
     for path in _TEXTS:
         _check_text(path, _value(info, path))
     for dtype in info.converted_kv_dtypes[: _DTYPES_MAX + 1]:
@@ -114,7 +115,7 @@ def check_measure(measure: LinkMeasure) -> LinkMeasure:
     return measure
 
 
-def _check_part(path: str, part: common_pb2.CacheSpec) -> None:
+def _check_part(path: str, part: node_status_pb2.CacheSpec) -> None:
     """Checks a part of a cache beside KV, which has neither windows nor parts of its own."""
     for name, (least, most) in _PART_SIZES.items():
         value = getattr(part, name)
@@ -130,7 +131,7 @@ def _check_text(path: str, text: str) -> None:
         raise _refusal(path, repr(text[:40]), f"printable, up to {_TEXT_MAX} characters")
 
 
-def _value(message: common_pb2.NodeInfo, path: str) -> Any:
+def _value(message: node_status_pb2.NodeInfo, path: str) -> Any:
     value: Any = message
     for name in path.split("."):
         value = getattr(value, name)

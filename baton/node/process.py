@@ -38,7 +38,7 @@ from baton.node.role_switch import RoleSwitch
 from baton.node.service import SERVICE_NAME, NodeParts, NodeService
 from baton.node.starting import Starting
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.secure_server import protect_node
 from baton.rpc.server import (
     GrpcServer,
@@ -55,7 +55,7 @@ from baton.settings.model_source import find_model
 
 log = logging.getLogger("baton")
 
-_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
+_CERTIFIED = {node_status_pb2.ROLE_PREFILL: certified.Role.PREFILL, node_status_pb2.ROLE_DECODE: certified.Role.DECODE}
 # What is closed after serving may wait for a rank that is stopped.
 _CLOSE_S = 30.0
 # Time to fail all requests after a rank has ended.
@@ -66,8 +66,8 @@ def run_node(
     program: str,
     settings: NodeSettings,
     supervisor: Supervisor,
-    role: common_pb2.Role.ValueType,
-    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+    role: node_status_pb2.Role.ValueType,
+    kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
 ) -> None:
     """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others. Never returns.
 
@@ -88,8 +88,8 @@ def _run_process(
     program: str,
     settings: NodeSettings,
     supervisor: Supervisor,
-    role: common_pb2.Role.ValueType,
-    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+    role: node_status_pb2.Role.ValueType,
+    kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
 ) -> None:
     raise_file_limit()
     check_ready_file(settings.ready_file)
@@ -123,7 +123,7 @@ def _run_process(
             runner.run(_run(settings, built, group, server, metrics, supervisor, role, kinds, starting))
 
 
-async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:
+async def _bind(settings: NodeSettings, role: node_status_pb2.Role.ValueType) -> GrpcServer:
     protection = protect_node(settings, _CERTIFIED[role], ListenAddress.parse(settings.listen, field="listen"))
     return GrpcServer(
         settings.listen,
@@ -141,8 +141,8 @@ async def _run(
     server: GrpcServer,
     metrics: socket.socket | None,
     supervisor: Supervisor,
-    role: common_pb2.Role.ValueType,
-    kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+    role: node_status_pb2.Role.ValueType,
+    kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
     starting: Starting,
 ) -> None:
     # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.

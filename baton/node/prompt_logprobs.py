@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.types import MAX_LOGPROBS, PromptLogprob
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import common_pb2
 
 _TOKEN_BYTES = 5  # of any uint32 as a varint
 _LENGTH_BYTES = 2  # of the size of any PromptLogprob as a varint

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.node.assembly import Node
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.settings.config import NodeSettings
 
 
@@ -16,7 +16,7 @@ class ServedRole(Protocol):
     def servicers(self) -> Mapping[str, object]:
         """The role's services by name."""
 
-    def fill_status(self, status: node_pb2.NodeStatus) -> None:
+    def fill_status(self, status: node_status_pb2.NodeStatus) -> None:
         """Adds peers, leases and refusals to a status."""
 
     def knows(self, request_id: str) -> bool:

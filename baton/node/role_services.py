@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 
 from baton.core.errors import Draining
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 
-PREFILL, DECODE = "baton.v1.Prefill", "baton.v1.Decode"
+PREFILL, DECODE = "baton.internal.v1.Prefill", "baton.internal.v1.Decode"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -53,8 +54,8 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
     ) -> None:
         await self._run(self._of(PREFILL).Prefill(request, context))
 
-    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:
-        state: common_pb2.PeerState = await self._run(self._of(PREFILL).Connect(request, context))
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:
+        state: node_status_pb2.PeerState = await self._run(self._of(PREFILL).Connect(request, context))
         return state
 
     async def Session(  # type: ignore[override]  # the stubs know generators only

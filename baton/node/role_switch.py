@@ -18,8 +18,8 @@ from baton.node.metrics import NodeMetrics
 from baton.node.role import RoleKind, ServedRole
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.secure_server import check_certificate
 from baton.security import roles as certified
@@ -34,8 +34,12 @@ _GRACE_S_MAX = 1e9
 _END_S = 10.0
 _PROGRESS_EVERY_S = 0.1
 
-_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
-_DRAINING, _CHANGING, _DONE = pb.SWITCH_PHASE_DRAINING, pb.SWITCH_PHASE_CHANGING, pb.SWITCH_PHASE_DONE
+_CERTIFIED = {node_status_pb2.ROLE_PREFILL: certified.Role.PREFILL, node_status_pb2.ROLE_DECODE: certified.Role.DECODE}
+_DRAINING, _CHANGING, _DONE = (
+    node_status_pb2.SWITCH_PHASE_DRAINING,
+    node_status_pb2.SWITCH_PHASE_CHANGING,
+    node_status_pb2.SWITCH_PHASE_DONE,
+)
 
 
 class RoleSwitch:
@@ -55,7 +59,7 @@ class RoleSwitch:
         self,
         node: Node,
         role: ServedRole,
-        kinds: Mapping[common_pb2.Role.ValueType, RoleKind],
+        kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
         *,
         services: RoleServices,
         stop: asyncio.Event,
@@ -74,14 +78,14 @@ class RoleSwitch:
         self._clock = clock
         self._changed_s = clock()
         self._began_s = 0.0
-        self._phase: pb.SwitchPhase.ValueType = pb.SWITCH_PHASE_UNSPECIFIED
-        self._next: common_pb2.Role.ValueType | None = None
+        self._phase: node_status_pb2.SwitchPhase.ValueType = node_status_pb2.SWITCH_PHASE_UNSPECIFIED
+        self._next: node_status_pb2.Role.ValueType | None = None
         self._switching: asyncio.Task[None] | None = None
-        self._settings: dict[common_pb2.Role.ValueType, NodeSettings] = {node.role: node.settings}
+        self._settings: dict[node_status_pb2.Role.ValueType, NodeSettings] = {node.role: node.settings}
         self._outcomes = dict.fromkeys(SwitchOutcome, 0)
         self._serve()
 
-    def status(self) -> pb.NodeStatus:
+    def status(self) -> node_status_pb2.NodeStatus:
         message = self._node.status(draining=self._stop.is_set() or self._next is not None)
         self.role.fill_status(message)
         if self._next is not None:
@@ -96,7 +100,7 @@ class RoleSwitch:
         if self._switching is not None:
             await asyncio.wait([self._switching])
 
-    async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[pb.SwitchRoleResponse]:
+    async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
         """Begins a switch, or follows the one to the same role that is under way; yields how far it is until it is
         done. It goes on when the caller leaves.
 
@@ -112,19 +116,19 @@ class RoleSwitch:
             log.warning("the switch to role %s is refused: %s", role_name(request.role), error)
             raise
         if switching is None:
-            yield pb.SwitchRoleResponse(phase=_DONE, info=self._node.info)
+            yield node_status_pb2.RoleSwitchProgress(phase=_DONE, info=self._node.info)
             return
         began_s = self._began_s
         while not switching.done():
             left = self._node.engine.load()
-            yield pb.SwitchRoleResponse(
+            yield node_status_pb2.RoleSwitchProgress(
                 phase=self._phase,
                 requests_left=left.requests_running + left.requests_waiting,
                 elapsed_s=self._clock() - began_s,
             )
             await asyncio.wait([switching], timeout=_PROGRESS_EVERY_S)
         switching.result()  # or its error
-        yield pb.SwitchRoleResponse(phase=_DONE, elapsed_s=self._changed_s - began_s, info=self._node.info)
+        yield node_status_pb2.RoleSwitchProgress(phase=_DONE, elapsed_s=self._changed_s - began_s, info=self._node.info)
 
     # ---- whether it may
 
@@ -172,7 +176,7 @@ class RoleSwitch:
                 retry_after_s=dwell_s - age_s,
             )  # fmt: skip
 
-    def _settings_for(self, role: common_pb2.Role.ValueType) -> NodeSettings:
+    def _settings_for(self, role: node_status_pb2.Role.ValueType) -> NodeSettings:
         """The settings of this process in a role.
 
         Raises:
@@ -196,7 +200,7 @@ class RoleSwitch:
 
     # ---- the switch
 
-    async def _run(self, role: common_pb2.Role.ValueType, settings: NodeSettings, grace_s: float) -> None:
+    async def _run(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings, grace_s: float) -> None:
         try:
             await self._drain(role, grace_s)
             await self._change(role, settings)
@@ -213,7 +217,7 @@ class RoleSwitch:
         finally:
             self._next = None
 
-    async def _drain(self, role: common_pb2.Role.ValueType, grace_s: float) -> None:
+    async def _drain(self, role: node_status_pb2.Role.ValueType, grace_s: float) -> None:
         """Ends the present role's requests, within the grace.
 
         Raises:
@@ -225,7 +229,7 @@ class RoleSwitch:
         if self._stop.is_set():
             raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
 
-    async def _change(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
+    async def _change(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
         node, transfer = self._node, self._node.transfer
         self._phase = _CHANGING
         self.services.refuse()  # first: a call that came while the role is closed would leave something open

@@ -13,11 +13,12 @@ import grpc
 from baton.core.errors import Draining
 from baton.core.types import AdapterRef
 from baton.node.cache_events import CacheEvents
-from baton.protos.v1 import node_pb2 as pb
-from baton.protos.v1 import node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto, describe_loading
 
-SERVICE_NAME = "baton.v1.Node"
+SERVICE_NAME = "baton.internal.v1.Node"
 
 _INTERVAL_S_MIN = 0.02
 # NOTE: an unchanged status is sent again. Gateways add to each status what they send to the node, and requests that
@@ -39,9 +40,9 @@ class NodeParts:
         expert_load: reads the tokens of each expert.
     """
 
-    status: Callable[[], pb.NodeStatus]
+    status: Callable[[], node_status_pb2.NodeStatus]
     drain: Callable[[float | None], None]
-    switch: Callable[[pb.SwitchRoleRequest], AsyncIterator[pb.SwitchRoleResponse]]
+    switch: Callable[[pb.SwitchRoleRequest], AsyncIterator[node_status_pb2.RoleSwitchProgress]]
     cache: CacheEvents
     load_adapter: Callable[[str, Path], Awaitable[AdapterRef]]
     unload_adapter: Callable[[str], None]
@@ -55,7 +56,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         loading: returns the status of the node while it loads.
     """
 
-    def __init__(self, loading: Callable[[], pb.NodeStatus]) -> None:
+    def __init__(self, loading: Callable[[], node_status_pb2.NodeStatus]) -> None:
         self._loading = loading
         self._parts: NodeParts | None = None
         self._closed = asyncio.Event()
@@ -82,17 +83,19 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise Draining(f"{status.info.name} is {describe_loading(status.loading)}", cure="try again when it serves")
         return self._parts
 
-    def _status(self) -> pb.NodeStatus:
+    def _status(self) -> node_status_pb2.NodeStatus:
         return self._loading() if self._parts is None else self._parts.status()
 
     async def Describe(
-        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.NodeStatus]
-    ) -> pb.NodeStatus:
+        self,
+        request: pb.DescribeRequest,
+        context: grpc.aio.ServicerContext[pb.DescribeRequest, node_status_pb2.NodeStatus],
+    ) -> node_status_pb2.NodeStatus:
         return self._status()
 
     async def Watch(
-        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, pb.NodeStatus]
-    ) -> AsyncIterator[pb.NodeStatus]:
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, node_status_pb2.NodeStatus]
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
         interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
         last, sent_at_s = None, 0.0
         while not self._closed.is_set():
@@ -115,8 +118,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def SwitchRole(
         self,
         request: pb.SwitchRoleRequest,
-        context: grpc.aio.ServicerContext[pb.SwitchRoleRequest, pb.SwitchRoleResponse],
-    ) -> AsyncIterator[pb.SwitchRoleResponse]:
+        context: grpc.aio.ServicerContext[pb.SwitchRoleRequest, node_status_pb2.RoleSwitchProgress],
+    ) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
         async for progress in self._served.switch(request):
             yield progress
 

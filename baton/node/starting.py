@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from baton.core.supervisor import Supervisor
 from baton.node.role_services import DECODE, PREFILL, RoleServices
 from baton.node.service import SERVICE_NAME, NodeService
-from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.server import GrpcServer
 from baton.settings.config import NodeSettings
@@ -33,10 +34,10 @@ class Starting:
     """
 
     def __init__(
-        self, settings: NodeSettings, role: common_pb2.Role.ValueType, server: GrpcServer, supervisor: Supervisor
+        self, settings: NodeSettings, role: node_status_pb2.Role.ValueType, server: GrpcServer, supervisor: Supervisor
     ) -> None:
         name = settings.name or nameless(role, server.address)
-        self._info = common_pb2.NodeInfo(name=name, address=server.address, role=role)
+        self._info = node_status_pb2.NodeInfo(name=name, address=server.address, role=role)
         self._server = server
         self._supervisor = supervisor
         self.service = NodeService(self._status)
@@ -62,12 +63,12 @@ class Starting:
             if failed:
                 runner.run(self._server.stop())
 
-    def _status(self) -> node_pb2.NodeStatus:
+    def _status(self) -> node_status_pb2.NodeStatus:
         stage = self._supervisor.stage
-        loading = node_pb2.Loading(stage=stage.name, done=stage.done, total=stage.total)
-        return node_pb2.NodeStatus(info=self._info, loading=loading)
+        loading = node_status_pb2.Loading(stage=stage.name, done=stage.done, total=stage.total)
+        return node_status_pb2.NodeStatus(info=self._info, loading=loading)
 
 
-def nameless(role: common_pb2.Role.ValueType, address: str) -> str:
+def nameless(role: node_status_pb2.Role.ValueType, address: str) -> str:
     """The same after a restart, and without the address: clients see names in receipts and errors."""
     return f"{role_name(role)}-{hashlib.blake2s(address.encode(), digest_size=3).hexdigest()}"

@@ -13,7 +13,7 @@ from baton.core.errors import ConfigError
 from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
 from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, roofline, state_slots
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import costs_from_proto, kept_bytes
 from baton.rpc.describe import describe
 
@@ -86,11 +86,11 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         ConfigError: it has not measured its steps.
     """
 
-    async def ask() -> list[node_pb2.NodeStatus]:
+    async def ask() -> list[node_status_pb2.NodeStatus]:
         return list(await asyncio.gather(*map(describe, addresses)))
 
     statuses = asyncio.run(ask())
-    known: dict[int, tuple[node_pb2.NodeStatus, StepCosts]] = {}
+    known: dict[int, tuple[node_status_pb2.NodeStatus, StepCosts]] = {}
     for address, status in zip(addresses, statuses, strict=True):
         costs = costs_from_proto(status.step_costs) if status.HasField("step_costs") else None
         if costs is None:

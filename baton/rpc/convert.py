@@ -3,6 +3,7 @@
 Converting a message also checks it: a value that breaks a rule of `baton.core.types` raises that rule's error.
 """
 
+import json
 import math
 from collections.abc import Iterable
 from itertools import pairwise
@@ -24,27 +25,27 @@ from baton.core.types import (
     TokenOutput,
     Usage,
 )
+from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import common_pb2 as pb
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 
 _TEXT_MAX = 200
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
-_GRAMMAR_KINDS = {pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}"): kind for kind in GrammarKind}
 _DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL, Path.SPLIT: pb.PATH_SPLIT}
 _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
 
-def role_name(role: pb.Role.ValueType) -> str:
+def role_name(role: node_status_pb2.Role.ValueType) -> str:
     """As in flags and logs: "decode"; "unknown" where none is given, "role 7" for one of a newer version."""
-    return _enum_name(pb.Role, "ROLE_", role)
+    return _enum_name(node_status_pb2.Role, "ROLE_", role)
 
 
-def phase_name(phase: pb.PeerPhase.ValueType) -> str:
+def phase_name(phase: node_status_pb2.PeerPhase.ValueType) -> str:
     """As `role_name`."""
-    return _enum_name(pb.PeerPhase, "PEER_PHASE_", phase)
+    return _enum_name(node_status_pb2.PeerPhase, "PEER_PHASE_", phase)
 
 
 def _enum_name(enum: Any, prefix: str, number: int) -> str:
@@ -118,20 +119,42 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
-    return pb.Grammar(kind=pb.GrammarKind.Value(f"GRAMMAR_KIND_{grammar.kind.name}"), text=grammar.text)
+    """Raises InvalidRequest if the text of a choice is not a JSON array of texts."""
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return pb.Grammar(json_object=pb.JsonObject())
+    if grammar.kind is GrammarKind.CHOICE:
+        return pb.Grammar(choice=_choices_to_proto(grammar.text))
+    # NOTE: the oneof's fields have the names of the kinds.
+    constraint: dict[str, Any] = {grammar.kind.value: grammar.text}
+    return pb.Grammar(**constraint)
+
+
+def _choices_to_proto(text: str) -> pb.Choices:
+    try:
+        texts = json.loads(text)
+        if not isinstance(texts, list):
+            raise TypeError
+        return pb.Choices(texts=texts)
+    except (ValueError, TypeError, RecursionError):
+        allowed = ("a JSON array of non-empty strings",)
+        raise InvalidRequest(
+            "the choice is not an array of texts", field="grammar", value=text, allowed=allowed
+        ) from None
 
 
 def grammar_from_proto(message: pb.Grammar) -> Grammar:
-    """Raises:
-    InvalidRequest: the kind is missing or unknown.
-    """
-    try:
-        return Grammar(_GRAMMAR_KINDS[message.kind], message.text)
-    except KeyError:
-        allowed = tuple(kind.name for kind in GrammarKind)
-        raise InvalidRequest(
-            f"grammar.kind is {message.kind}", field="grammar.kind", value=message.kind, allowed=allowed
-        ) from None
+    """Raises InvalidRequest if the message has no constraint, or one that is unknown here."""
+    match message.WhichOneof("constraint"):
+        case None:
+            allowed = tuple(kind.value for kind in GrammarKind)
+            cure = "set one of them; older clients sent `kind` and `text`, see docs/upgrades.md"
+            raise InvalidRequest("the grammar has no constraint", field="grammar", allowed=allowed, cure=cure)
+        case "json_object":
+            return Grammar(GrammarKind.JSON_OBJECT)
+        case "choice":
+            return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts), ensure_ascii=False))
+        case kind:
+            return Grammar(GrammarKind(kind), getattr(message, kind))
 
 
 def token_to_proto(token: TokenOutput) -> pb.Token:
@@ -182,25 +205,25 @@ def slo_from_proto(message: pb.Slo) -> Slo:
     )
 
 
-def adapter_to_proto(adapter: AdapterRef) -> pb.Adapter:
-    return pb.Adapter(name=adapter.name, revision=adapter.revision)
+def adapter_to_proto(adapter: AdapterRef) -> node_status_pb2.Adapter:
+    return node_status_pb2.Adapter(name=adapter.name, revision=adapter.revision)
 
 
-def adapter_from_proto(message: pb.Adapter) -> AdapterRef | None:
+def adapter_from_proto(message: node_status_pb2.Adapter) -> AdapterRef | None:
     """None: the message is empty, which means the base model."""
     return AdapterRef(message.name, message.revision) if message.name else None
 
 
-def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
-    return pb.StepCosts(
-        points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in costs.points],
+def costs_to_proto(costs: StepCosts) -> node_status_pb2.StepCosts:
+    return node_status_pb2.StepCosts(
+        points=[node_status_pb2.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in costs.points],
         key_s=costs.key_s,
         pair_s=costs.pair_s,
         decode_row_s=costs.decode_row_s,
     )
 
 
-def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
+def costs_from_proto(message: node_status_pb2.StepCosts) -> StepCosts | None:
     """None: the message has no point, or impossible ones, so nothing is known."""
     points = tuple((point.tokens, point.seconds) for point in message.points)
     others = message.key_s, message.pair_s, message.decode_row_s
@@ -212,18 +235,20 @@ def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
     return StepCosts(points, *others)
 
 
-def describe_loading(loading: node_pb2.Loading) -> str:
+def describe_loading(loading: node_status_pb2.Loading) -> str:
     """What a node does before it serves, such as "loading weights, 40 %"."""
     stage = shortened(loading.stage, _TEXT_MAX) or "starting"
     return f"{stage}, {min(100, 100 * loading.done // loading.total)} %" if loading.total else stage
 
 
-def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
+def kept_bytes(spec: node_status_pb2.CacheSpec) -> tuple[int, int]:
     """What a node keeps of each token, as if no layer had a window, and of each request besides: its recurrent state.
 
     The spec may be a newer peer's: kinds and dtypes that are not known count like usual ones.
     """
-    per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind in (pb.KV_KIND_MLA, pb.KV_KIND_STATE) else 2)
+    per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (
+        1 if spec.kind in (node_status_pb2.KV_KIND_MLA, node_status_pb2.KV_KIND_STATE) else 2
+    )
     per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number
     per_token += kept_bytes(spec.index)[0] if spec.HasField("index") else 0
     return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0
@@ -258,7 +283,7 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         queue_s=receipt.queue_s,
         prefill_s=receipt.prefill_s,
         transfer_s=receipt.transfer_s,
-        first_token_s=receipt.first_token_s,
+        ttft_s=receipt.ttft_s,
         total_s=receipt.total_s,
         attempts=receipt.attempts,
         prefill_cached_tokens=receipt.prefill_cached_tokens,
@@ -294,7 +319,7 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
         transfer_s=message.transfer_s,
-        first_token_s=message.first_token_s,
+        ttft_s=message.ttft_s,
         total_s=message.total_s,
         attempts=message.attempts,
         prefill_cached_tokens=message.prefill_cached_tokens,

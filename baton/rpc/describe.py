@@ -6,7 +6,8 @@ from typing import TypeVar
 import grpc
 
 from baton.core.errors import NoNode
-from baton.protos.v1 import node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.roles import NODE
@@ -18,7 +19,7 @@ Answer = TypeVar("Answer")
 _TIMEOUT_S = 10.0
 
 
-async def describe(address: str) -> node_pb2.NodeStatus:
+async def describe(address: str) -> node_status_pb2.NodeStatus:
     """The status of the node at host:port, asked with the certificate of BATON_TLS_CERT if that is set.
 
     Raises:
@@ -47,6 +48,6 @@ async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awai
                 what = f"cannot reach {address}: {last_cause(error)}"
                 raise NoNode(what, field="address", value=address, cure=cure) from None
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                cure = "give the address of a node, not of a gateway"
+                cure = "give the address of a node of this release, not of a gateway; docs/upgrades.md has more"
                 raise NoNode(f"{address} is not a node", field="address", value=address, cure=cure) from None
             raise from_rpc_error(error) from None

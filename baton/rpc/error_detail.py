@@ -1,23 +1,8 @@
 """Baton's errors as messages and back, for streams that continue after one request fails. Needs no grpc."""
 
 from baton.core import errors
+from baton.core.error_codes import BY_REASON
 from baton.protos.v1 import common_pb2 as pb
-
-_ERRORS: dict[str, type[errors.BatonError]] = {
-    "INVALID_REQUEST": errors.InvalidRequest,
-    "UNAUTHENTICATED": errors.Unauthenticated,
-    "PERMISSION_DENIED": errors.PermissionDenied,
-    "UNKNOWN_MODEL": errors.UnknownModel,
-    "OVERLOADED": errors.Overloaded,
-    "NO_NODE": errors.NoNode,
-    "DRAINING": errors.Draining,
-    "DEADLINE": errors.DeadlineExceeded,
-    "CANCELLED": errors.Cancelled,
-    "PEER_REFUSED": errors.PeerRefused,
-    "UNKNOWN_LEASE": errors.UnknownLease,
-    "DATA_LOSS": errors.DataLoss,
-    "INTERNAL": errors.InternalError,
-}
 
 
 def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
@@ -39,7 +24,7 @@ def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
     """Inverse of `to_detail`."""
     value = pb.ErrorReason.DESCRIPTOR.values_by_number.get(detail.reason)  # a newer peer knows further ones
     reason = "" if value is None else value.name.removeprefix("ERROR_REASON_")
-    return _ERRORS.get(reason, errors.InternalError)(
+    return BY_REASON.get(reason, errors.InternalError)(
         detail.message,
         field=detail.field,
         value=detail.value,

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from baton.core.types import AdapterRef
-from baton.protos.v1 import common_pb2 as pb
+from baton.protos.v1 import node_status_pb2 as pb
 
 _HEX_DIGITS = 12
 _NAMES_MAX = 4

@@ -21,6 +21,7 @@ from baton.core.proxies import Proxy
 from baton.rpc.guard import Authorize
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
+from baton.rpc.moved_calls import RefuseMovedCalls
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 from baton.rpc.secure_server import Protection
 from baton.security.tls import Dial
@@ -192,6 +193,7 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max, bounded=bounded)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))
+        interceptors.insert(0, RefuseMovedCalls())
         self.grpc = grpc.aio.server(interceptors=interceptors, options=options)
         self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)

@@ -18,40 +18,12 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton.core import errors
+from baton.core.error_codes import BY_GRPC, code_of
 from baton.protos.v1 import common_pb2 as pb
 from baton.rpc.error_detail import from_detail, to_detail
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
-
-_CODES: dict[str, int] = {
-    "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
-    "UNAUTHENTICATED": code_pb2.UNAUTHENTICATED,
-    "PERMISSION_DENIED": code_pb2.PERMISSION_DENIED,
-    "UNKNOWN_MODEL": code_pb2.NOT_FOUND,
-    "OVERLOADED": code_pb2.RESOURCE_EXHAUSTED,
-    "NO_NODE": code_pb2.UNAVAILABLE,
-    "DRAINING": code_pb2.UNAVAILABLE,
-    "DEADLINE": code_pb2.DEADLINE_EXCEEDED,
-    "CANCELLED": code_pb2.CANCELLED,
-    "PEER_REFUSED": code_pb2.FAILED_PRECONDITION,
-    "UNKNOWN_LEASE": code_pb2.FAILED_PRECONDITION,
-    "DATA_LOSS": code_pb2.DATA_LOSS,
-    "INTERNAL": code_pb2.INTERNAL,
-}
-
-_BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
-    grpc.StatusCode.UNAVAILABLE: errors.NoNode,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
-    grpc.StatusCode.DATA_LOSS: errors.DataLoss,
-}
-
 
 # Clients refuse headers over 8 KB by default. The rest is for keys, for what services add, and for HTTP/2.
 _TRAILER_BYTES_MAX = 6500
@@ -59,7 +31,7 @@ _TEXT_BYTES = (2048, 1024, 512, 256, 96)  # limits of one text, tried in this or
 _ALLOWED_MAX = 16
 _PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte != 0x25)  # `grpc-message` has them as they are
 
-_DOMAIN = "baton"
+_DOMAIN = "baton.serving"  # google.rpc.ErrorInfo wants a service's name
 
 _TOO_LARGE = re.compile(r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. \d+\)")
 
@@ -103,12 +75,13 @@ def _status(error: errors.BatonError, request_id: str, limit: int) -> status_pb2
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(1e9 * error.retry_after_s))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    if error.field and _CODES[error.reason] == code_pb2.INVALID_ARGUMENT:
+    code = code_pb2.Code.Value(code_of(error).grpc)
+    if error.field and code == code_pb2.INVALID_ARGUMENT:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if request_id:
         details.append(error_details_pb2.RequestInfo(request_id=_cut(request_id, 256)))
-    status = status_pb2.Status(code=_CODES[error.reason], message=message)
+    status = status_pb2.Status(code=code, message=message)
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -199,7 +172,9 @@ def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
         if (side, did) == ("CLIENT", "Received"):
             return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client takes")
         return too_large(int(size_bytes), "this call")
-    return _BY_STATUS.get(error.code(), errors.InternalError)(_ADDRESS.sub("", details))
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.PeerRefused("it is of another release, which does not know this call (docs/upgrades.md)")
+    return BY_GRPC.get(error.code().name, errors.InternalError)(_ADDRESS.sub("", details))
 
 
 def too_large(size_bytes: int, method: str, *, bytes_max: int | None = None) -> errors.InvalidRequest:

@@ -28,9 +28,9 @@ _WATCHING = frozenset({Right.GATEWAY, Right.OPERATOR})
 
 TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
     # Served by nodes.
-    "baton.v1.Decode": {"Session": _GATEWAY, "Pair": _PREFILL},
-    "baton.v1.Prefill": {"Prefill": _GATEWAY, "Connect": _GATEWAY},
-    "baton.v1.Node": {
+    "baton.internal.v1.Decode": {"Session": _GATEWAY, "Pair": _PREFILL},
+    "baton.internal.v1.Prefill": {"Prefill": _GATEWAY, "Connect": _GATEWAY},
+    "baton.internal.v1.Node": {
         "Describe": _WATCHING,
         "Watch": _WATCHING,
         "WatchCache": _WATCHING,  # reveals prompts
@@ -50,6 +50,8 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "ListModels": _CLIENT,
         "GetModelInfo": _CLIENT,
         "GetTokenizer": _CLIENT,
+    },
+    "baton.v1.Operations": {
         "GetLoads": _OPERATOR,
         "ClusterStatus": _OPERATOR,
         "ClusterView": _OPERATOR,

@@ -62,7 +62,7 @@ def _rows(runs: dict[str, Run], work: str) -> Iterator[Row]:
 
 
 def _first_tokens_ms(records: Sequence[LoadRecord]) -> list[float]:
-    return [1e3 * found for record in records if (found := record.first_token_s) is not None]
+    return [1e3 * found for record in records if (found := record.ttft_s) is not None]
 
 
 def _tpots_ms(records: Sequence[LoadRecord]) -> list[float]:

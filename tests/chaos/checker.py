@@ -94,7 +94,7 @@ def _check_request(
 def _check_error(name: str, asked: Asked, ended: Ended, allowed: AbstractSet[str]) -> list[Violation]:
     if ended.error == UNTYPED:
         return [Violation("untyped", ended.at_s, f"{name}: {ended.detail}")]
-    if ended.error == "DEADLINE" and asked.deadline_s is not None:
+    if ended.error == "DEADLINE_EXCEEDED" and asked.deadline_s is not None:
         return []
     if ended.error not in allowed:
         return [Violation("refused", ended.at_s, f"{name} failed: {ended.detail}")]

@@ -19,7 +19,8 @@ import psutil
 
 from baton.cli.processes import Process, Processes
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from tests.chaos.history import Crashed, History, Measured
 from tests.chaos.scenario import CLIENT, PAIRS, Scenario
@@ -170,7 +171,7 @@ class Cluster:
                     rss_mib = found.memory_info().rss / _MIB
                     self.history.add(Measured(self.history.now_s(), member.name, found.pid, rss_mib, found.num_fds()))
 
-    async def status(self, name: str) -> node_pb2.NodeStatus | None:
+    async def status(self, name: str) -> node_status_pb2.NodeStatus | None:
         """A node's status, not through the proxies; None if it does not answer."""
         async with connect(self.members[name].address) as channel:
             try:
@@ -199,14 +200,14 @@ class Cluster:
         others = [each for each in self.nodes() if each.role != self.members[name].role]
         statuses = [await self.status(each.name) for each in others]
         living = {each.info.incarnation: each.info.name for each in statuses if each is not None}
-        ready = {peer.incarnation for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY}
-        gone = {common_pb2.PEER_PHASE_LOST, common_pb2.PEER_PHASE_REFUSED}
+        ready = {peer.incarnation for peer in status.peers if peer.phase == node_status_pb2.PEER_PHASE_READY}
+        gone = {node_status_pb2.PEER_PHASE_LOST, node_status_pb2.PEER_PHASE_REFUSED}
         wrong = [f"{living[each]} is not paired" for each in living.keys() - ready]
         wrong += [
             f"{peer.name} is ready, but gone" for peer in status.peers if peer.incarnation in ready - living.keys()
         ]
         wrong += [
-            f"{peer.name} is {common_pb2.PeerPhase.Name(peer.phase)}"
+            f"{peer.name} is {node_status_pb2.PeerPhase.Name(peer.phase)}"
             for peer in status.peers
             if peer.incarnation not in ready and peer.phase not in gone
         ]

@@ -52,7 +52,7 @@ def round_of(scenario: Scenario, events: Sequence[Event], violations: Sequence[V
         ends=dict(ends),
         retried=sum(event.attempts > 1 for event in ended),
         broken_off=sum(
-            event.how is End.FAILED and event.error != "DEADLINE" and event.request in begun for event in ended
+            event.how is End.FAILED and event.error != "DEADLINE_EXCEEDED" and event.request in begun for event in ended
         ),
         violations=dict(Counter(violation.kind for violation in violations)),
         answered_s=_answered_s(events),
@@ -112,7 +112,7 @@ def page(rounds: Sequence[Round], soak: Sequence[Any], *, machine: str) -> str:
 def _totals(rounds: Sequence[Round]) -> list[str]:
     ends = Counter(_sum(each.ends for each in rounds))
     violations = Counter(_sum(each.violations for each in rounds))
-    refused = {name: count for name, count in ends.items() if name.isupper() and name != "DEADLINE"}
+    refused = {name: count for name, count in ends.items() if name.isupper() and name != "DEADLINE_EXCEEDED"}
     names = {
         "wrong": "answers with a wrong, lost or repeated token", "hung": "requests without an end",
         "untyped": "untyped errors", "refused": "errors that the scenario does not allow",
@@ -156,10 +156,10 @@ def _fault_rows(rounds: Sequence[Round]) -> list[str]:
 
 
 def _round_row(each: Round) -> str:
-    refused = {name: count for name, count in each.ends.items() if name.isupper() and name != "DEADLINE"}
+    refused = {name: count for name, count in each.ends.items() if name.isupper() and name != "DEADLINE_EXCEEDED"}
     cells = (
         each.seed, each.cluster, f"{each.seconds:.0f}", each.requests, each.ends.get("finished", 0), each.retried,
-        each.ends.get("cancelled", 0), each.ends.get("DEADLINE", 0), sum(refused.values()),
+        each.ends.get("cancelled", 0), each.ends.get("DEADLINE_EXCEEDED", 0), sum(refused.values()),
         _counts(each.violations) or "none",
     )  # fmt: skip
     return f"| {' | '.join(str(cell) for cell in cells)} |"

@@ -32,7 +32,7 @@ WELL: tuple[Event, ...] = (
     Received(3.1, 3, 0, (0,), (5,), "a", (-0.5,)),
     Ended(3.2, 3, End.FAILED, "NO_NODE", "NoNode: no node"),
     Asked(3.3, 4, "one", deadline_s=0.1),
-    Ended(3.4, 4, End.FAILED, "DEADLINE", "DeadlineExceeded: too late"),
+    Ended(3.4, 4, End.FAILED, "DEADLINE_EXCEEDED", "DeadlineExceeded: too late"),
     Measured(9.0, "d1", 10, 310.0, 60),
     Over(9.0),
 )

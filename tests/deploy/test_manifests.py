@@ -6,7 +6,8 @@ import kubernetes_validate
 import pytest
 
 from baton.kvcache.layout import parse_layout
-from baton.protos.v1 import decode_pb2, generation_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import generation_pb2
 from baton.rpc.server import ListenAddress
 from baton.settings.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered

@@ -18,7 +18,8 @@ from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import GrpcServer, connect
 from baton.settings.config import DEMO_MODELS
@@ -33,7 +34,7 @@ from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 
 BOUND_S = 60
 _STANDARD = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
-_GRAMMAR = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="a+")
+_GRAMMAR = common_pb2.Grammar(regex="a+")
 _SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, stop=["x"], grammar=_GRAMMAR)
 _GREEDY = common_pb2.SamplingParams(temperature=0.0)
 _MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])

@@ -13,8 +13,8 @@ from baton.core.errors import DataLoss, Overloaded
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
 from baton.engine.request import Reservation
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import Abort, Admit, CloseLease, Command, ExtendReserved, OpenLease, PrefillHere, Reserve
 from decode_node.events import (
     Aborted,
@@ -43,7 +43,7 @@ from tests.fuzz.target import Case, Target, Targets
 _SESSION = 1
 _SUBMITS = (
     pb.SubmitRequest(key=1, request_id="r", prompt_token_ids=range(3, 40), policy=pb.LOCAL_POLICY_LOCAL),
-    pb.SubmitRequest(key=2, prompt_token_ids=range(3, 99), prefill_available=True, queue_s=1.0, budget_s=5.0),
+    pb.SubmitRequest(key=2, prompt_token_ids=range(3, 99), prefill_available=True, max_queue_s=1.0, budget_s=5.0),
     pb.SubmitRequest(key=1, prompt_token_ids=range(9), output_token_ids=[5, 6], placement=pb.PLACEMENT_LOCAL),
 )
 _SESSION_MESSAGES = (

@@ -12,7 +12,8 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.node.describe import from_info, to_addresses, to_info, to_measure, to_warm_ups
 from baton.node.peer_checks import check_info
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc import convert
 from baton.rpc.error_detail import from_detail, to_detail
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
@@ -47,7 +48,7 @@ _INFO = to_info(
     _OURS,
     name="prefill-0",
     address="127.0.0.1:1",
-    role=common_pb2.ROLE_PREFILL,
+    role=node_status_pb2.ROLE_PREFILL,
     incarnation=7,
     model_name="llama",
     max_context_tokens=1024,
@@ -77,12 +78,12 @@ def error_details(case: Case) -> None:
 def make_hello(random: Random) -> Case:
     if random.random() < 0.7:
         return (mutate.changed_message(random, _INFO).SerializeToString(),)
-    return (_message(random, common_pb2.NodeInfo),)
+    return (_message(random, node_status_pb2.NodeInfo),)
 
 
 def hello(case: Case) -> str | None:
     """What a node concludes from a peer's description."""
-    info = parsed(common_pb2.NodeInfo, case[0])
+    info = parsed(node_status_pb2.NodeInfo, case[0])
     check_info(info, role=_INFO.role)
     theirs = from_info(info)
     try:
@@ -112,7 +113,7 @@ def trailer(case: Case) -> str | None:
 _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
     (convert.sampling_from_proto, common_pb2.SamplingParams),
     (convert.slo_from_proto, common_pb2.Slo),
-    (convert.costs_from_proto, common_pb2.StepCosts),
+    (convert.costs_from_proto, node_status_pb2.StepCosts),
     (convert.usage_from_proto, common_pb2.Usage),
     (convert.token_from_proto, common_pb2.Token),
     (convert.receipt_from_proto, common_pb2.Receipt),

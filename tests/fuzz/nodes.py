@@ -11,7 +11,8 @@ from baton.node.cache_events import CacheEvents
 from baton.node.role_services import RoleServices
 from baton.node.service import NodeParts, NodeService
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, node_pb2_grpc, prefill_pb2
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.server import GrpcServer, connect
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
@@ -28,7 +29,7 @@ _SUBMIT = decode_pb2.SubmitRequest(
     key=1, request_id="r", prompt_token_ids=range(3, 40), sampling=_SAMPLING, policy=decode_pb2.LOCAL_POLICY_LOCAL
 )
 _LONGER = decode_pb2.SubmitRequest(key=2, prompt_token_ids=range(3, 90), sampling=_SAMPLING)
-_TICKET = common_pb2.Ticket(lease=common_pb2.Lease(number=1), token_stop=36)
+_TICKET = lease_pb2.Ticket(lease=lease_pb2.Lease(number=1), token_stop=36)
 _SAMPLES: tuple[Message, ...] = (
     decode_pb2.SessionRequest(submit=_SUBMIT),
     decode_pb2.SessionRequest(
@@ -42,11 +43,11 @@ _SAMPLES: tuple[Message, ...] = (
 )
 _REACHED = 0.99  # of addresses: a prefill node dials the others, which takes long
 _ADDRESS = "127.0.0.1:00000"  # the decode node's takes its place, which has as many characters
-_CONNECTS = "/baton.v1.Prefill/Connect"
+_CONNECTS = "/baton.internal.v1.Prefill/Connect"
 
 
-async def _switch(request: node_pb2.SwitchRoleRequest) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
-    yield node_pb2.SwitchRoleResponse(phase=node_pb2.SWITCH_PHASE_DONE)
+async def _switch(request: node_pb2.SwitchRoleRequest) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
+    yield node_status_pb2.RoleSwitchProgress(phase=node_status_pb2.SWITCH_PHASE_DONE)
 
 
 @asynccontextmanager
@@ -58,7 +59,7 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     prefill = prefill_node(sends)
     prefills = PrefillService(prefill, sends)
     async with GrpcServer("127.0.0.1:0", advertise=None) as server, decode, prefill:
-        status = node_pb2.NodeStatus(info=decode.info)
+        status = node_status_pb2.NodeStatus(info=decode.info)
         cache = CacheEvents(decode.engine.prefix_cache, incarnation=decode.incarnation)
         adapters = Adapters(
             settings, decode.engine, decode.built.runner.adapters, model_name=decode.built.identity.name
@@ -79,7 +80,7 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
         services.serve("node", {**prefills.servicers, **decodes.servicers})
         services.add_to(server.grpc)
         await server.start(())
-        known = methods_of(("baton.v1.Decode", "baton.v1.Node", "baton.v1.Prefill"))
+        known = methods_of(("baton.internal.v1.Decode", "baton.internal.v1.Node", "baton.internal.v1.Prefill"))
         prefill_sample = prefill_pb2.PrefillRequest(prompt_token_ids=range(3, 40), sampling=_SAMPLING, ticket=_TICKET)
         prefill_sample.ticket.lease.incarnation = decode.incarnation
         hello = decode_pb2.PairRequest(hello=decode_pb2.PairHello(info=prefill.info))

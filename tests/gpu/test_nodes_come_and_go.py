@@ -9,7 +9,7 @@ import pytest
 
 from baton.client.client import Client
 from baton.core.types import SamplingParams
-from baton.protos.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from baton.protos.v1.node_status_pb2 import ROLE_DECODE, ROLE_PREFILL
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines

@@ -16,7 +16,8 @@ from baton.core.costs import StepCosts, StepWork
 from baton.engine.step_meter import StepMeter
 from baton.gateway.request import connections
 from baton.gateway.request import machine as request_machine
-from baton.protos.v1 import node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.settings.config import DEMO_MODELS
 from tests.paused_engine import PausedSteps
@@ -186,14 +187,14 @@ def arguments(flags: Flags) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-async def status(node: Process) -> node_pb2.NodeStatus:
+async def status(node: Process) -> node_status_pb2.NodeStatus:
     async with connect(node.address) as channel:
         return await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest())
 
 
 async def until_status(
-    node: Process, condition: Callable[[node_pb2.NodeStatus], bool], *, within_s: float = DEADLINE_S
-) -> node_pb2.NodeStatus:
+    node: Process, condition: Callable[[node_status_pb2.NodeStatus], bool], *, within_s: float = DEADLINE_S
+) -> node_status_pb2.NodeStatus:
     """The node's status as soon as the condition holds for it.
 
     Raises:
@@ -225,12 +226,12 @@ async def first_of(condition: Callable[[Process], Awaitable[object]], nodes: Seq
     return waits[wait]
 
 
-def in_engine(last: node_pb2.NodeStatus) -> int:
+def in_engine(last: node_status_pb2.NodeStatus) -> int:
     """How many requests the node's engine has, but for those that wait for their KV."""
     return last.requests_running + last.requests_waiting
 
 
-def nothing_held(last: node_pb2.NodeStatus) -> bool:
+def nothing_held(last: node_status_pb2.NodeStatus) -> bool:
     """I1 as the status shows it: no request, no lease, every block free.
 
     A request that waits holds no block yet, but takes steps from those that come after it.

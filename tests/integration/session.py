@@ -12,8 +12,9 @@ from baton.cli.processes import Process
 from baton.core.errors import BatonError
 from baton.core.types import SamplingParams
 from baton.node import waiting
-from baton.protos.v1 import common_pb2, decode_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import common_pb2
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.error_detail import from_detail
 from baton.rpc.server import connect
@@ -68,7 +69,7 @@ class Session:
         *,
         placement: pb.Placement.ValueType = pb.PLACEMENT_LOCAL,
         policy: pb.LocalPolicy.ValueType = pb.LOCAL_POLICY_PREFER,
-        queue_s: float = DEADLINE_S,
+        max_queue_s: float = DEADLINE_S,
         output: Sequence[int] = (),
     ) -> Submitted:
         key = next(self._keys)
@@ -81,7 +82,7 @@ class Session:
             policy=policy,
             placement=placement,
             prefill_available=True,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
         )
         self.send(pb.SessionRequest(submit=submit))
         return request

@@ -8,8 +8,8 @@ import pytest
 from baton.cli.processes import Process
 from baton.core.types import Path as RequestPath
 from baton.core.types import SamplingParams
-from baton.protos.v1 import generation_pb2 as pb
-from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.protos.v1 import operations_pb2 as pb
+from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.server import connect
 from tests.integration.cluster import (
     DEADLINE_S,
@@ -105,7 +105,7 @@ def seen_as(node: Process, proxy: Proxy) -> Process:
 
 async def until_all_reachable(gateway: Process, count: int) -> None:
     async with asyncio.timeout(DEADLINE_S), connect(gateway.address) as channel:
-        stub = GenerationStub(channel)
+        stub = OperationsStub(channel)
         while True:
             seen = await stub.ClusterStatus(pb.ClusterStatusRequest())
             if sum(node.reachable for node in seen.nodes) == count:

@@ -18,8 +18,8 @@ import pytest
 
 from baton.client.client import Client
 from baton.core.errors import BatonError, InvalidRequest, UnknownModel
-from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
@@ -34,10 +34,10 @@ PROMPT = (
     "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
     "class is derived, in the order in which they were defined. If the object has no attributes, the list is empty. "
 )
-READY = common_pb2.PEER_PHASE_READY
+READY = node_status_pb2.PEER_PHASE_READY
 RECEIPT = {
     "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
-    "queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s",
+    "queue_s", "prefill_s", "transfer_s", "ttft_s", "total_s",
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ async def until_paired(gateway: str) -> None:
     async with asyncio.timeout(DEADLINE_S), Client(gateway) as client:
         while True:
             nodes = [report.status for report in (await client.cluster_status()).nodes]
-            prefills = [node for node in nodes if node.info.role == common_pb2.ROLE_PREFILL]
+            prefills = [node for node in nodes if node.info.role == node_status_pb2.ROLE_PREFILL]
             if len(prefills) == 2 and all(len(node.peers) == 1 and node.peers[0].phase == READY for node in prefills):
                 return
             await asyncio.sleep(0.05)

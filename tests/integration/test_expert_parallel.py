@@ -9,7 +9,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.expert_load import ExpertLoad, read_expert_load
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import References
@@ -33,7 +33,7 @@ async def test_a_pair_of_nodes_of_which_one_has_whole_experts(start: Machines, r
         assert_same(result, reference.greedy(prompt, MAX_TOKENS), f"{len(prompt)} tokens")
 
 
-def says(load: ExpertLoad, last: node_pb2.NodeStatus) -> bool:
+def says(load: ExpertLoad, last: node_status_pb2.NodeStatus) -> bool:
     return tuple(last.expert_balance.rank_tokens) == load.rank_tokens
 
 

@@ -17,9 +17,10 @@ from baton.cli.processes import Process
 from baton.core.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overloaded
 from baton.core.types import Path as RequestPath
 from baton.core.types import SamplingParams
-from baton.protos.v1 import common_pb2, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.server import connect
 from tests.damaged_weights import zero
 from tests.integration.cluster import (
@@ -320,7 +321,7 @@ async def test_a_full_decode_node_refuses_with_a_retry_hint(start: Machines, pro
     await until_released(prefill, decode)
 
 
-def room_taken(last: node_pb2.NodeStatus, *, waiting: int) -> bool:
+def room_taken(last: node_status_pb2.NodeStatus, *, waiting: int) -> bool:
     return last.blocks_leased > 0 and last.requests_waiting == waiting
 
 
@@ -376,7 +377,7 @@ async def test_a_damaged_copy_of_the_weights_is_refused_before_traffic(
     result = await generate(gateway, prompts[0], GREEDY)
     assert (result.proof.path, result.token_ids) == (RequestPath.LOCAL, reference.greedy(prompts[0], 12).token_ids)
     async with connect(gateway.address) as channel:
-        seen = await GenerationStub(channel).ClusterStatus(pb.ClusterStatusRequest())
+        seen = await OperationsStub(channel).ClusterStatus(operations_pb2.ClusterStatusRequest())
     (detail,) = [node.detail for node in seen.nodes if node.address == prefill.address]
     assert "its weights differ in some bytes from those of" in detail
 
@@ -387,14 +388,14 @@ async def test_nodes_that_cannot_work_together_are_refused_before_traffic(
     prefill, decode = start.nodes(("prefill", {**NODE, "model": DEEPSEEK}), ("decode", NODE))
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer")
     refused = await until_status(
-        prefill, lambda last: any(peer.phase == common_pb2.PEER_PHASE_REFUSED for peer in last.peers)
+        prefill, lambda last: any(peer.phase == node_status_pb2.PEER_PHASE_REFUSED for peer in last.peers)
     )
     fields = {mismatch.field for mismatch in refused.peers[0].mismatches}
     assert {"architecture", "config_digest", "weights_digest", "kind"} <= fields
     theirs = await until_status(decode, lambda last: len(last.peers) > 0)
-    assert theirs.peers[0].phase == common_pb2.PEER_PHASE_REFUSED
+    assert theirs.peers[0].phase == node_status_pb2.PEER_PHASE_REFUSED
     async with connect(gateway.address) as channel:
-        seen = await GenerationStub(channel).ClusterStatus(pb.ClusterStatusRequest())
+        seen = await OperationsStub(channel).ClusterStatus(operations_pb2.ClusterStatusRequest())
     assert any(peer.mismatches for node in seen.nodes for peer in node.status.peers)
     result = await generate(gateway, prompts[0], GREEDY)
     assert result.proof.path is RequestPath.LOCAL

@@ -125,7 +125,7 @@ def events_of_chat(gateways: Sequence[str], path: str, body: dict[str, Any]) -> 
         events: list[dict[str, Any]] = []  # since the last one that has tokens
         question = Request(
             f"{gateway}{path}",
-            json.dumps({**asked, "output_token_ids": token_ids}).encode(),
+            json.dumps({**asked, "baton": {"output_token_ids": token_ids}}).encode(),
             {"content-type": "application/json", "x-request-id": f"r-{path}"},
         )
         try:

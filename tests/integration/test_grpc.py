@@ -26,7 +26,7 @@ from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
 from baton.gateway.grpc.services import SERVICE_NAMES
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.inference import open_inference_pb2_grpc
-from baton.protos.v1 import common_pb2, generation_pb2_grpc
+from baton.protos.v1 import common_pb2, generation_pb2_grpc, node_status_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.server import connect
@@ -144,7 +144,7 @@ async def test_the_client_learns_all_about_the_model(client: Client) -> None:
     with pytest.raises(UnknownModel):
         await client.tokenizer("another")
     loads = await client.loads()
-    assert {load.role for load in loads.nodes} == {common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE}
+    assert {load.role for load in loads.nodes} == {node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE}
     assert all(load.blocks_total for load in loads.nodes)
 
 
@@ -187,7 +187,8 @@ async def test_several_outputs_stream_and_complete(client: Client, channel: grpc
 
 
 async def test_an_output_follows_its_grammar(client: Client) -> None:
-    assert set((await client.model_info()).grammar_kinds) == {kind.name for kind in GrammarKind}
+    kinds = {f"GRAMMAR_KIND_{kind.name}" for kind in GrammarKind}
+    assert set(map(common_pb2.GrammarKind.Name, (await client.model_info()).grammar_kinds)) == kinds
     chosen = Grammar(GrammarKind.CHOICE, '["north", "south"]')
     whole = await client.complete(PROMPT, {"grammar": chosen, "max_tokens": 20})
     assert whole.text in ("north", "south")

@@ -10,7 +10,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown
@@ -26,7 +26,7 @@ async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(star
     prefill, decode = start.nodes(("prefill", MODEL), ("decode", FP8))
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     for node, ours, theirs in ((prefill, "float32", "float8_e4m3fn"), (decode, "float8_e4m3fn", "float32")):
-        last = await until_status(node, lambda last: last.peers[0].phase == common_pb2.PEER_PHASE_REFUSED)
+        last = await until_status(node, lambda last: last.peers[0].phase == node_status_pb2.PEER_PHASE_REFUSED)
         (reason,) = last.peers[0].mismatches
         assert (reason.field, reason.ours, reason.theirs) == ("dtype", ours, theirs)
         assert "--kv-convert-from" in reason.cure
@@ -36,7 +36,7 @@ async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(star
     assert (result.proof.path, result.proof.kv_converted) == (Path.LOCAL, "")
 
 
-def has_counted(bytes_sent: int, converted: int, last: node_pb2.NodeStatus) -> bool:
+def has_counted(bytes_sent: int, converted: int, last: node_status_pb2.NodeStatus) -> bool:
     return last.segments_converted == converted and last.peers[0].bytes_total == bytes_sent
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
-from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
@@ -21,18 +22,18 @@ PROMPT = list(range(100, 180))
 TOO_MUCH = 10_000
 
 
-def refused(last: node_pb2.NodeStatus) -> bool:
+def refused(last: node_status_pb2.NodeStatus) -> bool:
     """Whether the node's only pair is refused for its link."""
     return any(
-        peer.phase == common_pb2.PEER_PHASE_REFUSED and peer.mismatches[0].field == "link" for peer in last.peers
+        peer.phase == node_status_pb2.PEER_PHASE_REFUSED and peer.mismatches[0].field == "link" for peer in last.peers
     )
 
 
-def made(last: node_pb2.NodeStatus) -> bool:
-    return any(peer.phase == common_pb2.PEER_PHASE_READY for peer in last.peers)
+def made(last: node_status_pb2.NodeStatus) -> bool:
+    return any(peer.phase == node_status_pb2.PEER_PHASE_READY for peer in last.peers)
 
 
-async def pair(prefill: Process, decode: Process) -> common_pb2.PeerState:
+async def pair(prefill: Process, decode: Process) -> node_status_pb2.PeerState:
     """Asks the prefill node for the pair, as a gateway does."""
     async with connect(prefill.address) as channel:
         request = prefill_pb2.ConnectRequest(decode_address=decode.address)
@@ -50,7 +51,7 @@ async def test_both_sides_and_the_status_show_the_measurement(start: Machines) -
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     for node in (prefill, decode):
         (peer,) = (await status(node)).peers
-        assert peer.phase == common_pb2.PEER_PHASE_READY
+        assert peer.phase == node_status_pb2.PEER_PHASE_READY
         assert peer.transport
         assert peer.gigabytes_per_s > 0
         assert peer.latency_s > 0
@@ -118,7 +119,7 @@ async def test_a_pair_that_was_refused_for_its_link_is_measured_again_until_it_i
 async def test_nodes_that_round_differently_are_refused(start: Machines) -> None:
     prefill, decode = start.nodes(("prefill", {**MODEL, "batch_invariant": True}), ("decode", MODEL))
     peer = await asyncio.wait_for(pair(prefill, decode), DEADLINE_S)
-    assert peer.phase == common_pb2.PEER_PHASE_REFUSED
+    assert peer.phase == node_status_pb2.PEER_PHASE_REFUSED
     (reason,) = peer.mismatches
     assert (reason.field, reason.ours, reason.theirs) == ("batch_invariant", "on", "off")
     assert "BATON_BATCH_INVARIANT" in reason.cure

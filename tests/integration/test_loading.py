@@ -12,7 +12,8 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import Draining, NoNode
 from baton.core.types import SamplingParams
-from baton.protos.v1 import generation_pb2, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
@@ -31,7 +32,7 @@ WHAT = {
 }
 
 
-async def until_reported(client: Client, detail: str) -> generation_pb2.NodeReport:
+async def until_reported(client: Client, detail: str) -> operations_pb2.NodeReport:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             (report,) = (await client.cluster_status()).nodes
@@ -110,7 +111,7 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         async with asyncio.timeout(DEADLINE_S):
             live = await health_of(channel, "")
-            ready = await health_of(channel, "baton.v1.Decode")
+            ready = await health_of(channel, "baton.internal.v1.Decode")
             assert (live, ready) == (serving, not_serving)
             status = await stub.Describe(node_pb2.DescribeRequest())
             assert (status.info.name, status.info.address) == ("decode-0", node.address)
@@ -129,19 +130,19 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
             older = stub.Watch(node_pb2.WatchRequest(interval_s=0.02))
             first = asyncio.create_task(older.read())
             newer = await stub.Watch(node_pb2.WatchRequest(interval_s=0.02, while_loading=True)).read()
-            assert isinstance(newer, node_pb2.NodeStatus)
+            assert isinstance(newer, node_status_pb2.NodeStatus)
             assert newer.HasField("loading")
             assert not first.done()
             held.hold_interpreter()
             held.release()
             served = await first
-            assert isinstance(served, node_pb2.NodeStatus)
+            assert isinstance(served, node_status_pb2.NodeStatus)
             assert not served.HasField("loading")
             assert served.info.incarnation
-            ready = await health_of(channel, "baton.v1.Decode")
+            ready = await health_of(channel, "baton.internal.v1.Decode")
             while ready != serving:
                 await asyncio.sleep(0.01)
-                ready = await health_of(channel, "baton.v1.Decode")
+                ready = await health_of(channel, "baton.internal.v1.Decode")
             older.cancel()
 
 

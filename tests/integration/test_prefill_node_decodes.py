@@ -12,8 +12,9 @@ from baton.cli.processes import Process
 from baton.core.errors import Draining, InvalidRequest
 from baton.core.types import Grammar, GrammarKind, SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.protos.v1 import common_pb2, decode_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.settings.config import tokenizer_file
 from tests.integration.cluster import LLAMA, Flags, Machines, in_engine, machines, nothing_held, status, until_status
@@ -103,7 +104,7 @@ async def test_the_status_covers_both_kinds_and_says_that_the_node_also_decodes(
     prompts = reference.prompts([40, 300])
     before = await status(cluster.prefill)
     assert before.info.also_decodes
-    assert before.info.role == common_pb2.ROLE_PREFILL
+    assert before.info.role == node_status_pb2.ROLE_PREFILL
     assert not (await status(cluster.decode)).info.also_decodes
     await cluster.hold()
     whole = opened.submit(prompts[0], LONG)

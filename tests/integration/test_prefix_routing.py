@@ -6,7 +6,8 @@ import time
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.types import SamplingParams
-from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
@@ -31,8 +32,8 @@ async def until_known(gateway: Process, *nodes: Process) -> None:
                 reports = {report.address: report for report in (await client.cluster_status()).nodes}
                 known = reports[node.address]
                 current = known.reachable and known.status.info.incarnation == newest.incarnation
-                paired = known.status.info.role == common_pb2.ROLE_DECODE or any(
-                    peer.phase == common_pb2.PEER_PHASE_READY for peer in known.status.peers
+                paired = known.status.info.role == node_status_pb2.ROLE_DECODE or any(
+                    peer.phase == node_status_pb2.PEER_PHASE_READY for peer in known.status.peers
                 )
                 idle = nothing_held(known.status) and known.status.requests_total == now.requests_total
                 if current and paired and idle and known.cache_sequence >= newest.sequence:

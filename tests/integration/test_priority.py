@@ -6,7 +6,7 @@ from functools import partial
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.types import SamplingParams
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.reference import Reference
 
@@ -31,7 +31,7 @@ async def finish_order(start: Machines, prefill: Process, decode: Process, full:
         assert [token.token_id for token in completion.tokens] == reference.greedy(prompts[index], 4).token_ids
         finished.append(index)
 
-    def waits(last: node_pb2.NodeStatus, *, count: int) -> bool:
+    def waits(last: node_status_pb2.NodeStatus, *, count: int) -> bool:
         taken = last.blocks_leased > 0 or last.requests_running > 0
         return last.requests_waiting == count and (taken or count == 0)
 

@@ -11,7 +11,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.errors import BatonError, InvalidRequest, UnknownLease
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, lease_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import common_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import LLAMA, machines, nothing_held, until_status
@@ -54,13 +55,13 @@ async def reserved(call: Session, key: int = 1) -> decode_pb2.Reserved:
     return response.reserved
 
 
-async def prefill(node: Process, ticket: common_pb2.Ticket) -> list[prefill_pb2.PrefillEvent]:
+async def prefill(node: Process, ticket: lease_pb2.Ticket) -> list[prefill_pb2.PrefillEvent]:
     request = prefill_pb2.PrefillRequest(request_id="test", prompt_token_ids=PROMPT, sampling=GREEDY, ticket=ticket)
     async with connect(node.address) as channel:
         return [event async for event in prefill_pb2_grpc.PrefillStub(channel).Prefill(request)]
 
 
-async def failure_of(node: Process, ticket: common_pb2.Ticket) -> BatonError:
+async def failure_of(node: Process, ticket: lease_pb2.Ticket) -> BatonError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await prefill(node, ticket)
     return from_rpc_error(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import BatonError, InvalidRequest
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.security.certificates import write_set
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, first_of, nothing_held, until_status
 from tests.integration.reference import Reference
@@ -17,7 +17,7 @@ from tests.integration.test_rolling_restart import CLIENTS, GREEDY, Load, until_
 from tests.warm import BATON, run_warm
 
 NODE: Flags = {"model": LLAMA, "num_blocks": 256}
-PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+PREFILL, DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
 
 
 def shown(folder: Path, name: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
         await until_status(node, nothing_held)
 
 
-async def until_roles(client: Client, *wanted: common_pb2.Role.ValueType) -> None:
+async def until_roles(client: Client, *wanted: node_status_pb2.Role.ValueType) -> None:
     """Returns when the gateway reaches nodes of these roles."""
     async with asyncio.timeout(DEADLINE_S):
         while True:

@@ -9,9 +9,9 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.types import SamplingParams
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import generation_pb2 as pb
-from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.protos.v1 import node_status_pb2
+from baton.protos.v1 import operations_pb2 as pb
+from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, until_status
 from tests.integration.proxy import free_address
@@ -59,7 +59,7 @@ class Load:
 async def until_whole(gateway: str, *, pairs: int) -> None:
     """Returns when the gateway reaches all nodes, and so many pairs of them are ready."""
     async with asyncio.timeout(DEADLINE_S), connect(gateway) as channel:
-        stub = GenerationStub(channel)
+        stub = OperationsStub(channel)
         while True:
             nodes = (await stub.ClusterStatus(pb.ClusterStatusRequest())).nodes
             present = {node.status.info.incarnation for node in nodes if node.reachable and not node.status.draining}
@@ -67,8 +67,8 @@ async def until_whole(gateway: str, *, pairs: int) -> None:
                 (node.status.info.incarnation, peer.incarnation)
                 for node in nodes
                 for peer in node.status.peers
-                if node.status.info.role == common_pb2.ROLE_PREFILL
-                and peer.phase == common_pb2.PEER_PHASE_READY
+                if node.status.info.role == node_status_pb2.ROLE_PREFILL
+                and peer.phase == node_status_pb2.PEER_PHASE_READY
                 and {node.status.info.incarnation, peer.incarnation} <= present
             ]
             if len(present) == len(nodes) and len(ready) == pairs:

@@ -19,8 +19,9 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded, PermissionDenied, Unauthenticated
 from baton.core.types import Grammar, GrammarKind
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
-from baton.protos.v1 import prefill_pb2 as prefill_messages
+from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.protos.internal.v1 import prefill_pb2 as prefill_messages
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
@@ -252,7 +253,7 @@ async def test_a_certificate_of_another_role_is_refused(secured: Secured) -> Non
         assert await refusal(node.address, secured.dial(role), method) is PermissionDenied, (role, method)
     async with connect(secured.decode.address, dial=secured.dial(Role.OPERATOR)) as channel:
         status = await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest())
-        assert status.info.role == common_pb2.ROLE_DECODE
+        assert status.info.role == node_status_pb2.ROLE_DECODE
 
 
 async def test_a_node_of_another_role_is_not_talked_to(secured: Secured) -> None:
@@ -266,7 +267,7 @@ async def test_a_prefill_node_says_nothing_of_what_is_no_decode_node(secured: Se
         stub = prefill_pb2_grpc.PrefillStub(channel)
         for address in (secured.prefill.address, secured.gateway.address):
             state = await stub.Connect(prefill_messages.ConnectRequest(decode_address=address))
-            assert state.phase == common_pb2.PEER_PHASE_LOST
+            assert state.phase == node_status_pb2.PEER_PHASE_LOST
             assert state.name == address
         for address in ("unix:/run/secret.sock", "dns:///example.com", "nowhere"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:

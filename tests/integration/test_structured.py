@@ -95,7 +95,7 @@ async def test_the_ranks_of_a_node_draw_the_same_constrained_tokens(start: Machi
 async def test_a_request_whose_grammar_becomes_too_expensive_ends_typed_and_its_neighbours_go_on(
     start: Machines,
 ) -> None:
-    ambiguous = Grammar(GrammarKind.EBNF, "root ::= s\ns ::= s s | [a-z ]")
+    ambiguous = Grammar(GrammarKind.GBNF, "root ::= s\ns ::= s s | [a-z ]")
     expensive = SamplingParams(max_tokens=90, temperature=1.0, seed=1, grammar=ambiguous, ignore_eos=True)
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE))
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")

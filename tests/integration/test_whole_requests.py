@@ -9,7 +9,7 @@ from baton.core.types import Path, SamplingParams
 from baton.gateway.fleet import fleet
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, usable_decodes
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference
@@ -49,8 +49,8 @@ async def test_a_request_is_served_by_a_prefill_node_and_continues_on_the_decode
         assert served.receipt.why == f"prompt prefilled on {names[0]}: the test says so"
         nodes = (await client.cluster_status()).nodes
         assert [(node.status.info.name, node.status.info.role) for node in nodes] == [
-            (names[0], common_pb2.ROLE_PREFILL),
-            (names[1], common_pb2.ROLE_DECODE),
+            (names[0], node_status_pb2.ROLE_PREFILL),
+            (names[1], node_status_pb2.ROLE_DECODE),
         ]
     result = Result()
     request = asyncio.create_task(generate(gateway, moved, replace(GREEDY, max_tokens=40), result=result))

@@ -18,12 +18,15 @@ from baton.cli.processes import Process, Processes
 from baton.core.errors import ConfigError
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import operations_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.server import ListenAddress, connect, why_taken
 from baton.settings.config import DEMO_MODELS
 
 if TYPE_CHECKING:
     from baton.protos.v1.generation_pb2_grpc import GenerationAsyncStub
+    from baton.protos.v1.operations_pb2_grpc import OperationsAsyncStub
 from tests.integration.cluster import DEADLINE_S, Machines
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 
@@ -38,6 +41,7 @@ class Workers:
     def __init__(self, gateway: Process, channels: AsyncExitStack) -> None:
         self.gateway = gateway
         self.stubs: dict[int, GenerationAsyncStub] = {}  # by pid
+        self.operations: dict[int, OperationsAsyncStub] = {}
         self._channels = channels
 
     @property
@@ -54,13 +58,15 @@ class Workers:
                 await stub.ListModels(pb.ListModelsRequest(), wait_for_ready=True)
                 for pid, count in before.items():
                     if _connections(pid, self.gateway.address) > count:
-                        self.stubs[pid] = stub
+                        self.stubs[pid], self.operations[pid] = stub, OperationsStub(channel)
 
-    async def until(self, pid: int, condition: Callable[[pb.ClusterStatusResponse], bool]) -> pb.ClusterStatusResponse:
+    async def until(
+        self, pid: int, condition: Callable[[operations_pb2.ClusterStatusResponse], bool]
+    ) -> operations_pb2.ClusterStatusResponse:
         """Asks this worker until what it knows of the gateway fulfils the condition."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                status = await self.stubs[pid].ClusterStatus(pb.ClusterStatusRequest())
+                status = await self.operations[pid].ClusterStatus(operations_pb2.ClusterStatusRequest())
                 if condition(status):
                     return status
                 await asyncio.sleep(0.01)
@@ -108,7 +114,7 @@ async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await generate(found.stubs[other], "r2")
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        loads = await found.stubs[other].GetLoads(pb.GetLoadsRequest())
+        loads = await found.operations[other].GetLoads(operations_pb2.GetLoadsRequest())
         assert loads.requests_running == 1
         metrics = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
         assert 'baton_num_requests_running{model_name="llama",role="gateway"} 1.0\n' in metrics
@@ -117,9 +123,9 @@ async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None
         with pytest.raises(grpc.aio.AioRpcError) as cancelled:
             await running
         assert cancelled.value.code() == grpc.StatusCode.CANCELLED
-        for pid, stub in found.stubs.items():
+        for pid, operations in found.operations.items():
             await found.until(pid, lambda status: status.requests_running == 0)
-            shown = json.loads((await stub.ClusterView(pb.ClusterViewRequest())).state_json)
+            shown = json.loads((await operations.ClusterView(operations_pb2.ClusterViewRequest())).state_json)
             assert {each["request_id"]: each["outcome"] for each in shown["requests"]} == ENDED
         ended = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
         for outcome, number in (("cancelled", 1), ("refused", 1), ("failed", 0)):

@@ -24,7 +24,8 @@ import psutil
 
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
-from baton.protos.v1 import node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.security.certificates import write_set
 from baton.security.pem import Files, read_pems
@@ -143,14 +144,14 @@ class Describe:
         self._dial = Dial(Watched(files.paths, lambda: read_pems(files)), server_name="node.baton")
         self._nodes = nodes
 
-    async def now(self) -> list[node_pb2.NodeStatus]:
+    async def now(self) -> list[node_status_pb2.NodeStatus]:
         found = []
         for node in self._nodes:
             async with connect(node.address, dial=self._dial) as channel:
                 found.append(await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest()))
         return found
 
-    async def until(self, condition: Callable[[list[node_pb2.NodeStatus]], bool]) -> None:
+    async def until(self, condition: Callable[[list[node_status_pb2.NodeStatus]], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition(await self.now()):
             assert time.monotonic() < deadline

@@ -15,7 +15,6 @@ from tempfile import mkdtemp
 from baton.settings.environment import child_environment
 
 VERSION = "0.1.0+g85de5aa"
-WIRE = 3  # all that it speaks
 _WHEEL = Path(__file__).parent / f"baton_serving-{VERSION}-py3-none-any.whl"
 _INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "interop"
 

@@ -4,8 +4,8 @@ from functools import partial
 
 from baton.core.errors import BatonError
 from baton.engine.events import StepEvents
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from decode_node import commands as c
 from decode_node import events as e
 from decode_node.tag_numbers import SenderNumbers
@@ -24,13 +24,13 @@ class _Pair:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.number = 0  # sender number, drawn at the hello
-        self.state = common_pb2.PeerState()
+        self.state = node_status_pb2.PeerState()
 
 
 class DecodeProcess(Node):
     """One life of a decode node."""
 
-    role = common_pb2.ROLE_DECODE
+    role = node_status_pb2.ROLE_DECODE
 
     def __init__(self, world: World, life: Life) -> None:
         super().__init__(world, life, world.scenario.decode)
@@ -98,11 +98,11 @@ class DecodeProcess(Node):
             case "hello":
                 info = message.hello.info
                 pair.number = self._sender_numbers.draw(1)
-                pair.state = common_pb2.PeerState(
+                pair.state = node_status_pb2.PeerState(
                     name=info.name,
                     address=info.address,
                     incarnation=info.incarnation,
-                    phase=common_pb2.PEER_PHASE_READY,
+                    phase=node_status_pb2.PEER_PHASE_READY,
                 )
                 self._pairs[pair.number] = pair
                 self.receiver.peers[pair.number] = info.incarnation
@@ -130,7 +130,7 @@ class DecodeProcess(Node):
         self.handle(e.PeerLost(pair.number, pair.state.name, leases))
         self._sender_numbers.give_back(pair.number)
 
-    def peer_states(self) -> tuple[common_pb2.PeerState, ...]:
+    def peer_states(self) -> tuple[node_status_pb2.PeerState, ...]:
         return tuple(pair.state for pair in self._pairs.values())
 
     # ---- the process

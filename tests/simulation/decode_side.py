@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.core.errors import BatonError
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from decode_node import commands as c
 from decode_node import events as e
 from decode_node.local_prefill import UNKNOWN, local_prefill_reason

@@ -14,7 +14,8 @@ from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest, usable_decodes
 from baton.gateway.request import commands as c
 from baton.gateway.request.machine import RequestMachine
-from baton.protos.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.simulation.client import ClientCall, Detokenizer
 from tests.simulation.clock import Timer
 from tests.simulation.faults import DECODES, PREFILLS
@@ -29,10 +30,10 @@ MAX_ATTEMPTS = 3
 _FIRST_STATUS_TIMEOUT_S = 1.0
 _PAIR_RETRY_S = 0.1
 _ALONE = 0.5  # of the requests that a prefill node could serve alone
-_READY = common_pb2.PEER_PHASE_READY
-_PHASE = common_pb2.PeerPhase.Name
+_READY = node_status_pb2.PEER_PHASE_READY
+_PHASE = node_status_pb2.PeerPhase.Name
 
-Role: TypeAlias = common_pb2.Role.ValueType
+Role: TypeAlias = node_status_pb2.Role.ValueType
 
 
 class _Running:
@@ -105,7 +106,7 @@ class GatewayProcess:
         self._rules = Rules(
             world.scenario.policy,
             MAX_ATTEMPTS,
-            world.scenario.queue_s,
+            world.scenario.max_queue_s,
             STALL_S,
             STALL_S,
             world.scenario.failover_wait_s,
@@ -113,7 +114,7 @@ class GatewayProcess:
         self._sessions: dict[str, _Session] = {}
         self._watches: dict[str, _Watch] = {}
         self._asking: set[tuple[int, int]] = set()  # pairs of incarnations that were requested recently
-        for role, addresses in ((common_pb2.ROLE_PREFILL, PREFILLS), (common_pb2.ROLE_DECODE, DECODES)):
+        for role, addresses in ((node_status_pb2.ROLE_PREFILL, PREFILLS), (node_status_pb2.ROLE_DECODE, DECODES)):
             for address in addresses:
                 self.fleet.add(role, address)
                 self._watch(role, address)
@@ -223,7 +224,7 @@ class GatewayProcess:
         self, running: _Running, number: int, address: str, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> None:
         def replied(event: prefill_pb2.PrefillEvent) -> None:
-            self.fleet.message_received(common_pb2.ROLE_PREFILL, address, self.world.clock.now_s)
+            self.fleet.message_received(node_status_pb2.ROLE_PREFILL, address, self.world.clock.now_s)
             if number in running.prefill_calls:
                 self._put(running, e.PrefillReplied(number, event))
 
@@ -311,7 +312,7 @@ class GatewayProcess:
         )
         self.life.after(_FIRST_STATUS_TIMEOUT_S, partial(self._first_status_timeout, watch, role, address))
 
-    def _status(self, watch: _Watch, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
+    def _status(self, watch: _Watch, role: Role, address: str, status: node_status_pb2.NodeStatus) -> None:
         if watch.over:
             return
         watch.received = True
@@ -361,7 +362,7 @@ class GatewayProcess:
                 self.life.after(_PAIR_RETRY_S, partial(self._ask_again, key))
 
     def _connect(self, prefill: str, decode: str) -> None:
-        def answered(state: common_pb2.PeerState) -> None:
+        def answered(state: node_status_pb2.PeerState) -> None:
             self.world.trace.note(
                 self.life.address, f"{prefill} has {decode} {state.incarnation} as {_PHASE(state.phase)}"
             )

@@ -6,8 +6,8 @@ from random import Random
 
 from baton.core.errors import NoNode
 from baton.core.types import SamplingParams
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.error_detail import to_detail
 from tests.simulation.decode import DecodeProcess
@@ -96,7 +96,7 @@ def _any_message(random: Random) -> pb.SessionRequest:
             (pb.PLACEMENT_UNSPECIFIED, pb.PLACEMENT_REMOTE, pb.PLACEMENT_LOCAL, pb.PLACEMENT_SPLIT)
         ),
         prefill_available=random.random() < 0.7,
-        queue_s=random.choice((0.0, 0.2)),
+        max_queue_s=random.choice((0.0, 0.2)),
         split_tokens=random.randint(0, 9),
         prefill_incarnation=random.choice((0, 1001, 1002)),
     )

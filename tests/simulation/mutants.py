@@ -22,8 +22,9 @@ from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.node_messages import NodeMessages
 from baton.gateway.request.output import RequestOutput
 from baton.gateway.request.token_order import TokenOrder
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
-from baton.protos.v1.decode_pb2 import SubmitRequest
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.internal.v1.decode_pb2 import SubmitRequest
+from baton.protos.v1 import generation_pb2, node_status_pb2
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease, PrefillHere
 from decode_node.commands import Command as DecodeCommand
@@ -282,7 +283,7 @@ def _never_cancels(patch: pytest.MonkeyPatch) -> None:
 def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
     take_status = FleetNode.take_status
 
-    def mutated(self: FleetNode, status: node_pb2.NodeStatus, detail: str, now_s: float) -> None:
+    def mutated(self: FleetNode, status: node_status_pb2.NodeStatus, detail: str, now_s: float) -> None:
         before = self.peers
         take_status(self, status, detail, now_s)
         self.peers = {**before, **self.peers}
@@ -293,7 +294,7 @@ def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
 def _keeps_sessions_with_prefill_nodes(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: Fleet, role: Role, address: str, reason: str) -> list[FleetCommand]:
         commands = lost(self, role, address, reason)
-        return commands if role == common_pb2.ROLE_DECODE else []
+        return commands if role == node_status_pb2.ROLE_DECODE else []
 
     lost = Fleet.lost
     patch.setattr(Fleet, "lost", mutated)

@@ -4,13 +4,13 @@ from collections.abc import Hashable
 
 from baton.core.errors import BatonError
 from baton.engine.events import StepEvents
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.simulation.device import Device
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.scenario import Sizes
 from tests.simulation.world import World
 
-MODEL = common_pb2.ModelIdentity(
+MODEL = node_status_pb2.ModelIdentity(
     architecture="simulated", config_digest="config", weights_digest="weights", name="model"
 )
 STATUS_INTERVAL_S = 0.1
@@ -20,31 +20,33 @@ _STREAM_SHARE = 0.75
 class Node:
     """One life of a node process."""
 
-    role: common_pb2.Role.ValueType
+    role: node_status_pb2.Role.ValueType
 
     def __init__(self, world: World, life: Life, sizes: Sizes) -> None:
         self.world = world
         self.life = life
         self.draining = False
         self.version = 0
-        self.info = common_pb2.NodeInfo(
+        self.info = node_status_pb2.NodeInfo(
             name=life.address,
             address=life.address,
             role=self.role,
             incarnation=life.incarnation,
             model=MODEL,
-            cache_shape=common_pb2.CacheShape(layout="NHD", block_size=sizes.block_size, num_blocks=sizes.num_blocks),
+            cache_shape=node_status_pb2.CacheShape(
+                layout="NHD", block_size=sizes.block_size, num_blocks=sizes.num_blocks
+            ),
             max_context_tokens=sizes.context_tokens,
         )
         self.device = Device(
             life,
             world.random,
             sizes,
-            stream_share=_STREAM_SHARE if self.role == common_pb2.ROLE_PREFILL else 1.0,
+            stream_share=_STREAM_SHARE if self.role == node_status_pb2.ROLE_PREFILL else 1.0,
             on_step=self.step_done,
             on_change=self.changed,
         )
-        self._peer_states: tuple[common_pb2.PeerState, ...] = ()
+        self._peer_states: tuple[node_status_pb2.PeerState, ...] = ()
 
     @property
     def busy(self) -> bool:
@@ -63,7 +65,7 @@ class Node:
         self.version += 1
         self.world.touch(self)
 
-    def peer_states(self) -> tuple[common_pb2.PeerState, ...]:
+    def peer_states(self) -> tuple[node_status_pb2.PeerState, ...]:
         """The node's peers; new objects whenever anything in them has changed."""
         raise NotImplementedError
 
@@ -88,9 +90,9 @@ class Node:
         self.life.after(0.0, watcher.report)
         return watcher.on_message, watcher.on_end
 
-    def status(self) -> node_pb2.NodeStatus:
+    def status(self) -> node_status_pb2.NodeStatus:
         load = self.device.load
-        return node_pb2.NodeStatus(
+        return node_status_pb2.NodeStatus(
             info=self.info,
             draining=self.draining,
             blocks_total=load.blocks_total,

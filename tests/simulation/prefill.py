@@ -9,8 +9,9 @@ from functools import partial
 
 from baton.core.errors import BatonError, InternalError, NoNode, UnknownLease
 from baton.engine.events import StepEvents
-from baton.protos.v1 import common_pb2, decode_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from decode_node import events as decode_events
 from kvtransfer.segments import Segment
 from prefill_node import commands as c
@@ -33,22 +34,22 @@ class _Pair:
         self.number = number
         self.sender_number = 0
         self.max_context_tokens: int | None = None
-        self.state = common_pb2.PeerState(
-            name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING, transport="simulated"
+        self.state = node_status_pb2.PeerState(
+            name=address, address=address, phase=node_status_pb2.PEER_PHASE_CONNECTING, transport="simulated"
         )
         self.stream: Stream | None = None
         self.waiting: list[Callable[[], None]] = []
 
     @property
     def ready(self) -> bool:
-        return self.state.phase == common_pb2.PEER_PHASE_READY
+        return self.state.phase == node_status_pb2.PEER_PHASE_READY
 
     @property
     def lost(self) -> bool:
-        return self.state.phase == common_pb2.PEER_PHASE_LOST
+        return self.state.phase == node_status_pb2.PEER_PHASE_LOST
 
-    def enter(self, phase: common_pb2.PeerPhase.ValueType) -> None:
-        state = common_pb2.PeerState()
+    def enter(self, phase: node_status_pb2.PeerPhase.ValueType) -> None:
+        state = node_status_pb2.PeerState()
         state.CopyFrom(self.state)
         state.phase = phase
         self.state = state
@@ -70,7 +71,7 @@ class _Call:
 class PrefillProcess(Node):
     """One life of a prefill node."""
 
-    role = common_pb2.ROLE_PREFILL
+    role = node_status_pb2.ROLE_PREFILL
 
     def __init__(self, world: World, life: Life) -> None:
         super().__init__(world, life, world.scenario.prefill)
@@ -226,18 +227,18 @@ class PrefillProcess(Node):
                 pair.state.incarnation = accepted.info.incarnation
                 receiver = self.world.receivers[accepted.info.incarnation]
                 self.sender.links[pair.number] = Link(self.life, pair.state.address, accepted.sender_number, receiver)
-                pair.enter(common_pb2.PEER_PHASE_READY)
+                pair.enter(node_status_pb2.PEER_PHASE_READY)
                 self.changed()
             case "lease_ended":
                 self.handle(e.LeaseEnded(pair.number, message.lease_ended.lease))
 
     def _pair_ended(self, pair: _Pair, _: BatonError | None) -> None:
-        pair.enter(common_pb2.PEER_PHASE_LOST)
+        pair.enter(node_status_pb2.PEER_PHASE_LOST)
         del self._by_number[pair.number]
         self.handle(e.PeerLost(pair.number, NoNode(f"{pair.state.name} is gone")))
         self.life.after(0.001 * self.world.random.random(), partial(self.sender.disconnect, pair.number))
 
-    def peer_states(self) -> tuple[common_pb2.PeerState, ...]:
+    def peer_states(self) -> tuple[node_status_pb2.PeerState, ...]:
         return tuple(pair.state for pair in self._pairs.values())
 
     # ---- the process

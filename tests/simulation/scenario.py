@@ -65,7 +65,7 @@ class Scenario:
     lease_s: float
     local_prefill_tokens: int
     waiting_max: int
-    queue_s: float
+    max_queue_s: float
     weather: Weather
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
@@ -106,7 +106,7 @@ def draw(random: Random, storm: Storm) -> Scenario:
         lease_s=random.choice((0.5, 10.0, 10.0)),
         local_prefill_tokens=random.choice((0, 0, 3)),
         waiting_max=random.choice((1, 4)),
-        queue_s=random.choice((0.0, 1.0, 1.0)),
+        max_queue_s=random.choice((0.0, 1.0, 1.0)),
         weather=storm.weather or weather,
         clients=_clients(random, 6, within_s=0.03) if rush else _clients(random, random.choice((2, 3, 3, 4))),
         faults=draw_faults(random, storm, within_s=0.06 if rush else 0.3),

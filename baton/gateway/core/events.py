@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.errors import BatonError
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 
 DecodeReply = (
     decode_pb2.Reserved

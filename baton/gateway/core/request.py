@@ -70,7 +70,7 @@ class Rules:
 
     local_policy: LocalPolicy
     max_attempts: int
-    queue_s: float
+    max_queue_s: float
     prefill_stall_s: float
     decode_stall_s: float
     failover_wait_s: float

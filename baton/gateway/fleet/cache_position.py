@@ -1,6 +1,6 @@
 """How far a gateway has followed the prefix cache of one node, batch by batch. Pure."""
 
-from baton.protos.v1 import node_pb2
+from baton.protos.internal.v1 import node_pb2
 
 
 class CachePosition:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from baton.protos.v1 import node_pb2
+from baton.protos.internal.v1 import node_pb2
 
 _TOKEN_BYTES = 4
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import revision_of
 
 # A lost node may come back within this time, so its copy counts: without it a damaged copy would serve while a good one
@@ -20,7 +20,7 @@ _LOOK_EACH_S = 10.0
 class _Place(NamedTuple):
     """Where a node is reached."""
 
-    role: common_pb2.Role.ValueType
+    role: node_status_pb2.Role.ValueType
     address: str
 
 
@@ -47,7 +47,12 @@ class Copies:
         self._looked_at_s = 0.0
 
     def differs(
-        self, role: common_pb2.Role.ValueType, address: str, name: str, model: common_pb2.ModelIdentity, now_s: float
+        self,
+        role: node_status_pb2.Role.ValueType,
+        address: str,
+        name: str,
+        model: node_status_pb2.ModelIdentity,
+        now_s: float,
     ) -> str:
         """Records a node's copy; returns why the node cannot serve next to the others, empty when it can.
 
@@ -75,7 +80,7 @@ class Copies:
             "it again"
         )
 
-    def forget(self, role: common_pb2.Role.ValueType, address: str) -> None:
+    def forget(self, role: node_status_pb2.Role.ValueType, address: str) -> None:
         """The node is gone, or has no digest."""
         if self._copies.pop(_Place(role, address), None) is not None:
             self._choose(self._looked_at_s)
@@ -87,7 +92,9 @@ class Copies:
         self._copies = {place: copy for place, copy in self._copies.items() if now_s - copy.seen_s <= _LOST_COUNTS_S}
         count = Counter((copy.revision, copy.digest) for copy in self._copies.values())
         decoding = {
-            (copy.revision, copy.digest) for place, copy in self._copies.items() if place.role == common_pb2.ROLE_DECODE
+            (copy.revision, copy.digest)
+            for place, copy in self._copies.items()
+            if place.role == node_status_pb2.ROLE_DECODE
         }
         best = sorted(count, key=lambda copy: (-count[copy], copy not in decoding, copy))
         self._chosen = dict(reversed(best))

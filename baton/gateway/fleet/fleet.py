@@ -21,7 +21,8 @@ from baton.gateway.fleet.node_costs import current_costs
 from baton.gateway.fleet.placement import Placement, place
 from baton.gateway.fleet.prefix_index import PrefixIndex
 from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_prefill
-from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.protos.internal.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.convert import role_name
 
 _PROVE_AGAIN_S = 10.0
@@ -81,7 +82,7 @@ class Fleet:
         policy: where prompts may be prefilled.
     """
 
-    def __init__(self, model: common_pb2.ModelIdentity, max_context_tokens: int, policy: LocalPolicy) -> None:
+    def __init__(self, model: node_status_pb2.ModelIdentity, max_context_tokens: int, policy: LocalPolicy) -> None:
         self.prefills: dict[str, FleetNode] = {}  # by address
         self.decodes: dict[str, FleetNode] = {}
         self._model = model
@@ -112,7 +113,7 @@ class Fleet:
         self._copies.forget(role, address)
 
     def status_received(
-        self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
+        self, role: Role, address: str, status: node_status_pb2.NodeStatus, now_s: float
     ) -> list[FleetCommand]:
         """Records a node's status. A node that has another role than this one is used in the role that it has, once it
         is reached as a node of that role, unless its address is listed for that role too."""
@@ -124,7 +125,9 @@ class Fleet:
         if status.HasField("loading"):
             return self._loads(node, status)
         if info.role != role:
-            if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
+            if info.role not in (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE) or address in self._of(
+                info.role
+            ):
                 return self._wrong_role(node, info.role)
             if status.next_role == role:
                 return []  # it is about to be one of this role
@@ -178,7 +181,9 @@ class Fleet:
         that did may be frozen, and stays lost: requests do not wait for it."""
         node = self._of(role)[address]
         if not node.reachable and not node.loading and node.never_connected:
-            node.take_loading(node_pb2.NodeStatus(info=node.status.info, loading=node_pb2.Loading(stage=_SILENT)))
+            node.take_loading(
+                node_status_pb2.NodeStatus(info=node.status.info, loading=node_status_pb2.Loading(stage=_SILENT))
+            )
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:
         """Records a sign of life: a message about a request of this gateway."""
@@ -342,10 +347,10 @@ class Fleet:
         nodes = [node for node in nodes if node.loading] or nodes
         return "; ".join(node.explain() for node in nodes) or "no node address is known"
 
-    def loads(self) -> list[generation_pb2.NodeLoad]:
+    def loads(self) -> list[operations_pb2.NodeLoad]:
         """How full each reachable node is."""
         return [
-            generation_pb2.NodeLoad(
+            operations_pb2.NodeLoad(
                 name=node.name,
                 address=node.address,
                 role=node.role,
@@ -359,10 +364,10 @@ class Fleet:
             if node.reachable
         ]
 
-    def report(self) -> list[generation_pb2.NodeReport]:
+    def report(self) -> list[operations_pb2.NodeReport]:
         reports = []
         for node in self.nodes():
-            report = generation_pb2.NodeReport(
+            report = operations_pb2.NodeReport(
                 address=node.address,
                 reachable=node.reachable,
                 detail=node.detail,
@@ -377,13 +382,13 @@ class Fleet:
     # ----
 
     def _of(self, role: Role) -> dict[str, FleetNode]:
-        return self.prefills if role == common_pb2.ROLE_PREFILL else self.decodes
+        return self.prefills if role == node_status_pb2.ROLE_PREFILL else self.decodes
 
     def _forget_cache(self, node: FleetNode) -> None:
         node.cache = CachePosition()
         self._index.forget(node.address)
 
-    def _loads(self, node: FleetNode, status: node_pb2.NodeStatus) -> list[FleetCommand]:
+    def _loads(self, node: FleetNode, status: node_status_pb2.NodeStatus) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
         if not node.loading:
             commands.append(LogLine(f"{status.info.name}: connected, {node.address}, not ready yet"))
@@ -422,7 +427,7 @@ class Fleet:
             DropSession(node.role, node.address, wrong),
         ]
 
-    def _foreign(self, theirs: common_pb2.ModelIdentity) -> str:
+    def _foreign(self, theirs: node_status_pb2.ModelIdentity) -> str:
         """Why the node cannot serve this gateway's model; empty when it can."""
         ours = self._model
         if theirs.config_digest == ours.config_digest:

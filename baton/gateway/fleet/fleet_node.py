@@ -19,14 +19,14 @@ from baton.gateway.fleet.cache_position import CachePosition
 from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import costs_from_proto, describe_loading, kept_bytes, role_name
 from baton.rpc.revisions import revision_of
 
-Role: TypeAlias = common_pb2.Role.ValueType
+Role: TypeAlias = node_status_pb2.Role.ValueType
 
 # Phases of a pair that last.
-SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
+SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
@@ -53,8 +53,8 @@ class FleetNode:
         self.address = address
         self.reachable = self.loading = False
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
-        self.status = node_pb2.NodeStatus()
-        self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
+        self.status = node_status_pb2.NodeStatus()
+        self.peers: dict[int, node_status_pb2.PeerState] = {}  # by incarnation
         self.last_message_at_s = 0.0  # last changed status, or message about a request
         self.retired = False  # no longer listed: removed once its requests are done
         self.cache = CachePosition()
@@ -62,7 +62,7 @@ class FleetNode:
         self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
         self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._decode_view: NodeView | None = None
-        self.costs = NodeCosts(PROMPT_STEP if role == common_pb2.ROLE_PREFILL else DECODE_STEP)
+        self.costs = NodeCosts(PROMPT_STEP if role == node_status_pb2.ROLE_PREFILL else DECODE_STEP)
         self._costs: StepCosts | None = None  # by which it is chosen
         self._turns = turns
         self._turn = self._requests_since = self._tokens_since = 0
@@ -102,7 +102,7 @@ class FleetNode:
     @property
     def also_decodes(self) -> bool:
         """Whether it is a prefill node that serves whole requests too."""
-        return self.role == common_pb2.ROLE_PREFILL and self.status.info.also_decodes
+        return self.role == node_status_pb2.ROLE_PREFILL and self.status.info.also_decodes
 
     @property
     def open(self) -> bool:
@@ -133,7 +133,7 @@ class FleetNode:
     def decode_view(self) -> NodeView:
         """As a node that decodes. A prefill node does it alone: it is no decode node's or prefill node's peer then."""
         view = self.view()
-        if self.role == common_pb2.ROLE_DECODE:
+        if self.role == node_status_pb2.ROLE_DECODE:
             return view
         if self._decode_view is None:
             self._decode_view = replace(view, also_prefills=True, ready_peers=frozenset())
@@ -162,7 +162,7 @@ class FleetNode:
         if costs is not self._costs:
             self._costs, self._view = costs, None
 
-    def take_status(self, status: node_pb2.NodeStatus, detail: str, now_s: float) -> None:
+    def take_status(self, status: node_status_pb2.NodeStatus, detail: str, now_s: float) -> None:
         before = self.status
         started = before.info.incarnation != status.info.incarnation
         works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
@@ -184,7 +184,7 @@ class FleetNode:
         self._view = None
         self._backlog.reported(_seconds(status.backlog_s), now_s)
 
-    def take_loading(self, status: node_pb2.NodeStatus) -> None:
+    def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
         """It has started and serves nothing yet."""
         self.status = status
         self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
@@ -195,7 +195,7 @@ class FleetNode:
         self.status.ClearField("loading")
         self.reachable, self.loading, self.detail = False, False, reason
 
-    def take_peer(self, state: common_pb2.PeerState) -> None:
+    def take_peer(self, state: node_status_pb2.PeerState) -> None:
         if state.incarnation:
             self.peers[state.incarnation] = state
             self._view = None
@@ -231,13 +231,13 @@ def _seconds(reported: float) -> float:
 def _to_view(
     address: str,
     revision: str,
-    status: node_pb2.NodeStatus,
-    peers: Mapping[int, common_pb2.PeerState],
+    status: node_status_pb2.NodeStatus,
+    peers: Mapping[int, node_status_pb2.PeerState],
     costs: StepCosts | None,
 ) -> NodeView:
     info = status.info
     per_token, per_request = kept_bytes(info.cache_spec)
-    ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
+    ready = (number for number, peer in peers.items() if peer.phase == node_status_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
         incarnation=info.incarnation,

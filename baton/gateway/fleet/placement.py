@@ -101,17 +101,17 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     whole = _best_whole([*own, *sharing], decode, wanted, grows=not sharing)
     if ttft_s is None:
         return _ends_first(remote, gap_s, whole, wanted)
-    if whole is not None and whole.first_token_s <= ttft_s:
+    if whole is not None and whole.ttft_s <= ttft_s:
         why = _too_slow(prefill, remote_s, ttft_s)
         if is_soon:
             why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
-        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s)
     split = _split(whole, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
-    if not remote.meets and whole is not None and whole.first_token_s < remote_s:
+    if not remote.meets and whole is not None and whole.ttft_s < remote_s:
         why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
-        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s, meets=False)
+        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s, meets=False)
     return remote
 
 
@@ -128,14 +128,14 @@ class _Whole:
     """A whole request on one node.
 
     Args:
-        first_token_s: from now to its first token.
+        ttft_s: from now to its first token.
         end_s: from now to the end of a typical output, and by how much it delays each of the node's streams beyond what
             their TPOT allows.
     """
 
     node: NodeView
     steps: LocalSteps
-    first_token_s: float
+    ttft_s: float
     end_s: float
 
 
@@ -151,7 +151,7 @@ def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedReque
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
         if steps is None:
             continue
-        first_s = steps.first_token_s(node.queue_s, node.cached_tokens, wanted.num_tokens)
+        first_s = steps.ttft_s(node.queue_s, node.cached_tokens, wanted.num_tokens)
         end_s = first_s + output_s(node, wanted)
         if not steps.bounded:
             end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
@@ -166,13 +166,13 @@ def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: R
     more = _FIRST_WEIGHT - 1
     remote_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
     weighted_s = remote_s + more * remote.predicted_ttft_s
-    if whole is None or whole.end_s + more * whole.first_token_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
+    if whole is None or whole.end_s + more * whole.ttft_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
         return remote
     why = (
-        f"{whole.node.label} alone would send the first token after {_s(whole.first_token_s)} and end a typical output "
+        f"{whole.node.label} alone would send the first token after {_s(whole.ttft_s)} and end a typical output "
         f"after {_s(whole.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
     )
-    return Placement(Route.LOCAL, whole.node, None, 0, why, whole.first_token_s)
+    return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s)
 
 
 def _split(
@@ -194,7 +194,7 @@ def _split(
         sent_s = prefill_s(prefill, prefill.cached_tokens, split, wanted.slo.tpot_s)
         sent_s += transfer_s(prefill, node, split - node.cached_tokens)
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
-        first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
+        first_s = sent_s + steps.ttft_s(waiting_s, split, tokens)
         if first_s <= ttft_s:
             why = _too_slow(prefill, remote_s, ttft_s)
             return Placement(Route.SPLIT, node, prefill, split, why, first_s)
@@ -205,7 +205,7 @@ def _local_by_policy(decode: NodeView, why: str, wanted: RoutedRequest) -> Place
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
-        first_s = steps.first_token_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
+        first_s = steps.ttft_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Route.LOCAL, decode, None, 0, why, first_s, meets)
 

@@ -26,7 +26,7 @@ def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> fl
     if not node.decode_rows:
         return node.prefill_s(start, stop)
     steps = local_steps(node, stop, tpot_s)
-    return math.inf if steps is None else steps.first_token_s(node.queue_s, start, stop)
+    return math.inf if steps is None else steps.ttft_s(node.queue_s, start, stop)
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
@@ -72,7 +72,7 @@ class LocalSteps:
         """How much longer prompts take than alone."""
         return self.step_s / self.costs.prompt_s(0, self.slice_tokens, step_tokens=self.slice_tokens)
 
-    def first_token_s(self, waiting_s: float, start: int, stop: int) -> float:
+    def ttft_s(self, waiting_s: float, start: int, stop: int) -> float:
         """From now to the first token, after prompts that would take so many seconds alone."""
         steps = math.ceil((stop - start) / self.slice_tokens)
         # The step that runs now is half over on average.

@@ -1,35 +1,28 @@
-"""Baton's own service, baton.v1.Generation: every call is passed on as it is."""
+"""Baton's own service for clients, baton.v1.Generation: every call is passed on as it is."""
 
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import aclosing
 
 import grpc
 
 from baton.core.types import AdapterRef, GrammarKind
-from baton.core.version import __version__
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.revisions import serving_revisions
 from baton.gateway.grpc.call import answering, check_count, check_ids
 from baton.gateway.grpc.tokenizer_archive import TokenizerArchive
-from baton.gateway.http.view import View
-from baton.gateway.request.connections import Connections
-from baton.gateway.request.role_change import switch_role
 from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
+from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
-from baton.protos.v1 import generation_pb2_grpc
-from baton.security import identity
 
 SERVICE_NAME = "baton.v1.Generation"
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """Baton's API of a gateway."""
+    """What clients ask of a gateway."""
 
-    def __init__(self, serving: Serving, connections: Connections, archive: TokenizerArchive, view: View) -> None:
-        self._view = view
+    def __init__(self, serving: Serving, fleet: Fleet, archive: TokenizerArchive) -> None:
         self._serving = serving
-        self._connections = connections
-        self._fleet = connections.fleet
+        self._fleet = fleet
         self._archive = archive
 
     # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
@@ -111,7 +104,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 default_sampling=model.default_sampling,
                 has_chat_template=model.chat.has_template,
                 tokenizer_sha256=archive.sha256,
-                grammar_kinds=[kind.name for kind in GrammarKind],
+                grammar_kinds=[common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind],
             )
 
     async def GetTokenizer(
@@ -125,49 +118,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             for piece in archive.pieces():
                 yield pb.GetTokenizerResponse(chunk=piece)
             yield pb.GetTokenizerResponse(sha256=archive.sha256)
-
-    async def GetLoads(
-        self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext[pb.GetLoadsRequest, pb.GetLoadsResponse]
-    ) -> pb.GetLoadsResponse:
-        return pb.GetLoadsResponse(nodes=self._fleet.loads(), requests_running=self._serving.running)
-
-    async def ClusterStatus(
-        self,
-        request: pb.ClusterStatusRequest,
-        context: grpc.aio.ServicerContext[pb.ClusterStatusRequest, pb.ClusterStatusResponse],
-    ) -> pb.ClusterStatusResponse:
-        counters = self._serving.counters
-        return pb.ClusterStatusResponse(
-            gateway=self._view.name,
-            nodes=self._fleet.report(),
-            requests_running=self._serving.running,
-            requests_finished=counters.finished,
-            requests_failed=counters.failed,
-            remote_total=counters.remote,
-            local_total=counters.local,
-            package_version=__version__,
-        )
-
-    async def ClusterView(
-        self,
-        request: pb.ClusterViewRequest,
-        context: grpc.aio.ServicerContext[pb.ClusterViewRequest, pb.ClusterViewResponse],
-    ) -> pb.ClusterViewResponse:
-        async with answering(context):
-            shown = await self._view.shown_to(identity.current())
-            return pb.ClusterViewResponse(state_json=shown.decode())
-
-    async def SwitchNodeRole(
-        self,
-        request: pb.SwitchNodeRoleRequest,
-        context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
-    ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
-        async with answering(context):
-            grace_s = request.grace_s if request.HasField("grace_s") else None
-            switching = switch_role(self._connections, request.node, request.role, grace_s=grace_s, force=request.force)
-            async with aclosing(switching):
-                async for progress in switching:
-                    yield pb.SwitchNodeRoleResponse(progress=progress)
 
     def _adapter_card(self, adapter: AdapterRef) -> pb.ModelCard:
         card = self._card()

@@ -20,7 +20,7 @@ from baton.gateway.fleet.cache_union import CacheUnion, UnionChanges
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.request.node_clients import NodeClient
-from baton.protos.v1 import node_pb2
+from baton.protos.internal.v1 import node_pb2
 
 log = logging.getLogger("baton")
 

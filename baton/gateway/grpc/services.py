@@ -2,18 +2,23 @@
 
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.gateway.grpc import generation, open_inference, vllm_engine
+from baton.gateway.grpc import generation, open_inference, operations, vllm_engine
 from baton.gateway.grpc.kv_events import KvEvents
 from baton.gateway.grpc.tokenizer_archive import TokenizerArchive
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.protos.inference import open_inference_pb2_grpc
-from baton.protos.v1 import generation_pb2_grpc
+from baton.protos.v1 import generation_pb2_grpc, operations_pb2_grpc
 from baton.rpc.server import GrpcServer
 from baton.settings.gateway_config import GatewaySettings
 
-SERVICE_NAMES = (generation.SERVICE_NAME, vllm_engine.SERVICE_NAME, open_inference.SERVICE_NAME)
+SERVICE_NAMES = (
+    generation.SERVICE_NAME,
+    operations.SERVICE_NAME,
+    vllm_engine.SERVICE_NAME,
+    open_inference.SERVICE_NAME,
+)
 
 
 def add_services(
@@ -22,8 +27,10 @@ def add_services(
     """Adds the services of SERVICE_NAMES to a server that has not been started."""
     fleet = connections.fleet
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
-    own = generation.GenerationService(serving, connections, archive, view)
-    generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
+    clients = generation.GenerationService(serving, fleet, archive)
+    generation_pb2_grpc.add_GenerationServicer_to_server(clients, server.grpc)
+    operators = operations.OperationsService(serving, connections, view)
+    operations_pb2_grpc.add_OperationsServicer_to_server(operators, server.grpc)
     engine = vllm_engine.VllmEngineService(
         serving,
         fleet,

@@ -4,7 +4,6 @@ vLLM reads absent numbers as its own defaults, not as the model's, so every numb
 wire; their shortest decimal form gives the same outputs as the same numbers through the other doors.
 """
 
-import json
 from collections.abc import Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -96,21 +95,20 @@ def _sampling(params: vllm.SamplingParams, *, room: int) -> common_pb2.SamplingP
 def _grammar(params: vllm.SamplingParams) -> common_pb2.Grammar | None:
     match params.WhichOneof("constraint"):
         case "json_schema":
-            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_JSON_SCHEMA, text=params.json_schema)
+            return common_pb2.Grammar(json_schema=params.json_schema)
         case "regex":
-            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text=params.regex)
+            return common_pb2.Grammar(regex=params.regex)
         case "grammar":
-            # vLLM takes both languages here. Only EBNF defines its rules with "::=".
-            ebnf = "::=" in params.grammar
-            kind = common_pb2.GRAMMAR_KIND_EBNF if ebnf else common_pb2.GRAMMAR_KIND_LARK
-            return common_pb2.Grammar(kind=kind, text=params.grammar)
+            # vLLM takes both languages here. Only GBNF defines its rules with "::=".
+            if "::=" in params.grammar:
+                return common_pb2.Grammar(gbnf=params.grammar)
+            return common_pb2.Grammar(lark=params.grammar)
         case "structural_tag":
-            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG, text=params.structural_tag)
+            return common_pb2.Grammar(structural_tag=params.structural_tag)
         case "choice":
-            text = json.dumps(list(params.choice.choices), ensure_ascii=False)
-            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_CHOICE, text=text)
+            return common_pb2.Grammar(choice=common_pb2.Choices(texts=params.choice.choices))
         case "json_object" if params.json_object:
-            return common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_JSON_OBJECT)
+            return common_pb2.Grammar(json_object=common_pb2.JsonObject())
     return None
 
 

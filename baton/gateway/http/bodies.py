@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.checking import TEXT_OR_OBJECT, Biases, Items, Model, Stops, by_shape, tag
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -117,13 +118,6 @@ class GenerationBody(Model):
     prompt_logprobs: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="among waiting requests lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
-    ttft_ms: float | None = Field(None, gt=0, description="expected time to the first token; default: the gateway's")
-    tpot_ms: float | None = Field(
-        None, gt=0, description="expected mean time per further token; default: the gateway's"
-    )
-    session_id: Text | None = Field(
-        None, description="requests of one session go to the same nodes where that costs nothing"
-    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: TextOrObject | None = None
@@ -133,17 +127,7 @@ class GenerationBody(Model):
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
     return_token_ids: bool = Field(False, description="add the token ids of the output")
-    output_token_ids: Items[Uint32] = Field(
-        [],
-        description="tokens of the output that the client has already, from a gateway that it lost: the answer goes on "
-        "after them. Needs the same x-request-id, and a seed where tokens are drawn",
-    )
-    revision: str = Field(
-        "",
-        description="the `system_fingerprint` or `revision` of the part of the answer that the client has already: it "
-        "goes on with the weights and the adapter of this revision, or fails",
-    )
-    baton_receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
+    baton: BatonOptions = Field(BatonOptions(), description="what only this server has")
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
@@ -226,8 +210,8 @@ class CompletionBody(GenerationBody):
             raise ValueError("best_of is less than n")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of and stream exclude each other")
-        if self.output_token_ids and (self.echo or len(self.prompts) > 1):
-            raise ValueError("output_token_ids exclude echo and several prompts")
+        if self.baton.output_token_ids and (self.echo or len(self.prompts) > 1):
+            raise ValueError("baton.output_token_ids exclude echo and several prompts")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise ValueError("echo and truncate_prompt_tokens exclude each other")
         return self

@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.log_lines import loggable
 from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.http.baton_options import BatonOptions, set_slo
 from baton.gateway.http.body import parse_object, read_body
 from baton.gateway.http.checking import M, checked, short
 from baton.gateway.http.errors import ErrorShape, HttpRefusal, error_response, openai_error
-from baton.gateway.http.extras import set_slo
 from baton.gateway.http.view import View
 from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving, Skip
@@ -137,8 +137,8 @@ class HttpCall:
         self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
         self.field_names: dict[str, str] = {}
         self._limit_s = _limit_s(request)
-        self._ttft_ms = _milliseconds(request, "x-baton-ttft-ms")
-        self._tpot_ms = _milliseconds(request, "x-baton-tpot-ms")
+        self._ttft_s = _seconds(request, "x-baton-ttft-s")
+        self._tpot_s = _seconds(request, "x-baton-tpot-s")
         self._session_id = request.headers.get("x-session-id", "")
         self._loop = asyncio.get_running_loop()
         self._started_at_s = self._loop.time()
@@ -243,13 +243,13 @@ class HttpCall:
 
     def _add_headers(self, message: pb.GenerateRequest) -> None:
         """What headers say about the request and its body does not."""
-        set_slo(message.slo, ttft_ms=self._ttft_ms, tpot_ms=self._tpot_ms)
+        set_slo(message.slo, ttft_s=self._ttft_s, tpot_s=self._tpot_s)
         message.session_id = message.session_id or self._session_id
 
     def in_own_words(self, error: BatonError) -> BatonError:
         """The error with the field's name as this API's clients know it."""
         name = error.field.removeprefix("sampling.")
-        error.field = self.field_names.get(name, name)
+        error.field = self.field_names.get(name, f"baton.{name}" if name in BatonOptions.model_fields else name)
         return error
 
 
@@ -397,9 +397,9 @@ def _limit_s(request: Request) -> float | None:
     return None
 
 
-def _milliseconds(request: Request, name: str) -> float | None:
+def _seconds(request: Request, name: str) -> float | None:
     given = request.headers.get(name)
-    return None if given is None else _positive(name, given, "milliseconds")
+    return None if given is None else _positive(name, given, "seconds")
 
 
 def _positive(name: str, given: str, unit: str) -> float:

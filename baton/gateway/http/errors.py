@@ -12,40 +12,13 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from baton.core.errors import BatonError, ContextOverflow, InvalidRequest
+from baton.core.error_codes import BY_HTTP, ErrorCode, code_of
+from baton.core.errors import BatonError, InternalError, InvalidRequest
 
 ErrorShape = Callable[[BatonError, str], dict[str, Any]]
 """Error and request id to the body of the answer."""
 
 _RETRY_AFTER_S = 1.0  # where waiting helps, and the error does not say how long
-_RETRYABLE = (429, 503)
-
-_STATUSES = {
-    "INVALID_REQUEST": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
-    "UNKNOWN_MODEL": 404,
-    "OVERLOADED": 429,
-    "NO_NODE": 503,
-    "DRAINING": 503,
-    "PEER_REFUSED": 503,
-    "DEADLINE": 504,
-    "CANCELLED": 499,  # as nginx says that a request was ended from outside; no client library retries it
-}
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-    499: "cancelled_error",
-}
-_CODES = {
-    "UNAUTHENTICATED": "invalid_api_key",
-    "UNKNOWN_MODEL": "model_not_found",
-    "INVALID_REQUEST": "invalid_value",
-}
 
 
 class HttpRefusal(InvalidRequest):
@@ -76,7 +49,14 @@ class HttpRefusal(InvalidRequest):
 
 
 def status_of(error: BatonError) -> int:
-    return error.status if isinstance(error, HttpRefusal) else _STATUSES.get(error.reason, 500)
+    return error.status if isinstance(error, HttpRefusal) else code_of(error).http
+
+
+def row_of(error: BatonError) -> ErrorCode:
+    """The error's row; of a refusal by HTTP itself the row of its status, or of the nearest one."""
+    if not isinstance(error, HttpRefusal):
+        return code_of(error)
+    return BY_HTTP.get(error.status) or code_of(InvalidRequest if error.status < 500 else InternalError)
 
 
 def headers_of(error: BatonError) -> dict[str, str]:
@@ -85,7 +65,7 @@ def headers_of(error: BatonError) -> dict[str, str]:
     if status_of(error) == 401:
         headers["www-authenticate"] = "Bearer"
     retry_after_s = error.retry_after_s
-    if retry_after_s is None and status_of(error) in _RETRYABLE:
+    if retry_after_s is None and code_of(error).retryable:
         retry_after_s = _RETRY_AFTER_S
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
@@ -95,22 +75,15 @@ def headers_of(error: BatonError) -> dict[str, str]:
 
 def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
     """The body in OpenAI's shape."""
-    status = status_of(error)
     return {
         "error": {
             "message": str(error),
-            "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+            "type": row_of(error).openai_type,
             "param": error.field or None,
-            "code": _code(error),
+            "code": error.code if isinstance(error, HttpRefusal) else code_of(error).openai_code,
             "request_id": request_id,
         }
     }
-
-
-def _code(error: BatonError) -> str:
-    if isinstance(error, ContextOverflow):
-        return "context_length_exceeded"  # OpenAI's, by which client libraries know it
-    return error.code if isinstance(error, HttpRefusal) else _CODES.get(error.reason, error.reason.lower())
 
 
 def error_response(error: BatonError, request_id: str, shape: ErrorShape = openai_error) -> Response:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.bodies import GenerationBody
 from baton.gateway.http.checking import U32, Biases, Items, JsonObject, Model
 from baton.protos.v1 import common_pb2
@@ -35,13 +36,9 @@ class Extras(Model):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    ttft_ms: Annotated[float, Field(gt=0)] | None = None
-    tpot_ms: Annotated[float, Field(gt=0)] | None = None
-    session_id: str | None = None
     return_token_ids: bool | None = None
-    output_token_ids: Items[U32] | None = None
-    revision: str | None = None
     chat_template_kwargs: JsonObject | None = None
+    baton: BatonOptions = BatonOptions()
 
 
 def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_pb2.SamplingParams:
@@ -60,21 +57,10 @@ def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_
     for token_id, bias in (given.logit_bias or {}).items():
         sampling.logit_bias[int(token_id)] = bias
     sampling.stop_token_ids.extend(given.stop_token_ids or ())
-    message.output_token_ids.extend(given.output_token_ids or ())
-    message.revision = given.revision or ""
+    given.baton.write(message)
     message.cache_salt = given.cache_salt or ""
     message.priority = given.priority or 0
-    message.session_id = given.session_id or ""
-    set_slo(message.slo, ttft_ms=given.ttft_ms, tpot_ms=given.tpot_ms)
     return sampling
-
-
-def set_slo(slo: common_pb2.Slo, *, ttft_ms: float | None, tpot_ms: float | None) -> None:
-    """Sets the bounds that the message does not have yet."""
-    if ttft_ms is not None and not slo.HasField("ttft_s"):
-        slo.ttft_s = ttft_ms / 1e3
-    if tpot_ms is not None and not slo.HasField("tpot_s"):
-        slo.tpot_s = tpot_ms / 1e3
 
 
 def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:

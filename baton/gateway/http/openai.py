@@ -95,11 +95,11 @@ def _shape(call: HttpCall, body: GenerationBody, name: str, prefix: str, *, want
         logprobs=_writer(call, body) if wants_logprobs else None,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
-        receipt=call.wants_receipt or body.baton_receipt,
+        receipt=call.wants_receipt or body.baton.receipt,
         token_ids=body.return_token_ids,
         reasoning=not isinstance(body, ChatBody) or body.include_reasoning,
         outputs=body.n,
-        tokens_before=len(body.output_token_ids),
+        tokens_before=len(body.baton.output_token_ids),
     )
 
 

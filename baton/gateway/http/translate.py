@@ -136,7 +136,7 @@ def _of_structured(wanted: StructuredOutputs | None) -> list[tuple[str, Grammar 
         return []
     schema = wanted.json_ if wanted.json_ is None or isinstance(wanted.json_, str) else _dumps(wanted.json_)
     choice = None if wanted.choice is None else _dumps(wanted.choice)
-    language = GrammarKind.EBNF if "::=" in (wanted.grammar or "") else GrammarKind.LARK
+    language = GrammarKind.GBNF if "::=" in (wanted.grammar or "") else GrammarKind.LARK
     return [
         ("json", _grammar(GrammarKind.JSON_SCHEMA, schema)),
         ("regex", _grammar(GrammarKind.REGEX, wanted.regex)),

@@ -23,7 +23,7 @@ from baton.gateway.observe.metrics import state_of
 from baton.gateway.observe.recent import Shown
 from baton.gateway.observe.slow_reasons import mark_slow
 from baton.gateway.serving.serving import Serving
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import phase_name, role_name
 from baton.rpc.revisions import Member, mixture
 from baton.security.authorize import rights_for
@@ -34,7 +34,7 @@ REQUESTS_SHOWN = 60
 _TEXT_MAX = 400
 _KEPT_S = 1.0  # an answer: many viewers cost no more than one
 _CLIENTS_MAX = 100
-_CLUSTER = rights_for("/baton.v1.Generation/ClusterView")
+_CLUSTER = rights_for("/baton.v1.Operations/ClusterView")
 
 
 class View:
@@ -164,7 +164,7 @@ def _nodes_and_links(fleet: Fleet) -> dict[str, Any]:
         "links": [
             _link(number, numbers.get(peer.incarnation), peer)
             for number, node in enumerate(nodes)
-            if node.role == common_pb2.ROLE_PREFILL
+            if node.role == node_status_pb2.ROLE_PREFILL
             for peer in node.peers.values()
         ],
     }
@@ -207,7 +207,7 @@ def _step_s(node: FleetNode) -> float | None:
     return _finite(costs.seconds(StepWork(decode_rows=status.decode_rows, keys=status.context_tokens)))
 
 
-def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[str, Any]:
+def _link(prefill: int, decode: int | None, peer: node_status_pb2.PeerState) -> dict[str, Any]:
     """Args:
     prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
     """

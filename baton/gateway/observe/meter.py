@@ -121,7 +121,7 @@ class RequestMeter:
         self._prefill.observe(receipt.prefill_s)
         if receipt.path is not Path.LOCAL:
             self._transfer.observe(receipt.transfer_s)
-        self._decode.observe(receipt.total_s - receipt.first_token_s)
+        self._decode.observe(receipt.total_s - receipt.ttft_s)
 
 
 def _last_failure(retries: Sequence[Retry]) -> str | None:

@@ -27,7 +27,7 @@ class FinishedRequest:
         ended_at_s: unix time.
         started_at_s: on the clock of the journal.
         admitted_s: from its arrival until its turn came; None: it never did.
-        first_token_s: None: no token was passed on.
+        ttft_s: None: no token was passed on.
         outcome, reason, error: how it ended; the last two are empty unless an error ended it.
         failures: attempts that failed, as one sentence.
         ended, journal: of its first output; None: there is none.
@@ -42,7 +42,7 @@ class FinishedRequest:
     error: str
     failures: str
     admitted_s: float | None
-    first_token_s: float | None
+    ttft_s: float | None
     total_s: float
     outputs: int
     completion_tokens: int
@@ -95,7 +95,7 @@ def shown(finished: FinishedRequest) -> Shown:
         started_at_s=finished.started_at_s,
         admitted_s=finished.admitted_s,
         queue_s=0.0 if receipt is None else receipt.queue_s,
-        first_token_s=finished.first_token_s,
+        ttft_s=finished.ttft_s,
         total_s=finished.total_s,
     )
     later = finished.completion_tokens - finished.outputs
@@ -107,11 +107,11 @@ def shown(finished: FinishedRequest) -> Shown:
         "reason": finished.reason,
         "error": printable(finished.error, _TEXT_MAX),
         "failures": printable(finished.failures, _TEXT_MAX),
-        "first_token_s": _seconds(finished.first_token_s),
+        "ttft_s": _seconds(finished.ttft_s),
         "total_s": _seconds(finished.total_s),
         "gap_s": (
-            _seconds(max(0.0, finished.total_s - finished.first_token_s) * finished.outputs / later)
-            if finished.first_token_s is not None and later > 0
+            _seconds(max(0.0, finished.total_s - finished.ttft_s) * finished.outputs / later)
+            if finished.ttft_s is not None and later > 0
             else None
         ),
         "outputs": finished.outputs,
@@ -148,7 +148,7 @@ def shown(finished: FinishedRequest) -> Shown:
 def _timeline(finished: FinishedRequest) -> Timeline:
     if finished.journal is None:
         return Timeline()
-    first_s = finished.first_token_s
+    first_s = finished.ttft_s
     return read(finished.journal, None if first_s is None else finished.started_at_s + first_s)
 
 

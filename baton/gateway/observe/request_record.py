@@ -78,7 +78,7 @@ class RequestRecord:
         self._ended: list[Ended] = []
         self._failures = ""
         self._admitted_s: float | None = None
-        self._first_token_s: float | None = None
+        self._ttft_s: float | None = None
         self._journal: Journal | None = None
         self._tokens = 0
 
@@ -111,7 +111,7 @@ class RequestRecord:
         if self._journal is None:
             self._journal = journal
             first_at_s = machine.first_token_at_s
-            self._first_token_s = None if first_at_s is None else first_at_s - self.started_at_s
+            self._ttft_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
             self._ended.append(machine.ended)
 
@@ -165,7 +165,7 @@ class RequestRecord:
                 error="" if error is None else loggable(error),
                 failures=self._failures,
                 admitted_s=self._admitted_s,
-                first_token_s=self._first_token_s,
+                ttft_s=self._ttft_s,
                 total_s=seconds,
                 outputs=self.outputs,
                 completion_tokens=self._tokens,
@@ -186,7 +186,7 @@ class RequestRecord:
                 "path": receipt.path.value,
                 "prefill_node": receipt.prefill_node,
                 "decode_node": receipt.decode_node,
-                "ttft_s": receipt.first_token_s,
+                "ttft_s": receipt.ttft_s,
                 "queue_s": receipt.queue_s,
                 "prefill_s": receipt.prefill_s,
                 "transfer_s": receipt.transfer_s,

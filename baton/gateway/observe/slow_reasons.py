@@ -24,7 +24,7 @@ def mark_slow(requests: Sequence[Shown], *, ttft_s: float | None, tpot_s: float 
     Args:
         ttft_s, tpot_s: the gateway's SLO; None: three times the median of these requests.
     """
-    ttft_s = ttft_s or _limit((each["first_token_s"] for each in requests), _TTFT_S_MIN)
+    ttft_s = ttft_s or _limit((each["ttft_s"] for each in requests), _TTFT_S_MIN)
     tpot_s = tpot_s or _limit((each["gap_s"] for each in requests), _GAP_S_MIN)
     for each in requests:
         each["slow"] = list(_reasons(each, ttft_s, tpot_s))
@@ -35,7 +35,7 @@ def _reasons(request: Shown, ttft_s: float | None, tpot_s: float | None) -> Iter
         yield f"{request['outcome']}: {request['error']}"
     if request["failures"]:
         yield f"tried again: {request['failures']}"
-    first_s, gap_s = request["first_token_s"], request["gap_s"]
+    first_s, gap_s = request["ttft_s"], request["gap_s"]
     if first_s is not None and ttft_s is not None and first_s > ttft_s:
         yield f"first token after {_time(first_s)}, above {_time(ttft_s)}{_most_of(request)}"
     if gap_s is not None and tpot_s is not None and gap_s > tpot_s:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from baton.gateway.core import events as e
 from baton.gateway.observe.tracing.prefill_spans import merged
 from baton.gateway.request.journal import CallMade, Journal, LocalPrefillOrdered, Submitted
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 
 _FAILURES_MAX = 8
 
@@ -130,7 +130,7 @@ def phases(
     started_at_s: float,
     admitted_s: float | None,
     queue_s: float,
-    first_token_s: float | None,
+    ttft_s: float | None,
     total_s: float,
 ) -> Sequence[Phase]:
     """What a request spent its time on, in order; only `transfer` overlaps others.
@@ -138,12 +138,12 @@ def phases(
     Args:
         admitted_s: until it was its turn; None: it never was.
         queue_s: that a node which computed the prompt itself let it wait.
-        first_token_s: None: there was none.
+        ttft_s: None: there was none.
     """
     if admitted_s is None:
         return [("admission", 0.0, total_s)]
     at_s = {moment: at - started_at_s for moment, at in timeline.at_s.items()}
-    first_s = total_s if first_token_s is None else min(first_token_s, total_s)
+    first_s = total_s if ttft_s is None else min(ttft_s, total_s)
     found: list[Phase] = [("admission", 0.0, min(admitted_s, total_s))]
     now_s = found[0][2]
 
@@ -168,6 +168,6 @@ def phases(
         begun_s = timeline.chunks[0][0] - started_at_s if timeline.chunks else at_s[Moment.SCHEDULED]
         stop_s = min(at_s[Moment.ADMITTED], total_s)
         found.append(("transfer", min(begun_s, stop_s), stop_s))
-    if first_token_s is not None:
+    if ttft_s is not None:
         found.append(("tokens", first_s, total_s))
     return found

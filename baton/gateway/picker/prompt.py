@@ -48,7 +48,7 @@ def look(body: bytes, *, whole: bool, length: int | None = None, session: str = 
     prompt_tokens = max(len(body), length or 0) // _BYTES_PER_TOKEN
     data = _parse(body) if whole and len(body) <= LOOK_BYTES else None
     output_tokens = _OUTPUT_TOKENS if data is None else _output_tokens(data)
-    session = session or _text(data, "session_id")
+    session = session or _session(data)
     if session:
         shared: bytes | None = b"session " + session.encode(errors="replace")
     elif data is not None:
@@ -68,8 +68,9 @@ def _parse(body: bytes) -> Mapping[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _text(data: Mapping[str, Any] | None, name: str) -> str:
-    value = None if data is None else data.get(name)
+def _session(data: Mapping[str, Any] | None) -> str:
+    options = None if data is None else data.get("baton")
+    value = options.get("session_id") if isinstance(options, dict) else None
     return value if isinstance(value, str) else ""
 
 

@@ -80,11 +80,11 @@ class Attempt:
             return False
         return not self.call.sent and not (self.admitted and self.first_token_passed)
 
-    def stalls_at_s(self, *, prefill_stall_s: float, decode_stall_s: float, queue_s: float) -> float:
+    def stalls_at_s(self, *, prefill_stall_s: float, decode_stall_s: float, max_queue_s: float) -> float:
         """When the node that owes the next answer counts as lost, if it gives no sign of life until then.
 
         Args:
-            queue_s: added while the decode node may be waiting for room.
+            max_queue_s: added while the decode node may be waiting for room.
         """
         if self.prefill_node_owes:
             assert self.call is not None
@@ -93,4 +93,4 @@ class Attempt:
                 alive_at_s = max(alive_at_s, self.call.node.last_message_at_s)
             return alive_at_s + prefill_stall_s
         alive_at_s = max(self.waiting_since_s, self.node.last_message_at_s)
-        return alive_at_s + decode_stall_s + (0.0 if self.answered else queue_s)
+        return alive_at_s + decode_stall_s + (0.0 if self.answered else max_queue_s)

@@ -93,7 +93,7 @@ class Attempts:
             placement,
             due=state.due,
             budget_s=state.remaining_s,
-            queue_s=min(state.rules.queue_s, state.remaining_s),
+            max_queue_s=min(state.rules.max_queue_s, state.remaining_s),
             prefill_incarnation=attempt.ticket_for,
         )
         state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission, node.name))

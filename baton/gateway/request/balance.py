@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from baton.gateway.fleet.fleet_node import FleetNode, Role
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 
-_PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+_PREFILL, _DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
 # Of the decode nodes' blocks or seats, as the autoscalers have it.
 _FULL = 0.8
 # The nodes that stay must have at most this part of the load at which their role would be the one that needs nodes.

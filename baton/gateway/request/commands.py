@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import generation_pb2, node_status_pb2
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class SubmitToDecode:
     """
 
     attempt: int
-    role: common_pb2.Role.ValueType
+    role: node_status_pb2.Role.ValueType
     address: str
     request: decode_pb2.SubmitRequest
     node: str = ""
@@ -60,7 +61,7 @@ class CancelPrefill:
 class LoseNode:
     """Mark a node as lost (`Fleet.lost`): it owes an answer and has given no sign of life for too long."""
 
-    role: common_pb2.Role.ValueType
+    role: node_status_pb2.Role.ValueType
     address: str
     reason: str
 

@@ -20,7 +20,8 @@ from baton.gateway.fleet.fleet_node import Role
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.gateway.text.model import ServedModel
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.internal.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.settings.gateway_config import GatewaySettings
@@ -30,7 +31,7 @@ log = logging.getLogger("baton")
 _PAIR_CHECK_S = 0.2
 _SETTLE_TIMEOUT_S = 5.0
 
-_PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+_PREFILL, _DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
 _CERTIFIED = {_PREFILL: certified.Role.PREFILL, _DECODE: certified.Role.DECODE}
 
 Listed = dict[Role, frozenset[str]]
@@ -204,7 +205,7 @@ class Connections:
             """Whether this is still the connection to the node: else what comes from it counts no more."""
             return self._clients[role].get(address) is client and client in self._watches
 
-        def status(message: node_pb2.NodeStatus) -> None:
+        def status(message: node_status_pb2.NodeStatus) -> None:
             if current():
                 self._status_received(role, address, message)
 
@@ -262,7 +263,7 @@ class Connections:
 
     # ---- what nodes send
 
-    def _status_received(self, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
+    def _status_received(self, role: Role, address: str, status: node_status_pb2.NodeStatus) -> None:
         self._execute(self.fleet.status_received(role, address, status, self._now_s()))
         self._notify()
 

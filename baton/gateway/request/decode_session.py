@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.gateway.core.events import DecodeReply
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.status import from_rpc_error
 
 log = logging.getLogger("baton")

@@ -42,7 +42,8 @@ from baton.gateway.request.journal import Journal
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.node_clients import PrefillStream
 from baton.gateway.request.write_scheduler import WriteScheduler
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import generation_pb2, node_status_pb2
 
 _GONE = "it has changed its role, or is no longer listed"
 
@@ -171,7 +172,7 @@ class RequestDriver:
             case LeaveDecode(_, cancel):
                 self._leave(cancel=cancel)
             case CallPrefill(call, address, request, timeout_s, node):
-                client = self._connections.client(common_pb2.ROLE_PREFILL, address)
+                client = self._connections.client(node_status_pb2.ROLE_PREFILL, address)
                 if client is None:
                     self._put(PrefillEnded(call, Draining(f"{node}: {_GONE}", cure="another node is tried")))
                     return

@@ -7,7 +7,7 @@ from baton.gateway.request.attempt import Attempt, PrefillCall
 from baton.gateway.request.commands import AskDecode, CallPrefill, CancelPrefill
 from baton.gateway.request.receipt import PREFILL
 from baton.gateway.request.state import GatewayRequestState
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2
 
 
 class HandOver:
@@ -17,7 +17,7 @@ class HandOver:
         self._state = state
         self._num_calls = 0
 
-    def call(self, attempt: Attempt, ticket: common_pb2.Ticket) -> BatonError | None:
+    def call(self, attempt: Attempt, ticket: lease_pb2.Ticket) -> BatonError | None:
         """Calls a prefill node with the ticket: the one that was placed with the decode node, while it is usable.
 
         If there is none: as `failed`.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from baton.gateway.core import events as e
 from baton.gateway.request import commands as c
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 
 # A request that goes from node to node until its deadline must not grow without bound.
 _MARKS_MAX = 2048

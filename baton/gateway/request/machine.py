@@ -38,7 +38,7 @@ from baton.gateway.request.output import Ended, NoMeter, TokenMeter
 from baton.gateway.request.receipt import Retry
 from baton.gateway.request.state import GatewayRequestState
 from baton.gateway.text.reply import Detokenizing
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
@@ -318,7 +318,7 @@ class RequestMachine:
             return self._receipt_waits_until_s
         rules = self._state.rules
         return attempt.stalls_at_s(
-            prefill_stall_s=rules.prefill_stall_s, decode_stall_s=rules.decode_stall_s, queue_s=rules.queue_s
+            prefill_stall_s=rules.prefill_stall_s, decode_stall_s=rules.decode_stall_s, max_queue_s=rules.max_queue_s
         )
 
     def _stalled(self, attempt: Attempt) -> None:

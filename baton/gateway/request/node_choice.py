@@ -14,7 +14,7 @@ from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.attempt import Attempt
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import answer_revision
 
 _CURE = "see `baton status`, and try again"
@@ -161,7 +161,7 @@ class NodeChoice:
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
         """Records that the node refused to decode the request: it is not asked again."""
-        full = isinstance(error, Overloaded) and node.role == common_pb2.ROLE_DECODE
+        full = isinstance(error, Overloaded) and node.role == node_status_pb2.ROLE_DECODE
         self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
 
     def failed(self, node: FleetNode, error: BatonError, now_s: float) -> None:

@@ -15,7 +15,8 @@ import grpc
 from baton.core.errors import BatonError
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.request.decode_session import DecodeSession
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
@@ -33,7 +34,7 @@ _LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
 _CLOSED = "the gateway has closed the connection"
 
 
-_Watch: TypeAlias = grpc.aio.UnaryStreamCall[node_pb2.WatchRequest, node_pb2.NodeStatus]
+_Watch: TypeAlias = grpc.aio.UnaryStreamCall[node_pb2.WatchRequest, node_status_pb2.NodeStatus]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class WatchCallbacks:
         silent: called when the node is connected and sends no status: its interpreter may be busy for seconds.
     """
 
-    status: Callable[[node_pb2.NodeStatus], None]
+    status: Callable[[node_status_pb2.NodeStatus], None]
     lost: Callable[[str], None]
     cache: Callable[[node_pb2.WatchCacheResponse], bool]
     silent: Callable[[], None]
@@ -173,7 +174,7 @@ class NodeClient:
         self._calls = [*(running for running in self._calls if running.running), call]
         return call
 
-    async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
+    async def connect_to(self, decode_address: str) -> node_status_pb2.PeerState:
         """Asks the node to connect to a decode node; returns the pair's state.
 
         Raises:
@@ -186,8 +187,8 @@ class NodeClient:
             raise from_rpc_error(error) from None
 
     async def switch_role(
-        self, role: common_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
-    ) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
+        self, role: node_status_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
+    ) -> AsyncGenerator[node_status_pb2.RoleSwitchProgress, None]:
         """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
         request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
         async with self._connect() as channel:  # this client is retired when the node has switched
@@ -272,7 +273,7 @@ class NodeClient:
                     await self._rest()  # the connection ends before the next address gets the turn
                     raise
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
-            while isinstance(status, node_pb2.NodeStatus):
+            while isinstance(status, node_status_pb2.NodeStatus):
                 self._status_received = self._answered = True
                 self._set_silent(silent=False)
                 self._callbacks.status(status)

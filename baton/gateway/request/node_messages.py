@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request
 from baton.gateway.fleet.placement import Placement, Route
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 from baton.rpc.convert import adapter_to_proto, sampling_to_proto
 
 _POLICIES = {
@@ -29,10 +29,10 @@ class Due:
     """What is left of a request's SLO; None: no bound.
 
     Args:
-        first_token_s: time until the first token is due; 0 when it is late, and once the client has it.
+        ttft_budget_s: time until the first token is due; 0 when it is late, and once the client has it.
     """
 
-    first_token_s: float | None
+    ttft_budget_s: float | None
     tpot_s: float | None
 
 
@@ -54,7 +54,7 @@ class NodeMessages:
         *,
         due: Due,
         budget_s: float,
-        queue_s: float,
+        max_queue_s: float,
         prefill_incarnation: int = 0,
     ) -> decode_pb2.SubmitRequest:
         return decode_pb2.SubmitRequest(
@@ -68,18 +68,18 @@ class NodeMessages:
             prefill_available=placement.prefill is not None or placement.way is not Route.LOCAL,
             prefill_incarnation=prefill_incarnation,
             budget_s=budget_s,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
             priority=self._request.priority,
             placement=_PLACEMENTS[placement.way],
             placement_why=placement.why,
             split_tokens=placement.split_tokens,
-            first_token_s=due.first_token_s,
+            ttft_budget_s=due.ttft_budget_s,
             tpot_s=due.tpot_s,
             traceparent=self._request.traceparent,
         )
 
     def prefill(
-        self, output: Sequence[int], ticket: common_pb2.Ticket, *, due: Due, refuse_late: bool
+        self, output: Sequence[int], ticket: lease_pb2.Ticket, *, due: Due, refuse_late: bool
     ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
@@ -90,7 +90,7 @@ class NodeMessages:
             adapter=self._adapter,
             ticket=ticket,
             priority=self._request.priority,
-            first_token_s=due.first_token_s,
+            ttft_budget_s=due.ttft_budget_s,
             refuse_late=refuse_late,
             traceparent=self._request.traceparent,
         )

@@ -10,7 +10,7 @@ from baton.gateway.request.commands import Respond
 from baton.gateway.request.receipt import ReceiptDraft
 from baton.gateway.request.token_order import TokenOrder
 from baton.gateway.text.reply import Detokenizing, Reply
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from baton.rpc.convert import finish_reason_from_proto
 from baton.rpc.revisions import answer_revision
 
@@ -129,6 +129,6 @@ class RequestOutput:
             completion_tokens=self.completion_tokens,
             cached_tokens=min(draft.cached_tokens, prompt_tokens),
         )
-        receipt = draft.finish(first_token_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        receipt = draft.finish(ttft_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
         self.ended = Ended(finish_reason_from_proto(self.end.reason), usage, receipt)
         return Respond(self._reply.last(self.end, usage, receipt))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError
 from baton.gateway.fleet.fleet import Fleet, LogLine
 from baton.gateway.fleet.fleet_node import SETTLED, FleetNode, settled
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0
 
@@ -79,7 +79,7 @@ class Pairing:
                 commands.append(ConnectNodes(pair, prefill.address, decode.status.info.address))
         return commands
 
-    def answered(self, pair: Pair, state: common_pb2.PeerState, now_s: float) -> list[LogLine]:
+    def answered(self, pair: Pair, state: node_status_pb2.PeerState, now_s: float) -> list[LogLine]:
         """Records the prefill node's answer about a pair. No effect for a pair whose nodes are gone."""
         asked = self._pairs.get(pair)
         if asked is None:
@@ -104,13 +104,13 @@ def _ask_later(asked: _PairState, now_s: float, pause_s: float) -> None:
     asked.retry_s = min(2 * asked.retry_s, _RETRY_S_MAX)
 
 
-def _too_slow(peer: common_pb2.PeerState) -> bool:
+def _too_slow(peer: node_status_pb2.PeerState) -> bool:
     """Whether the pair was refused for its link alone."""
-    return peer.phase == common_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
+    return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
 
 
-def _describe(prefill: FleetNode, decode: FleetNode, state: common_pb2.PeerState) -> list[LogLine]:
-    if state.phase == common_pb2.PEER_PHASE_READY:
+def _describe(prefill: FleetNode, decode: FleetNode, state: node_status_pb2.PeerState) -> list[LogLine]:
+    if state.phase == node_status_pb2.PEER_PHASE_READY:
         how = f"{state.transport} at {state.gigabytes_per_s:.1f} GB/s"
         how += f"; KV is converted, {state.kv_converted}" if state.kv_converted else ""
         return [LogLine(f"{prefill.name} and {decode.name} are paired over {how}")]

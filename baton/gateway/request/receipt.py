@@ -6,7 +6,7 @@ from baton.core.errors import BatonError
 from baton.core.types import Path, Receipt
 from baton.gateway.fleet.placement import Placement
 from baton.metrics.declared import LOST
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -43,7 +43,7 @@ class ReceiptDraft:
         self._revision = self._revision_name = ""
         self._transport = ""
         self._kv_converted = ""
-        self._ticket = common_pb2.Ticket()
+        self._ticket = lease_pb2.Ticket()
         self._decode_queue_s = 0.0
         self._predicted_ttft_s: float | None = None
         self._placement_why = ""
@@ -104,7 +104,7 @@ class ReceiptDraft:
         self._prefill_version = ""
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
-        self._ticket = common_pb2.Ticket()
+        self._ticket = lease_pb2.Ticket()
         self._split_tokens = 0
         self._forget_prefill()
 
@@ -125,7 +125,7 @@ class ReceiptDraft:
     def path(self) -> Path:
         return self._path
 
-    def finish(self, *, first_token_s: float, total_s: float) -> Receipt:
+    def finish(self, *, ttft_s: float, total_s: float) -> Receipt:
         """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
         sent, admitted = self._sent, self._admitted
         return Receipt(
@@ -140,7 +140,7 @@ class ReceiptDraft:
             queue_s=self._decode_queue_s + self._scheduled.queue_s + self._engine_queue_s,
             prefill_s=sent.prefill_s + self._prefill_s,
             transfer_s=admitted.transfer_s,
-            first_token_s=first_token_s,
+            ttft_s=ttft_s,
             total_s=total_s,
             attempts=self.attempts,
             prefill_cached_tokens=self._scheduled.cached_tokens,

@@ -8,7 +8,7 @@ from baton.core.errors import InvalidRequest, NoNode, Overloaded
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.gateway.request.connections import Connections
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 
 # A status comes every 0.1 s, and then a connection is made.
@@ -17,7 +17,7 @@ _SEEN_S = 30.0
 
 async def switch_role(
     connections: Connections, name: str, role: Role, *, grace_s: float | None, dwell_s: float = 0.0, force: bool = False
-) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
+) -> AsyncGenerator[node_status_pb2.RoleSwitchProgress, None]:
     """Yields how far the node is; ends when this gateway uses it in its new role.
 
     Args:
@@ -30,12 +30,12 @@ async def switch_role(
     fleet = connections.fleet
     node = switchable(fleet, name, role, force=force)
     client = connections.clients()[node.address]
-    last = node_pb2.SwitchRoleResponse()
+    last = node_status_pb2.RoleSwitchProgress()
     async with aclosing(client.switch_role(role, grace_s=grace_s, dwell_s=dwell_s)) as progress:
         async for last in progress:
-            if last.phase != node_pb2.SWITCH_PHASE_DONE:
+            if last.phase != node_status_pb2.SWITCH_PHASE_DONE:
                 yield last
-    if last.phase != node_pb2.SWITCH_PHASE_DONE:
+    if last.phase != node_status_pb2.SWITCH_PHASE_DONE:
         raise NoNode(f"{node.name} ended the call before it had switched", cure="see its log")
     try:
         async with asyncio.timeout(_SEEN_S):
@@ -57,7 +57,7 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
         NoNode: the node is not reachable.
         Overloaded: another node is switching already.
     """
-    if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
+    if role not in (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE):
         raise InvalidRequest(f"no node has role {role}", field="role", value=role, allowed=("prefill", "decode"))
     found = [node for node in fleet.nodes() if name in (node.name, node.address, node.status.info.address)]
     if len(found) != 1:
@@ -80,5 +80,5 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
     return node
 
 
-def _used(fleet: Fleet, info: common_pb2.NodeInfo) -> bool:
+def _used(fleet: Fleet, info: node_status_pb2.NodeInfo) -> bool:
     return any(node.incarnation == info.incarnation and node.open for node in fleet.nodes())

@@ -75,7 +75,7 @@ class GatewayRequestState:
     def slo_left(self) -> Slo:
         """What is left of the SLO, for the choice of nodes: a token that is late already is due as soon as possible."""
         due = self.due
-        return Slo(None if due.first_token_s is None else max(due.first_token_s, _SOON_S), due.tpot_s)
+        return Slo(None if due.ttft_budget_s is None else max(due.ttft_budget_s, _SOON_S), due.tpot_s)
 
     def refuses_late(self, attempt: Attempt) -> bool:
         """Whether nodes may refuse the request for its TTFT: only before it begins. To lose tokens is worse than to be

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from baton.core.errors import InternalError
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 
 
 class TokenOrder:

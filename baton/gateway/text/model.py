@@ -14,7 +14,7 @@ from baton.grammar.checker import GrammarChecker
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.tokenizer_files.find import tokenizer_json
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.settings.model_source import model_name
 
 
@@ -50,9 +50,9 @@ class ServedModel:
         self.grammars.close()
 
     @property
-    def identity(self) -> common_pb2.ModelIdentity:
+    def identity(self) -> node_status_pb2.ModelIdentity:
         """The identity that nodes must have, without weights: the gateway reads none."""
-        return common_pb2.ModelIdentity(
+        return node_status_pb2.ModelIdentity(
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )
 

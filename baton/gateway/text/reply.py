@@ -7,7 +7,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.types import Receipt, SamplingParams, Usage
 from baton.gateway.core.request import OutputEnd
 from baton.gateway.text.stop import Passed, StopStrings
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import receipt_to_proto, usage_to_proto
 

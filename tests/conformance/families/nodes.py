@@ -24,7 +24,8 @@ from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.needs import kv_cache_spec
 from baton.node.assembly import Node, load
 from baton.node.role_services import RoleServices
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.server import GrpcServer, connect
 from baton.settings.config import DecodeSettings, NodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
@@ -104,9 +105,9 @@ async def _pair(directory: Path) -> AsyncIterator[str]:
         {**common, "name": "prefill-0", "block_size": 8, "kv_cache_layout": layouts[1]}
     )
     async with GrpcServer("127.0.0.1:0", advertise=None) as server:
-        decode = Node(receives, load(receives), role=common_pb2.ROLE_DECODE, address=server.address)
+        decode = Node(receives, load(receives), role=node_status_pb2.ROLE_DECODE, address=server.address)
         decodes = DecodeService(DecodeDriver(decode, receives))
-        prefill = Node(sends, load(sends), role=common_pb2.ROLE_PREFILL, address=server.address)
+        prefill = Node(sends, load(sends), role=node_status_pb2.ROLE_PREFILL, address=server.address)
         prefills = PrefillService(prefill, sends)
         services = RoleServices("both")
         services.serve("both", {**prefills.servicers, **decodes.servicers})

@@ -19,7 +19,7 @@ from baton.client.outputs import Completion
 from baton.core.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.core.types import Path as Way
 from baton.core.version import __version__
-from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.settings.environment import ranks_of_each_node, visible_gpus
 from bench.__main__ import main as bench
 
@@ -35,7 +35,7 @@ RECEIPT = Receipt(
     queue_s=0.0,
     prefill_s=0.1,
     transfer_s=0.002,
-    first_token_s=0.2,
+    ttft_s=0.2,
     total_s=1.2,
     attempts=1,
     prefill_cached_tokens=0,
@@ -170,12 +170,12 @@ def test_the_summary_has_path_speed_and_transfer() -> None:
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
-    mismatch = common_pb2.Mismatch(field="dtype", ours="float32", theirs="bfloat16", cure="start both alike")
-    peer = common_pb2.PeerState(name="decode-0", phase=common_pb2.PEER_PHASE_REFUSED, mismatches=[mismatch])
-    info = common_pb2.NodeInfo(name="prefill-0", role=common_pb2.ROLE_PREFILL, incarnation=2**64 - 1)
-    status = node_pb2.NodeStatus(info=info, blocks_total=8, blocks_free=3, peers=[peer])
-    report = generation_pb2.NodeReport(address="127.0.0.1:5", reachable=True, status=status)
-    printed = json.loads(json.dumps(status_to_json(generation_pb2.ClusterStatusResponse(nodes=[report]))))
+    mismatch = node_status_pb2.Mismatch(field="dtype", ours="float32", theirs="bfloat16", cure="start both alike")
+    peer = node_status_pb2.PeerState(name="decode-0", phase=node_status_pb2.PEER_PHASE_REFUSED, mismatches=[mismatch])
+    info = node_status_pb2.NodeInfo(name="prefill-0", role=node_status_pb2.ROLE_PREFILL, incarnation=2**64 - 1)
+    status = node_status_pb2.NodeStatus(info=info, blocks_total=8, blocks_free=3, peers=[peer])
+    report = operations_pb2.NodeReport(address="127.0.0.1:5", reachable=True, status=status)
+    printed = json.loads(json.dumps(status_to_json(operations_pb2.ClusterStatusResponse(nodes=[report]))))
     [node] = printed["nodes"]
     assert (node["role"], node["blocks_used"], node["incarnation"]) == ("prefill", 5, "f" * 16)
     assert node["peers"][0]["state"] == "refused"
@@ -185,10 +185,10 @@ def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
 
 
 def test_json_of_a_status_has_what_steps_cost() -> None:
-    costs = common_pb2.StepCosts(points=[common_pb2.TokensCost(tokens=16, seconds=0.25)], pair_s=0.5)
-    status = node_pb2.NodeStatus(backlog_s=1.5, decode_rows=3, context_tokens=700, step_costs=costs)
-    reports = [generation_pb2.NodeReport(status=each) for each in (status, node_pb2.NodeStatus())]
-    printed = json.loads(json.dumps(status_to_json(generation_pb2.ClusterStatusResponse(nodes=reports))))
+    costs = node_status_pb2.StepCosts(points=[node_status_pb2.TokensCost(tokens=16, seconds=0.25)], pair_s=0.5)
+    status = node_status_pb2.NodeStatus(backlog_s=1.5, decode_rows=3, context_tokens=700, step_costs=costs)
+    reports = [operations_pb2.NodeReport(status=each) for each in (status, node_status_pb2.NodeStatus())]
+    printed = json.loads(json.dumps(status_to_json(operations_pb2.ClusterStatusResponse(nodes=reports))))
     known, unknown = printed["nodes"]
     assert (known["backlog_s"], known["decode_rows"], known["context_tokens"]) == (1.5, 3, 700)
     assert known["step_costs"] == {
@@ -201,9 +201,9 @@ def test_json_of_a_status_has_what_steps_cost() -> None:
 
 
 def test_a_status_has_the_adapters_of_nodes() -> None:
-    status = node_pb2.NodeStatus(adapters=[common_pb2.Adapter(name="sql", revision="0123456789abcdef")])
+    status = node_status_pb2.NodeStatus(adapters=[node_status_pb2.Adapter(name="sql", revision="0123456789abcdef")])
     status.info.name = status.info.model.name = "decode-0"
-    cluster = generation_pb2.ClusterStatusResponse(nodes=[generation_pb2.NodeReport(reachable=True, status=status)])
+    cluster = operations_pb2.ClusterStatusResponse(nodes=[operations_pb2.NodeReport(reachable=True, status=status)])
     [node] = json.loads(json.dumps(status_to_json(cluster)))["nodes"]
     assert node["adapters"] == [{"name": "sql", "revision": "0123456789abcdef"}]
     written = io.StringIO()
@@ -212,10 +212,10 @@ def test_a_status_has_the_adapters_of_nodes() -> None:
 
 
 def test_a_status_has_the_first_adapters_of_a_node_with_many() -> None:
-    adapters = [common_pb2.Adapter(name=f"a{number:03}" + 500 * "n", revision="0" * 64) for number in range(200)]
-    status = node_pb2.NodeStatus(adapters=adapters)
+    adapters = [node_status_pb2.Adapter(name=f"a{number:03}" + 500 * "n", revision="0" * 64) for number in range(200)]
+    status = node_status_pb2.NodeStatus(adapters=adapters)
     status.info.name, status.info.model.name = "decode-0", "m"
-    cluster = generation_pb2.ClusterStatusResponse(nodes=[generation_pb2.NodeReport(reachable=True, status=status)])
+    cluster = operations_pb2.ClusterStatusResponse(nodes=[operations_pb2.NodeReport(reachable=True, status=status)])
     written = io.StringIO()
     Console(file=written, width=10_000).print(render(cluster))
     (line,) = [line for line in written.getvalue().splitlines() if "adapters" in line]
@@ -228,15 +228,19 @@ def test_a_status_has_the_first_adapters_of_a_node_with_many() -> None:
 
 
 def test_a_status_says_how_evenly_ranks_share_the_experts() -> None:
-    balance = node_pb2.ExpertBalance(
+    balance = node_status_pb2.ExpertBalance(
         redundant_experts=32, rank_tokens=[12, 10, 14, 11], imbalance_mean=1.25, imbalance_max=1.5
     )
     nodes = []
-    for name, each in (("decode-0", balance), ("decode-1", node_pb2.ExpertBalance(rank_tokens=[0, 0])), ("d", None)):
-        status = node_pb2.NodeStatus(expert_balance=each)
+    for name, each in (
+        ("decode-0", balance),
+        ("decode-1", node_status_pb2.ExpertBalance(rank_tokens=[0, 0])),
+        ("d", None),
+    ):
+        status = node_status_pb2.NodeStatus(expert_balance=each)
         status.info.name = status.info.model.name = name
-        nodes.append(generation_pb2.NodeReport(reachable=True, status=status))
-    cluster = generation_pb2.ClusterStatusResponse(nodes=nodes)
+        nodes.append(operations_pb2.NodeReport(reachable=True, status=status))
+    cluster = operations_pb2.ClusterStatusResponse(nodes=nodes)
     printed = json.loads(json.dumps(status_to_json(cluster)))["nodes"]
     assert printed[0]["expert_balance"] == {
         "redundant_experts": 32,
@@ -262,9 +266,9 @@ def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.Monkey
 
 
 def test_a_status_with_large_numbers_fits_80_columns() -> None:
-    pair = common_pb2.PeerState(
+    pair = node_status_pb2.PeerState(
         name="decode-0",
-        phase=common_pb2.PEER_PHASE_READY,
+        phase=node_status_pb2.PEER_PHASE_READY,
         transport="cuda_ipc",
         gigabytes_per_s=142.31,
         latency_s=12e-6,
@@ -273,16 +277,19 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
         kv_converted="bfloat16 to float8_e4m3fn",
     )
     nodes = []
-    for role, name, peers in ((common_pb2.ROLE_PREFILL, "prefill-0", [pair]), (common_pb2.ROLE_DECODE, "decode-0", [])):
-        info = common_pb2.NodeInfo(name=name, role=role)
+    for role, name, peers in (
+        (node_status_pb2.ROLE_PREFILL, "prefill-0", [pair]),
+        (node_status_pb2.ROLE_DECODE, "decode-0", []),
+    ):
+        info = node_status_pb2.NodeInfo(name=name, role=role)
         info.model.name = "meta-llama/Llama-3.1-8B-Instruct"
-        status = node_pb2.NodeStatus(info=info, blocks_total=123456, requests_running=256, peers=peers)
+        status = node_status_pb2.NodeStatus(info=info, blocks_total=123456, requests_running=256, peers=peers)
         status.max_batch_tokens, status.max_batch_requests = 4096, 512
         status.backlog_s, status.decode_rows = 12.35, 512
-        nodes.append(generation_pb2.NodeReport(address="10.123.123.123:7001", reachable=True, status=status))
+        nodes.append(operations_pb2.NodeReport(address="10.123.123.123:7001", reachable=True, status=status))
     written = io.StringIO()
     console = Console(file=written, width=80)
-    console.print(render(generation_pb2.ClusterStatusResponse(gateway="gateway@127.0.0.1:7000", nodes=nodes)))
+    console.print(render(operations_pb2.ClusterStatusResponse(gateway="gateway@127.0.0.1:7000", nodes=nodes)))
     shown = written.getvalue()
     for whole in ("123456/123456", "10.123.123.123:7001", "cuda_ipc", "142.31", "bfloat16 to float8_e4m3fn"):
         assert whole in shown
@@ -294,9 +301,9 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
 
 
 def test_names_of_nodes_do_not_reach_the_terminal_as_codes() -> None:
-    report = generation_pb2.NodeReport(address="\x1b]0;a\x07", reachable=False, detail="\x1b[2J")
+    report = operations_pb2.NodeReport(address="\x1b]0;a\x07", reachable=False, detail="\x1b[2J")
     report.status.info.name = "\x1b[31mred"
-    cluster = generation_pb2.ClusterStatusResponse(gateway="\u202eg", nodes=[report])
+    cluster = operations_pb2.ClusterStatusResponse(gateway="\u202eg", nodes=[report])
     written = io.StringIO()
     Console(file=written, width=200).print(render(cluster))
     assert all(character.isprintable() or character == "\n" for character in written.getvalue())
@@ -307,10 +314,10 @@ def test_names_of_nodes_do_not_reach_the_terminal_as_codes() -> None:
 def test_a_status_says_in_one_line_what_is_mixed() -> None:
     reports = []
     for name, version, weights in (("prefill-0", "0.1", "a"), ("decode-0", "0.2", "b"), ("decode-1", "0.2", "a")):
-        info = common_pb2.NodeInfo(name=name, package_version=version)
+        info = node_status_pb2.NodeInfo(name=name, package_version=version)
         info.model.name, info.model.weights_digest, info.model.revision_name = "m", weights, f"main-{weights}"
-        reports.append(generation_pb2.NodeReport(reachable=True, status=node_pb2.NodeStatus(info=info)))
-    cluster = generation_pb2.ClusterStatusResponse(gateway="g", package_version="0.2", nodes=reports)
+        reports.append(operations_pb2.NodeReport(reachable=True, status=node_status_pb2.NodeStatus(info=info)))
+    cluster = operations_pb2.ClusterStatusResponse(gateway="g", package_version="0.2", nodes=reports)
     written = io.StringIO()
     Console(file=written, width=200).print(render(cluster))
     shown = written.getvalue()

@@ -5,25 +5,29 @@ import io
 from rich.console import Console
 
 from baton.cli.status import render
-from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2, operations_pb2
 
 
-def _shown(*nodes: generation_pb2.NodeReport) -> list[list[str]]:
+def _shown(*nodes: operations_pb2.NodeReport) -> list[list[str]]:
     """The words of each line."""
     written = io.StringIO()
-    Console(file=written, width=100).print(render(generation_pb2.ClusterStatusResponse(nodes=nodes)))
+    Console(file=written, width=100).print(render(operations_pb2.ClusterStatusResponse(nodes=nodes)))
     return [line.split() for line in written.getvalue().splitlines()]
 
 
-def _pair(*, decode_is_there: bool) -> tuple[generation_pb2.NodeReport, generation_pb2.NodeReport]:
-    peer = common_pb2.PeerState(name="decode-0", incarnation=7, phase=common_pb2.PEER_PHASE_READY, transport="tcp")
-    prefill = node_pb2.NodeStatus(
-        info=common_pb2.NodeInfo(name="prefill-0", role=common_pb2.ROLE_PREFILL, incarnation=5), peers=[peer]
+def _pair(*, decode_is_there: bool) -> tuple[operations_pb2.NodeReport, operations_pb2.NodeReport]:
+    peer = node_status_pb2.PeerState(
+        name="decode-0", incarnation=7, phase=node_status_pb2.PEER_PHASE_READY, transport="tcp"
     )
-    decode = node_pb2.NodeStatus(info=common_pb2.NodeInfo(name="decode-0", role=common_pb2.ROLE_DECODE, incarnation=7))
+    prefill = node_status_pb2.NodeStatus(
+        info=node_status_pb2.NodeInfo(name="prefill-0", role=node_status_pb2.ROLE_PREFILL, incarnation=5), peers=[peer]
+    )
+    decode = node_status_pb2.NodeStatus(
+        info=node_status_pb2.NodeInfo(name="decode-0", role=node_status_pb2.ROLE_DECODE, incarnation=7)
+    )
     return (
-        generation_pb2.NodeReport(address="a:1", reachable=True, status=prefill),
-        generation_pb2.NodeReport(address="a:2", reachable=decode_is_there, status=decode),
+        operations_pb2.NodeReport(address="a:1", reachable=True, status=prefill),
+        operations_pb2.NodeReport(address="a:2", reachable=decode_is_there, status=decode),
     )
 
 
@@ -40,5 +44,5 @@ def test_a_pair_with_a_lost_end_is_lost_whatever_its_other_end_last_said() -> No
 
 
 def test_a_node_that_was_never_reached_is_unreachable_not_lost() -> None:
-    lines = _shown(generation_pb2.NodeReport(address="a:1", reachable=False, detail="Connection refused"))
+    lines = _shown(operations_pb2.NodeReport(address="a:1", reachable=False, detail="Connection refused"))
     assert ["a:1", "unknown", "unreachable", "0", "0", "0/0", "a:1"] in lines

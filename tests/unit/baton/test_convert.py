@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, SamplingParams, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc import convert
 
 numbers = st.integers(0, 2**32 - 1)
@@ -99,7 +100,7 @@ def test_usage(usage: Usage) -> None:
         queue_s=seconds,
         prefill_s=seconds,
         transfer_s=seconds,
-        first_token_s=seconds,
+        ttft_s=seconds,
         total_s=seconds,
         attempts=numbers,
         prefill_cached_tokens=numbers,
@@ -115,7 +116,9 @@ def test_receipt(receipt: Receipt) -> None:
     "points", [[(0, 1.0)], [(1, 0.0)], [(1, math.nan)], [(1, 1.0), (1, 2.0)], [(1, 2.0), (2, 1.0)], [(1, math.inf)], []]
 )
 def test_impossible_step_costs_count_as_unknown(points: list[tuple[int, float]]) -> None:
-    message = pb.StepCosts(points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points])
+    message = node_status_pb2.StepCosts(
+        points=[node_status_pb2.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points]
+    )
     assert convert.costs_from_proto(message) is None
 
 
@@ -128,20 +131,55 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (pb.CacheSpec(kind=pb.KV_KIND_GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16"), (256, 0)),
         (
-            pb.CacheSpec(
-                kind=pb.KV_KIND_MLA,
+            node_status_pb2.CacheSpec(
+                kind=node_status_pb2.KV_KIND_GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16"
+            ),
+            (256, 0),
+        ),
+        (
+            node_status_pb2.CacheSpec(
+                kind=node_status_pb2.KV_KIND_MLA,
                 num_layers=4,
                 num_kv_heads=1,
                 head_dim=8,
                 dtype="float8_e4m3fn",
-                index=pb.CacheSpec(kind=pb.KV_KIND_MLA, num_layers=4, num_kv_heads=1, head_dim=3, dtype="bfloat16"),
-                state=pb.CacheSpec(kind=pb.KV_KIND_STATE, num_layers=2, num_kv_heads=5, head_dim=7, dtype="float32"),
+                index=node_status_pb2.CacheSpec(
+                    kind=node_status_pb2.KV_KIND_MLA, num_layers=4, num_kv_heads=1, head_dim=3, dtype="bfloat16"
+                ),
+                state=node_status_pb2.CacheSpec(
+                    kind=node_status_pb2.KV_KIND_STATE, num_layers=2, num_kv_heads=5, head_dim=7, dtype="float32"
+                ),
             ),
             (32 + 24, 280),
         ),
     ],
 )
-def test_what_a_node_keeps_counts_every_part(spec: pb.CacheSpec, expected: tuple[int, int]) -> None:
+def test_what_a_node_keeps_counts_every_part(spec: node_status_pb2.CacheSpec, expected: tuple[int, int]) -> None:
     assert convert.kept_bytes(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "field"),
+    [
+        (Grammar(GrammarKind.JSON_OBJECT), "json_object"),
+        (Grammar(GrammarKind.CHOICE, '["a", "ö"]'), "choice"),
+        *((Grammar(kind, "text"), kind.value) for kind in GrammarKind if kind not in ("json_object", "choice")),
+    ],
+)
+def test_a_constraint_is_one_field_of_the_message(grammar: Grammar, field: str) -> None:
+    message = convert.grammar_to_proto(grammar)
+    assert message.WhichOneof("constraint") == field
+    assert convert.grammar_from_proto(message) == grammar
+
+
+@pytest.mark.parametrize("text", ["", "{}", '"ab"', "[1]", '["\\ud800"]', "[" * 100_000])
+def test_a_choice_that_is_no_array_of_texts_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="array of texts"):
+        convert.grammar_to_proto(Grammar(GrammarKind.CHOICE, text))
+
+
+def test_a_constraint_of_an_older_client_is_refused_with_the_cure() -> None:
+    older = pb.Grammar.FromString(b"\x08\x03\x12\x02a+")  # kind = REGEX, text = "a+"
+    with pytest.raises(InvalidRequest, match=r"docs/upgrades\.md"):
+        convert.grammar_from_proto(older)

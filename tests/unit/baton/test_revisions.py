@@ -2,14 +2,14 @@
 
 import pytest
 
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import Member, mixture, revision_of
 
-MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="c", weights_digest="w")
+MODEL = node_status_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="c", weights_digest="w")
 
 
-def changed(**fields: str) -> common_pb2.ModelIdentity:
-    model = common_pb2.ModelIdentity()
+def changed(**fields: str) -> node_status_pb2.ModelIdentity:
+    model = node_status_pb2.ModelIdentity()
     model.CopyFrom(MODEL)
     for name, value in fields.items():
         setattr(model, name, value)
@@ -31,7 +31,7 @@ def test_a_content_digest_which_older_versions_lack_is_no_part_of_it() -> None:
 
 
 def test_a_node_that_was_never_reached_has_none() -> None:
-    assert revision_of(common_pb2.ModelIdentity()) == ""
+    assert revision_of(node_status_pb2.ModelIdentity()) == ""
 
 
 def test_one_version_and_one_revision_need_no_line() -> None:

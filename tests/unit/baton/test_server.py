@@ -16,9 +16,10 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode
+from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode, PeerRefused
 from baton.node import waiting
-from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.reflection import V1, V1_ALPHA
 from baton.rpc.server import MESSAGE_BYTES_MAX, GrpcServer, ListenAddress, connect
 from baton.rpc.status import from_rpc_error
@@ -34,8 +35,8 @@ class Echo(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
     def __init__(self) -> None:
         self.ended = asyncio.Event()
 
-    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:  # noqa: N802
-        return common_pb2.PeerState(address=request.decode_address)
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:  # noqa: N802
+        return node_status_pb2.PeerState(address=request.decode_address)
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -64,7 +65,7 @@ async def echo() -> AsyncIterator[tuple[grpc.aio.Channel, Echo]]:
         service = Echo()
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
-        await server.start(["baton.v1.Prefill", "baton.v1.Decode"])
+        await server.start(["baton.internal.v1.Prefill", "baton.internal.v1.Decode"])
         async with connect(server.address) as channel:
             yield channel, service
 
@@ -106,7 +107,7 @@ async def limited() -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/baton.v1.Decode/Session"])
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/baton.internal.v1.Decode/Session"])
 async def test_a_message_over_the_server_s_limit_is_refused_with_details(
     limited: grpc.aio.Channel, method: str
 ) -> None:
@@ -173,9 +174,9 @@ async def refusal(channel: grpc.aio.Channel, method: str, kind: str) -> grpc.aio
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("/baton.v1.Prefill/Connect", "message"),
-        ("/baton.v1.Prefill/Prefill", "stream of responses"),
-        ("/baton.v1.Decode/Session", "stream of both"),
+        ("/baton.internal.v1.Prefill/Connect", "message"),
+        ("/baton.internal.v1.Prefill/Prefill", "stream of responses"),
+        ("/baton.internal.v1.Decode/Session", "stream of both"),
         ("/grpc.health.v1.Health/Check", "message"),
     ],
 )
@@ -199,7 +200,7 @@ def test_random_bytes_never_get_unknown(data: bytes) -> None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(Echo(), server.grpc)
             await server.start([])
             untyped: Any = channel
-            code: grpc.StatusCode = await untyped.unary_unary("/baton.v1.Prefill/Connect")(data).code()
+            code: grpc.StatusCode = await untyped.unary_unary("/baton.internal.v1.Prefill/Connect")(data).code()
             return code
 
     try:
@@ -228,7 +229,7 @@ async def test_streams_pass_through(echo: tuple[grpc.aio.Channel, Echo]) -> None
 
 
 async def test_an_unknown_method_is_unimplemented(echo: tuple[grpc.aio.Channel, Echo]) -> None:
-    error = await refusal(echo[0], "/baton.v1.Prefill/Nothing", "message")
+    error = await refusal(echo[0], "/baton.internal.v1.Prefill/Nothing", "message")
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -239,24 +240,31 @@ async def test_health_lists_every_service(echo: tuple[grpc.aio.Channel, Echo]) -
         response_deserializer=health_pb2.HealthListResponse.FromString,  # type: ignore[attr-defined]
     )
     statuses = (await listing(health_pb2.HealthListRequest())).statuses  # type: ignore[attr-defined]
-    assert set(statuses) == {"", "baton.v1.Prefill", "baton.v1.Decode", "grpc.health.v1.Health", V1, V1_ALPHA}
+    assert set(statuses) == {
+        "",
+        "baton.internal.v1.Prefill",
+        "baton.internal.v1.Decode",
+        "grpc.health.v1.Health",
+        V1,
+        V1_ALPHA,
+    }
     assert statuses[""].status == health_pb2.HealthCheckResponse.SERVING
-    assert statuses["baton.v1.Decode"].status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert statuses["baton.internal.v1.Decode"].status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-SERVICES = {"baton.v1.Prefill", "baton.v1.Decode", "grpc.health.v1.Health", V1, V1_ALPHA}
+SERVICES = {"baton.internal.v1.Prefill", "baton.internal.v1.Decode", "grpc.health.v1.Health", V1, V1_ALPHA}
 
 
 async def test_reflection_v1alpha_describes_the_services_to_grpcios_client() -> None:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server:
-        await server.start(["baton.v1.Prefill", "baton.v1.Decode"])
+        await server.start(["baton.internal.v1.Prefill", "baton.internal.v1.Decode"])
 
         def describe() -> tuple[set[str], list[str]]:
             with grpc.insecure_channel(server.address) as channel:
                 database = ProtoReflectionDescriptorDatabase(channel)
                 pool = descriptor_pool.DescriptorPool(database)
                 services = set(database.get_services())
-                return services, [method.name for method in pool.FindServiceByName("baton.v1.Prefill").methods]
+                return services, [method.name for method in pool.FindServiceByName("baton.internal.v1.Prefill").methods]
 
         services, methods = await asyncio.to_thread(describe)
     assert services == SERVICES
@@ -266,10 +274,10 @@ async def test_reflection_v1alpha_describes_the_services_to_grpcios_client() -> 
 @pytest.mark.parametrize(
     ("symbol", "found"),
     [
-        ("baton.v1.Prefill", True),
-        ("baton.v1.Prefill.Connect", True),
-        ("baton.v1.PrefillRequest", True),
-        ("baton.v1.Prefill.Nothing", False),
+        ("baton.internal.v1.Prefill", True),
+        ("baton.internal.v1.Prefill.Connect", True),
+        ("baton.internal.v1.PrefillRequest", True),
+        ("baton.internal.v1.Prefill.Nothing", False),
         ("baton.v1.Nothing", False),
         ("", False),
     ],
@@ -309,7 +317,7 @@ class Failing(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:  # noqa: N802
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:  # noqa: N802
         raise self.error
 
     async def Prefill(  # noqa: N802
@@ -336,7 +344,7 @@ class Failing(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
 
 async def read_all(channel: Any, method: str) -> None:
     """Sends one empty message, and reads until the call ends."""
-    path = f"/baton.v1.{method}"
+    path = f"/baton.internal.v1.{method}"
     if method == "Prefill/Connect":
         await channel.unary_unary(path)(b"")
     elif method == "Prefill/Prefill":
@@ -396,12 +404,14 @@ async def test_a_stream_without_a_message_gets_a_status_of_ours() -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(Failing(NoNode("gone")), server.grpc)
         await server.start([])
         untyped: Any = channel
-        call = untyped.stream_stream("/baton.v1.Decode/Session")()
+        call = untyped.stream_stream("/baton.internal.v1.Decode/Session")()
         await call.done_writing()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "the stream of /baton.v1.Decode/Session ended before the next message" in str(from_rpc_error(caught.value))
+    assert "the stream of /baton.internal.v1.Decode/Session ended before the next message" in str(
+        from_rpc_error(caught.value)
+    )
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "", "a b", "unix:/tmp", "a\0b", "\u2028"])
@@ -422,3 +432,25 @@ def test_a_port_that_is_no_number_up_to_65535_is_no_address(port: str) -> None:
 def test_addresses_of_every_kind_are_taken(text: str) -> None:
     where = ListenAddress.parse(text, field="listen")
     assert f"{where.host}:{where.port}" == text
+
+
+@pytest.mark.parametrize(
+    ("method", "now"),
+    [
+        ("baton.v1.Node/Watch", "baton.internal.v1.Node/Watch"),
+        ("baton.v1.Decode/Pair", "baton.internal.v1.Decode/Pair"),
+        ("baton.v1.Prefill/Connect", "baton.internal.v1.Prefill/Connect"),
+        ("baton.v1.Generation/ClusterStatus", "baton.v1.Operations/ClusterStatus"),
+    ],
+)
+async def test_a_process_of_an_older_release_is_told_what_to_do(method: str, now: str) -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+        await server.start([])
+        untyped: Any = channel
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await untyped.unary_unary(f"/{method}")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    typed = from_rpc_error(caught.value)
+    assert isinstance(typed, PeerRefused)
+    assert now in typed.message
+    assert "docs/upgrades.md" in typed.cure

@@ -44,7 +44,7 @@ def test_an_overload_says_when_to_retry() -> None:
     assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (1, 250_000_000)
     assert detail(error, error_details_pb2.BadRequest) is None
     info = detail(error, error_details_pb2.ErrorInfo)
-    assert (info.reason, info.domain) == ("OVERLOADED", "baton")
+    assert (info.reason, info.domain) == ("OVERLOADED", "baton.serving")
 
 
 def test_a_wrong_field_is_a_violation_of_a_bad_request() -> None:

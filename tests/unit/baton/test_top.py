@@ -21,7 +21,7 @@ LINK: dict[str, Any] = {
     "latency_s": 7e-6, "bytes_total": 1_000_000,
 }  # fmt: skip
 REQUEST: dict[str, Any] = {
-    "request_id": "r-1", "client": "alice", "outcome": "finished", "ended_at_s": 990.0, "first_token_s": 1.5,
+    "request_id": "r-1", "client": "alice", "outcome": "finished", "ended_at_s": 990.0, "ttft_s": 1.5,
     "total_s": 2.0, "prompt_tokens": 64, "completion_tokens": 8, "slow": ["first token after 1.50 s, above 500 ms"],
     "receipt": {"path": "remote", "why": "longer than the threshold"},
 }  # fmt: skip

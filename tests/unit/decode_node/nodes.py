@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.engine.build import BuiltRunner
 from baton.node.assembly import Listener, Node, load
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
 
 SETTINGS = {
@@ -27,13 +27,13 @@ def load_demo() -> BuiltRunner:
 
 def decode_node(built: BuiltRunner, settings: DecodeSettings) -> Node:
     """A node that is not entered yet, so that a role can register its listener."""
-    return Node(settings, built, role=common_pb2.ROLE_DECODE, address="127.0.0.1:1")
+    return Node(settings, built, role=node_status_pb2.ROLE_DECODE, address="127.0.0.1:1")
 
 
 def prefill_node(built: BuiltRunner, *, address: str = "127.0.0.1:2") -> Node:
     """A node that only sends KV: its engine's steps are ignored."""
     settings = PrefillSettings.model_validate(SETTINGS)
-    node = Node(settings, built, role=common_pb2.ROLE_PREFILL, address=address)
+    node = Node(settings, built, role=node_status_pb2.ROLE_PREFILL, address=address)
     ignore: Any = partial(lambda event: None)
     node.listen(Listener(on_step=ignore, on_filled=ignore, on_refused=ignore))
     return node

@@ -9,8 +9,8 @@ from baton.core.errors import BatonError, DataLoss
 from baton.core.types import TokenOutput
 from baton.engine.events import StepEvents, TokenSampled
 from baton.engine.request import Reservation
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.commands import CloseLease, Command, OpenLease, Send
 from decode_node.events import (
     Aborted,
@@ -72,7 +72,7 @@ class Scene:
         prefill_available: bool = True,
         placement: pb.Placement.ValueType = pb.PLACEMENT_UNSPECIFIED,
         budget_s: float | None = None,
-        queue_s: float | None = None,
+        max_queue_s: float | None = None,
         temperature: float = 0.0,
         priority: int = 0,
         prompt_logprobs: int | None = None,
@@ -88,7 +88,7 @@ class Scene:
             prefill_available=prefill_available,
             placement=placement,
             budget_s=budget_s,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
             priority=priority,
             traceparent=traceparent,
         )

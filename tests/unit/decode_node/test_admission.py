@@ -8,7 +8,7 @@ from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.types import SamplingParams
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve
@@ -22,7 +22,7 @@ FULL = Overloaded("no room for the request's blocks", retry_after_s=1.0)
 def scene() -> Scene:
     """The first request waits for blocks, for up to 5 s."""
     scene = Scene(waiting_max=3)
-    assert reserves(scene.submit(1, queue_s=5.0)) == [1]
+    assert reserves(scene.submit(1, max_queue_s=5.0)) == [1]
     assert refuse(scene, 1) == []
     return scene
 
@@ -32,9 +32,9 @@ def refuse(scene: Scene, key: int) -> list[Command]:
     return scene.on(EngineRefused(f"{SESSION}.{key}", FULL))
 
 
-def enter(queue: BlockQueue, engine_id: str, *, queue_s: float = 1.0, now_s: float = 0.0, **given: Any) -> None:
+def enter(queue: BlockQueue, engine_id: str, *, max_queue_s: float = 1.0, now_s: float = 0.0, **given: Any) -> None:
     request = EngineRequest(engine_id, (1,), SamplingParams(max_tokens=9), **given)
-    queue.enter(request, queue_s=queue_s, now_s=now_s)
+    queue.enter(request, max_queue_s=max_queue_s, now_s=now_s)
 
 
 def order(queue: BlockQueue) -> list[str]:
@@ -74,7 +74,7 @@ def test_only_the_first_may_reserve_and_the_next_follows_when_it_leaves() -> Non
 def test_a_full_queue_takes_no_request() -> None:
     queue = BlockQueue(waiting_max=0)
     with pytest.raises(Overloaded, match="0 requests wait for room already") as full:
-        enter(queue, "1.1", queue_s=9.0)
+        enter(queue, "1.1", max_queue_s=9.0)
     assert full.value.retry_after_s == 1.0
     assert (queue.first, len(queue)) == (None, 0)
 
@@ -91,21 +91,21 @@ def test_a_request_that_may_not_wait_gets_the_engines_refusal() -> None:
 
 
 def test_a_request_that_may_not_wait_is_refused_while_others_wait(scene: Scene) -> None:
-    commands = scene.submit(2, queue_s=0.0)
+    commands = scene.submit(2, max_queue_s=0.0)
     assert names(commands) == ["Send failed", "Send released"]
     assert (error(commands).message, error(commands).retry_after_s) == ("no room within 0 s", 1.0)
 
 
 def test_requests_beyond_the_limit_are_refused_at_once(scene: Scene) -> None:
-    assert scene.submit(2, queue_s=5.0) == []
-    assert scene.submit(3, queue_s=5.0) == []
+    assert scene.submit(2, max_queue_s=5.0) == []
+    assert scene.submit(3, max_queue_s=5.0) == []
     assert scene.machine.waiting == 3
-    assert error(scene.submit(4, queue_s=5.0)).message == "3 requests wait for room already"
+    assert error(scene.submit(4, max_queue_s=5.0)).message == "3 requests wait for room already"
 
 
 def test_freed_blocks_go_to_the_first_and_the_rest_to_the_next(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
-    scene.submit(3, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
+    scene.submit(3, max_queue_s=5.0)
     assert reserves(scene.aborted(9)) == [1]
     assert reserves(scene.aborted(9)) == []  # it is being reserved already
     commands = scene.reserved(1)
@@ -116,13 +116,13 @@ def test_freed_blocks_go_to_the_first_and_the_rest_to_the_next(scene: Scene) -> 
 
 
 def test_no_request_passes_one_that_does_not_fit(scene: Scene) -> None:
-    assert scene.submit(2, queue_s=5.0, num_tokens=1) == []
+    assert scene.submit(2, max_queue_s=5.0, num_tokens=1) == []
     assert reserves(scene.aborted(9)) == [1]
     assert refuse(scene, 1) == []
 
 
 def test_a_request_whose_time_is_over_makes_way(scene: Scene) -> None:
-    scene.submit(2, queue_s=9.0)
+    scene.submit(2, max_queue_s=9.0)
     commands = scene.after(5.0)
     assert names(commands) == ["Send failed", "Abort", "Reserve"]
     assert (error(commands).message, error(commands).retry_after_s) == ("no room within 5 s", 1.0)
@@ -130,20 +130,20 @@ def test_a_request_whose_time_is_over_makes_way(scene: Scene) -> None:
 
 
 def test_a_later_request_may_run_out_of_time_first(scene: Scene) -> None:
-    scene.submit(2, queue_s=1.0)
+    scene.submit(2, max_queue_s=1.0)
     commands = scene.after(1.0)
     assert names(commands) == ["Send failed", "Abort"]
     assert scene.machine.waiting == 1
 
 
 def test_the_budget_counts_while_a_request_waits(scene: Scene) -> None:
-    scene.submit(2, queue_s=9.0, budget_s=2.0)
+    scene.submit(2, max_queue_s=9.0, budget_s=2.0)
     (message,) = [message for message in sent(scene.after(2.0)) if message.HasField("failed")]
     assert message.failed.error.message == "the request's 2 s are over"
 
 
 def test_a_request_that_can_never_fit_makes_way(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
     scene.aborted(9)
     commands = scene.on(EngineRefused(f"{SESSION}.1", InvalidRequest("longer than the context")))
     assert names(commands) == ["Send failed", "Abort", "Reserve"]
@@ -151,22 +151,22 @@ def test_a_request_that_can_never_fit_makes_way(scene: Scene) -> None:
 
 
 def test_a_cancelled_request_makes_way(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
     assert scene.cancel(1)[0] == Abort(f"{SESSION}.1")
     assert reserves(scene.aborted(1)) == []  # the second one has been reserving since the cancel
 
 
 def test_a_session_that_breaks_reserves_nothing_for_its_own_requests(scene: Scene) -> None:
     scene.on(SessionOpened(2))
-    scene.submit(2, queue_s=5.0)
-    scene.submit(1, session=2, queue_s=5.0, policy=pb.LOCAL_POLICY_LOCAL)
+    scene.submit(2, max_queue_s=5.0)
+    scene.submit(1, session=2, max_queue_s=5.0, policy=pb.LOCAL_POLICY_LOCAL)
     commands = scene.on(SessionClosed(SESSION))
     (reserve,) = [command for command in commands if isinstance(command, Reserve)]
     assert reserve.request.request_id == "2.1"
 
 
 def test_released_is_sent_before_the_next_one_reserves(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
     scene.aborted(9)
     scene.reserved(1)
     refuse(scene, 2)
@@ -190,14 +190,14 @@ def test_a_request_that_may_not_wait_is_served_at_once_if_it_goes_first() -> Non
     queue = BlockQueue(waiting_max=9)
     enter(queue, "a")
     with pytest.raises(Overloaded, match="no room within 0 s"):
-        enter(queue, "b", queue_s=0.0)
-    enter(queue, "c", queue_s=0.0, priority=-1)
+        enter(queue, "b", max_queue_s=0.0)
+    enter(queue, "c", max_queue_s=0.0, priority=-1)
     assert queue.first == "c"
 
 
 def test_a_better_request_reserves_before_those_that_wait(scene: Scene) -> None:
-    assert reserves(scene.submit(2, queue_s=5.0, priority=1)) == []
-    (reserve,) = [each for each in scene.submit(3, queue_s=5.0, priority=-1) if isinstance(each, Reserve)]
+    assert reserves(scene.submit(2, max_queue_s=5.0, priority=1)) == []
+    (reserve,) = [each for each in scene.submit(3, max_queue_s=5.0, priority=-1) if isinstance(each, Reserve)]
     assert reserve.request.priority == -1
     refuse(scene, 3)
     assert reserves(scene.aborted(9)) == [3]
@@ -225,7 +225,7 @@ def test_a_request_whose_client_has_tokens_goes_first() -> None:
 
 
 def test_the_next_one_is_asked_for_as_soon_as_another_has_its_kv(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
     scene.aborted(9)
     scene.reserved(1)
     refuse(scene, 2)  # because 1 is on its way
@@ -236,7 +236,7 @@ def test_the_next_one_is_asked_for_as_soon_as_another_has_its_kv(scene: Scene) -
 
 
 def test_the_next_one_is_asked_for_as_soon_as_another_is_left_to_this_node(scene: Scene) -> None:
-    scene.submit(2, queue_s=5.0)
+    scene.submit(2, max_queue_s=5.0)
     scene.aborted(9)
     scene.reserved(1)
     refuse(scene, 2)

@@ -10,8 +10,8 @@ import pytest
 from baton.core.errors import BatonError, DeadlineExceeded, InternalError
 from baton.engine.build import BuiltRunner
 from baton.node.assembly import Node
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.driver import DecodeDriver
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo

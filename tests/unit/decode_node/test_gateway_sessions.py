@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from decode_node import gateway_sessions
 from decode_node.events import Event, SessionClosed, SessionMessage, SessionOpened
 from decode_node.gateway_sessions import GatewaySessions

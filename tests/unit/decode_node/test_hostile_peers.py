@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.core.errors import DataLoss
 from baton.engine.request import Reservation
 from baton.kvcache.spec import KVCacheSpec, KVKind
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import to_detail
 from decode_node import commands as c
 from decode_node import events as e
@@ -245,7 +245,7 @@ def submission(key: int, prefill_incarnation: int) -> pb.SessionRequest:
         sampling=common_pb2.SamplingParams(max_tokens=50),
         policy=pb.LOCAL_POLICY_STRICT,
         prefill_available=True,
-        queue_s=1.0,
+        max_queue_s=1.0,
         prefill_incarnation=prefill_incarnation,
     )
     return pb.SessionRequest(submit=submit)

@@ -1,7 +1,7 @@
 """A decode node that has the KV of a prompt's start, but not the recurrent state after it: a hand-over brings the
 state, a prefill here has to begin earlier."""
 
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from decode_node.commands import OpenLease, PrefillHere, Reserve
 from decode_node.events import SessionMessage
 from tests.unit.decode_node.scene import SESSION, Scene, names, sent

@@ -8,8 +8,8 @@ import pytest
 from baton.core.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, PromptLogprob, TokenOutput
 from baton.engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.convert import prompt_logprobs_from_proto
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.commands import (
@@ -51,7 +51,7 @@ def scene() -> Scene:
 
 
 def test_a_request_gets_blocks_then_a_lease_then_its_ticket(scene: Scene) -> None:
-    (reserve,) = scene.submit(1, output=[8, 9], queue_s=2.0)
+    (reserve,) = scene.submit(1, output=[8, 9], max_queue_s=2.0)
     assert isinstance(reserve, Reserve)
     assert reserve.request.request_id == f"{SESSION}.1"
     assert reserve.request.output == (8, 9)
@@ -322,7 +322,7 @@ def test_a_lease_that_does_not_close_fails_the_request(scene: Scene) -> None:
 
 
 def test_a_request_that_waits_is_cancelled_at_once(scene: Scene) -> None:
-    scene.submit(1, queue_s=5.0)
+    scene.submit(1, max_queue_s=5.0)
     scene.on(EngineRefused(f"{SESSION}.1", Overloaded("full")))
     assert scene.cancel(1) == [Abort(f"{SESSION}.1")]
     assert names(scene.aborted(1)) == ["Send released"]

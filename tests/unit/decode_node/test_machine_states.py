@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.core.errors import BatonError, DataLoss, InternalError, InvalidRequest, Overloaded
 from baton.core.types import FinishReason, TokenOutput
 from baton.engine.events import RequestFailed, StepEvents, TokenSampled
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
 from decode_node.events import (
     Closing,
     Draining,
@@ -82,7 +82,7 @@ class DecodeNode(RuleBasedStateMachine):
         num_tokens=st.sampled_from([30, 60, 100, 1, 200]),
         policy=POLICIES,
         budget_s=BUDGETS_S,
-        queue_s=QUEUE_S,
+        max_queue_s=QUEUE_S,
         temperature=st.sampled_from([0.0] * 7 + [-1.0]),
         priority=st.integers(-1, 1),
         prompt_logprobs=st.none() | st.just(0),
@@ -93,7 +93,7 @@ class DecodeNode(RuleBasedStateMachine):
         num_tokens: int,
         policy: pb.LocalPolicy.ValueType,
         budget_s: float | None,
-        queue_s: float | None,
+        max_queue_s: float | None,
         temperature: float,
         priority: int,
         prompt_logprobs: int | None,
@@ -109,7 +109,7 @@ class DecodeNode(RuleBasedStateMachine):
             policy=policy,
             prefill_available=True,
             budget_s=budget_s,
-            queue_s=queue_s,
+            max_queue_s=max_queue_s,
             priority=priority,
         )
         self.env.on(SessionMessage(session, pb.SessionRequest(submit=submit)))

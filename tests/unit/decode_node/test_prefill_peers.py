@@ -11,8 +11,8 @@ from baton.core.errors import DataLoss, NoNode, Overloaded, PeerRefused
 from baton.engine.build import BuiltRunner
 from baton.node.assembly import Listener, Node
 from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from decode_node import prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
@@ -44,7 +44,7 @@ class Peers:
         return asyncio.create_task(self.all.serve(stream.incoming, stream.write))
 
     def phases(self) -> list[str]:
-        return [common_pb2.PeerPhase.Name(state.phase).removeprefix("PEER_PHASE_") for state in self.all.states()]
+        return [node_status_pb2.PeerPhase.Name(state.phase).removeprefix("PEER_PHASE_") for state in self.all.states()]
 
 
 @asynccontextmanager
@@ -111,7 +111,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
             PeerLost(number, node.name, ()),
         ]
         (state,) = peers.all.states()
-        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "its stream broke")
+        assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "its stream broke")
 
 
 async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
@@ -128,7 +128,7 @@ async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
         await ended(serving)
         assert peers.delivered == [PeerLost(number, node.name, ())]
         (state,) = peers.all.states()
-        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "the peer is gone")
+        assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "the peer is gone")
         await node.transfer.disconnect(1)
         again = PairStream()
         serving = peers.serve(again)
@@ -263,7 +263,7 @@ async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built
         assert [mismatch.field for mismatch in refused.refused.mismatches] == ["weights_digest"]
         (state,) = peers.all.states()
         assert (state.phase, list(state.mismatches)) == (
-            common_pb2.PEER_PHASE_REFUSED,
+            node_status_pb2.PEER_PHASE_REFUSED,
             list(refused.refused.mismatches),
         )
 
@@ -288,7 +288,7 @@ async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Bui
         assert mismatch.field == "link"
         await ended(serving)
         (state,) = peers.all.states()
-        assert state.phase == common_pb2.PEER_PHASE_REFUSED
+        assert state.phase == node_status_pb2.PEER_PHASE_REFUSED
         assert state.gigabytes_per_s > 0
 
 
@@ -298,10 +298,13 @@ async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Bui
         serving = peers.serve(stream)
         await pair(stream, node)
         assert (await stream.receive()).HasField("ready")
-        stream.send(pb.PairRequest(refused=pb.PairRefused(mismatches=[common_pb2.Mismatch(field="link")])))
+        stream.send(pb.PairRequest(refused=pb.PairRefused(mismatches=[node_status_pb2.Mismatch(field="link")])))
         await ended(serving)
         (state,) = peers.all.states()
-        assert (state.phase, [each.field for each in state.mismatches]) == (common_pb2.PEER_PHASE_REFUSED, ["link"])
+        assert (state.phase, [each.field for each in state.mismatches]) == (
+            node_status_pb2.PEER_PHASE_REFUSED,
+            ["link"],
+        )
 
 
 async def test_a_peer_that_sends_no_warm_up_is_lost(built: BuiltRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +314,7 @@ async def test_a_peer_that_sends_no_warm_up_is_lost(built: BuiltRunner, monkeypa
         stream.send(hello(node))
         await ended(peers.serve(stream))
         (state,) = peers.all.states()
-        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "no warm-up within 0.05 s")
+        assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "no warm-up within 0.05 s")
 
 
 async def test_a_cancelled_stream_disconnects_its_peer(built: BuiltRunner) -> None:

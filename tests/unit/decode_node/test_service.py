@@ -10,8 +10,9 @@ import pytest
 from baton.core.errors import PeerRefused
 from baton.engine.build import BuiltRunner
 from baton.node.role_services import RoleServices
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
@@ -51,7 +52,12 @@ async def served(
 def submission(key: int, policy: pb.LocalPolicy.ValueType) -> pb.SessionRequest:
     sampling = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     submit = pb.SubmitRequest(
-        key=key, prompt_token_ids=range(3, 90), sampling=sampling, policy=policy, prefill_available=True, queue_s=30.0
+        key=key,
+        prompt_token_ids=range(3, 90),
+        sampling=sampling,
+        policy=policy,
+        prefill_available=True,
+        max_queue_s=30.0,
     )
     return pb.SessionRequest(submit=submit)
 
@@ -83,7 +89,7 @@ async def test_the_status_counts_requests_that_wait_for_blocks(built: BuiltRunne
             await session.write(submission(key, pb.LOCAL_POLICY_STRICT))
         for _ in range(10):
             assert (await read(session)).HasField("reserved")
-        status = node_pb2.NodeStatus(requests_waiting=2, blocks_open=[33, 31])
+        status = node_status_pb2.NodeStatus(requests_waiting=2, blocks_open=[33, 31])
         await until(lambda: driver.machine.waiting == 10)
         service.fill_status(status)
         assert status.requests_waiting == 12

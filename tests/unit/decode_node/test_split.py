@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.costs import StepCosts
 from baton.engine.events import RequestStarted, StepEvents
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from decode_node.commands import CloseLease, OpenLease, PrefillHere
 from decode_node.events import HandOverReceived, SessionMessage, StepDone
 from decode_node.local_prefill import Streams, local_prefill_reason

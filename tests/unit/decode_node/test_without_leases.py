@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from baton.core.errors import InvalidRequest, Overloaded
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.commands import Reserve
 from decode_node.events import EngineRefused, RoomFreed, SessionClosed
@@ -44,8 +44,8 @@ def test_every_request_is_computed_here_or_refused_and_none_gets_a_lease(scene: 
 
 def test_a_request_that_waits_gets_room_that_a_prompt_has_left(scene: Scene) -> None:
     assert scene.on(RoomFreed()) == []
-    scene.submit(1, policy=pb.LOCAL_POLICY_LOCAL, queue_s=5.0)
-    scene.submit(2, policy=pb.LOCAL_POLICY_LOCAL, queue_s=5.0)
+    scene.submit(1, policy=pb.LOCAL_POLICY_LOCAL, max_queue_s=5.0)
+    scene.submit(2, policy=pb.LOCAL_POLICY_LOCAL, max_queue_s=5.0)
     assert scene.on(RoomFreed()) == [], "the engine has not answered yet"
     assert scene.on(EngineRefused(f"{SESSION}.1", Overloaded("no room"))) == []
     (again,) = scene.on(RoomFreed())
@@ -69,7 +69,7 @@ def test_tokens_of_other_requests_of_the_engine_are_ignored(scene: Scene) -> Non
 
 def test_the_end_of_a_session_ends_its_requests(scene: Scene) -> None:
     scene.prefilling_here(1)
-    scene.submit(2, policy=pb.LOCAL_POLICY_LOCAL, queue_s=5.0)
+    scene.submit(2, policy=pb.LOCAL_POLICY_LOCAL, max_queue_s=5.0)
     assert names(scene.on(SessionClosed(SESSION))) == ["Abort"]
     assert reservation(2).request_id == f"{SESSION}.2"
     assert names(scene.reserved(2)) == ["Abort"]

@@ -71,7 +71,7 @@ GRAMMARS: dict[GrammarKind, tuple[str, Callable[[str], bool]]] = {
         'start: "(" NUMBER ("+" NUMBER){1,3} ")"\nNUMBER: /[0-9]{1,4}/',
         matches(r"\(\d+(\+\d+){1,3}\)"),
     ),
-    GrammarKind.EBNF: ('root ::= "x" item{1,3}\nitem ::= " = " [a-f]{2,4}\n', matches("x( = [a-f]{2,4}){1,3}")),
+    GrammarKind.GBNF: ('root ::= "x" item{1,3}\nitem ::= " = " [a-f]{2,4}\n', matches("x( = [a-f]{2,4}){1,3}")),
     GrammarKind.STRUCTURAL_TAG: (
         json.dumps(TAGS),
         lambda text: text.startswith("<a>") and text.endswith("</a>.") and is_object(text[3:-5]),

@@ -28,7 +28,7 @@ def nested_tags(depth: int) -> object:
 # Their rows grow with the output.
 AMBIGUOUS = {
     "sums": Grammar(GrammarKind.LARK, 'start: e\ne: e "+" e | e "*" e | e e | /[a-z0-9 ]/'),
-    "pairs": Grammar(GrammarKind.EBNF, "root ::= s\ns ::= s s | [a-z ]"),
+    "pairs": Grammar(GrammarKind.GBNF, "root ::= s\ns ::= s s | [a-z ]"),
     "triples": Grammar(GrammarKind.LARK, "start: s\ns: s s s | s s | /[a-z]/"),
     "right recursion": Grammar(GrammarKind.LARK, "start: r\nr: /[a-z ]/ r | /[a-z ]/"),
     "empty rules": Grammar(GrammarKind.LARK, "start: x\nx: y y y y y y y y\ny: x? /[a-z]/?"),

@@ -5,26 +5,30 @@ from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet, FleetCommand
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.router import RoutedRequest
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 
-MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
-PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-
-
-def peer(incarnation: int, phase: common_pb2.PeerPhase.ValueType = common_pb2.PEER_PHASE_READY) -> common_pb2.PeerState:
-    return common_pb2.PeerState(incarnation=incarnation, name=f"peer-{incarnation}", phase=phase, transport="cma")
+MODEL = node_status_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
+PREFILL, DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
 
 
-def status(role: common_pb2.Role.ValueType, incarnation: int, *peers: common_pb2.PeerState) -> node_pb2.NodeStatus:
-    info = common_pb2.NodeInfo(
+def peer(
+    incarnation: int, phase: node_status_pb2.PeerPhase.ValueType = node_status_pb2.PEER_PHASE_READY
+) -> node_status_pb2.PeerState:
+    return node_status_pb2.PeerState(incarnation=incarnation, name=f"peer-{incarnation}", phase=phase, transport="cma")
+
+
+def status(
+    role: node_status_pb2.Role.ValueType, incarnation: int, *peers: node_status_pb2.PeerState
+) -> node_status_pb2.NodeStatus:
+    info = node_status_pb2.NodeInfo(
         name=f"node-{incarnation}",
         role=role,
         incarnation=incarnation,
         model=MODEL,
         max_context_tokens=1000,
-        cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
+        cache_shape=node_status_pb2.CacheShape(block_size=16, layout="NHD"),
     )
-    return node_pb2.NodeStatus(info=info, blocks_free=100, peers=peers)
+    return node_status_pb2.NodeStatus(info=info, blocks_free=100, peers=peers)
 
 
 class SmallFleet(Fleet):
@@ -71,7 +75,7 @@ def rules(policy: LocalPolicy = LocalPolicy.PREFER, *, failover_wait_s: float = 
     return Rules(
         policy,
         max_attempts=3,
-        queue_s=10.0,
+        max_queue_s=10.0,
         prefill_stall_s=10.0,
         decode_stall_s=30.0,
         failover_wait_s=failover_wait_s,

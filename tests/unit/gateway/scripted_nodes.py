@@ -7,15 +7,8 @@ from typing import Any
 
 import grpc
 
-from baton.protos.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-)
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import channel_options
 from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 
@@ -23,7 +16,9 @@ from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """Queues of received messages and of messages to send; None ends the stream."""
 
-    def __init__(self, role: common_pb2.Role.ValueType, incarnation: int, model: common_pb2.ModelIdentity) -> None:
+    def __init__(
+        self, role: node_status_pb2.Role.ValueType, incarnation: int, model: node_status_pb2.ModelIdentity
+    ) -> None:
         self.address = ""
         self.status = status(role, incarnation)
         self.status.info.model.MergeFrom(model)
@@ -37,7 +32,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: object
-    ) -> AsyncIterator[node_pb2.NodeStatus]:
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
         yield self.status
         while self.reports_all_the_time:
             await asyncio.sleep(0)
@@ -46,7 +41,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
             self.report.clear()
             yield self.status
 
-    async def Connect(self, request: prefill_pb2.ConnectRequest, context: object) -> common_pb2.PeerState:  # noqa: N802
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: object) -> node_status_pb2.PeerState:  # noqa: N802
         self.connected_to.append(request.decode_address)
         state = peer(21)
         self.status.peers.append(state)
@@ -79,7 +74,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
 
     # Methods that a gateway does not call.
 
-    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.NodeStatus:  # noqa: N802
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_status_pb2.NodeStatus:  # noqa: N802
         raise NotImplementedError
 
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:  # noqa: N802
@@ -87,8 +82,8 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
 
     async def SwitchRole(  # noqa: N802
         self, request: object, context: object
-    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
-        yield node_pb2.SwitchRoleResponse()
+    ) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
+        yield node_status_pb2.RoleSwitchProgress()
 
     async def LoadAdapter(self, request: object, context: object) -> node_pb2.LoadAdapterResponse:  # noqa: N802
         return node_pb2.LoadAdapterResponse()
@@ -124,7 +119,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
 
 @asynccontextmanager
 async def scripted_nodes(
-    model: common_pb2.ModelIdentity,
+    model: node_status_pb2.ModelIdentity,
 ) -> AsyncIterator[tuple[ScriptedNode, ScriptedNode]]:
     """A prefill node and a decode node, on ports of their own."""
     nodes = ScriptedNode(PREFILL, 11, model), ScriptedNode(DECODE, 21, model)

@@ -16,7 +16,8 @@ from baton.gateway.core.events import (
 )
 from baton.gateway.request.commands import Command, Finish, LoseNode, Respond
 from baton.gateway.request.machine import RequestMachine
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
+from baton.protos.v1 import common_pb2, generation_pb2
 from baton.rpc.error_detail import to_detail
 from tests.unit.gateway.fleets import SmallFleet, request, rules
 
@@ -140,7 +141,7 @@ def first_token(
 
 def reserved(lease: int = 1) -> decode_pb2.Reserved:
     return decode_pb2.Reserved(
-        ticket=common_pb2.Ticket(lease=common_pb2.Lease(number=lease), token_start=0, token_stop=64)
+        ticket=lease_pb2.Ticket(lease=lease_pb2.Lease(number=lease), token_start=0, token_stop=64)
     )
 
 

@@ -13,7 +13,7 @@ from baton.gateway.request.commands import Finish, SubmitToDecode
 from baton.gateway.request.machine import RequestMachine
 from baton.gateway.request.node_choice import NodeChoice
 from baton.gateway.serving.validate import check_revision
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import answer_revision
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, request, rules
 from tests.unit.gateway.served import Served, Words, only
@@ -26,7 +26,7 @@ def give(fleet: SmallFleet, address: str, *adapters: AdapterRef) -> None:
     nodes = fleet.decodes if address.startswith("d") else fleet.prefills
     status = nodes[address].status
     del status.adapters[:]
-    status.adapters.extend(common_pb2.Adapter(name=each.name, revision=each.revision) for each in adapters)
+    status.adapters.extend(node_status_pb2.Adapter(name=each.name, revision=each.revision) for each in adapters)
     fleet.status_received(DECODE if address.startswith("d") else PREFILL, address, status, 1.0)
 
 

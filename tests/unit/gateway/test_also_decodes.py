@@ -12,7 +12,8 @@ from baton.gateway.fleet.placement import Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode
 from baton.gateway.request.pairing import ConnectNodes, Pairing
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node, peer, status
 from tests.unit.gateway.served import LENGTH, Served, accepted, failed, of, only, reserved, token
 

@@ -16,7 +16,7 @@ def attempt(**facts: object) -> Attempt:
 
 
 def stalls_at_s(it: Attempt) -> float:
-    return it.stalls_at_s(prefill_stall_s=10.0, decode_stall_s=30.0, queue_s=100.0)
+    return it.stalls_at_s(prefill_stall_s=10.0, decode_stall_s=30.0, max_queue_s=100.0)
 
 
 def test_a_call_in_the_queue_counts_from_any_sign_of_life_of_its_node() -> None:

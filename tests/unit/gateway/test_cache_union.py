@@ -3,7 +3,7 @@
 import random
 
 from baton.gateway.fleet.cache_union import CacheUnion, UnionChanges
-from baton.protos.v1 import node_pb2
+from baton.protos.internal.v1 import node_pb2
 
 ROOT, SALTED = 1000, 2000
 

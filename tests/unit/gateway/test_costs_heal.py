@@ -11,7 +11,7 @@ from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest, pick_prefill
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import costs_to_proto
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.test_router import address as address_of
@@ -190,7 +190,7 @@ def test_a_restarted_node_is_as_new() -> None:
     assert fleet.decodes["d1"].costs.reported == times(9.0)
     fleet.status_received(DECODE, "d1", status(DECODE, 22), 2.0)
     assert fleet.decodes["d1"].costs.reported is None
-    assert fleet.decodes["d1"].role == common_pb2.ROLE_DECODE
+    assert fleet.decodes["d1"].role == node_status_pb2.ROLE_DECODE
 
 
 def test_costs_of_a_node_with_another_model_change_no_others() -> None:

@@ -8,7 +8,7 @@ import pytest
 from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from baton.gateway.fleet.router import RoutedRequest
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
 
 WANTED = RoutedRequest(num_tokens=64, policy=LocalPolicy.PREFER)
@@ -178,7 +178,7 @@ def test_a_request_goes_where_one_rank_has_all_its_blocks() -> None:
 def test_strict_serves_only_with_a_pair() -> None:
     fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
     assert fleet.serves()
-    fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_REFUSED))
     assert not fleet.serves()
     fleet.prefills["p1"].take_peer(peer(21))
     assert fleet.serves()
@@ -205,10 +205,10 @@ def test_the_longest_context_is_that_of_the_largest_decode_node() -> None:
 
 def test_the_report_has_the_peers_as_they_are_now() -> None:
     fleet = SmallFleet(1, 1)
-    fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_REFUSED))
     prefill, decode = fleet.report()
     assert (prefill.address, prefill.reachable) == ("p1", True)
-    assert [each.phase for each in prefill.status.peers] == [common_pb2.PEER_PHASE_REFUSED]
+    assert [each.phase for each in prefill.status.peers] == [node_status_pb2.PEER_PHASE_REFUSED]
     assert decode.address == "d1"
 
 
@@ -235,9 +235,9 @@ def test_a_node_with_an_impossible_backlog_does_not_hide_the_others(reported: fl
     assert fleet.pick_prefill(fleet.decodes["d1"], WANTED, 0.0) is not None
 
 
-def loading(name: str, stage: str, done: int = 0, total: int = 0) -> node_pb2.NodeStatus:
-    info = common_pb2.NodeInfo(name=name, role=DECODE)
-    return node_pb2.NodeStatus(info=info, loading=node_pb2.Loading(stage=stage, done=done, total=total))
+def loading(name: str, stage: str, done: int = 0, total: int = 0) -> node_status_pb2.NodeStatus:
+    info = node_status_pb2.NodeInfo(name=name, role=DECODE)
+    return node_status_pb2.NodeStatus(info=info, loading=node_status_pb2.Loading(stage=stage, done=done, total=total))
 
 
 def test_a_node_that_loads_is_named_with_its_progress_and_gets_no_requests() -> None:

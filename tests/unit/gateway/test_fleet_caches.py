@@ -5,7 +5,7 @@ from dataclasses import replace
 from baton.core.types import LocalPolicy
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.fleet.router import RoutedRequest
-from baton.protos.v1 import node_pb2
+from baton.protos.internal.v1 import node_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
 PROMPT = list(range(100))

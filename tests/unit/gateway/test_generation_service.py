@@ -20,7 +20,8 @@ from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel, read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import GrpcServer, connect
 from baton.settings.config import DEMO_MODELS

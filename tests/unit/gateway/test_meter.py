@@ -43,7 +43,7 @@ class Metered:
 def ended(path: Path) -> Ended:
     receipt = Receipt(
         path=path, why="", prefill_node="p", decode_node="d", prompt_tokens_sent=0, bytes_sent=0, segments=0,
-        transport="", queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_token_s=0.5, total_s=2.0, attempts=1,
+        transport="", queue_s=0.1, prefill_s=0.2, transfer_s=0.3, ttft_s=0.5, total_s=2.0, attempts=1,
         prefill_cached_tokens=0, segment_bytes=0, kv_converted="", layer_groups=0,
     )  # fmt: skip
     usage = Usage(prompt_tokens=100, completion_tokens=10, cached_tokens=0)

@@ -7,7 +7,7 @@ from baton.core.types import LocalPolicy
 from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.node_choice import NodeChoice, prefill_failure
-from baton.protos.v1 import common_pb2, node_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail, to_detail
 from tests.unit.gateway.fleets import DECODE, SmallFleet, rules, status
 
@@ -95,9 +95,12 @@ def test_a_new_request_waits_for_nodes_that_load_and_is_told_what_they_do_when_i
     choice = NodeChoice(rules(), fleet)
     for address in ("d1", "d2"):
         fleet.lose(address)
-    info = common_pb2.NodeInfo(name="decode-0", role=DECODE)
+    info = node_status_pb2.NodeInfo(name="decode-0", role=DECODE)
     fleet.status_received(
-        DECODE, "d1", node_pb2.NodeStatus(info=info, loading=node_pb2.Loading(stage="capturing graphs")), 0.0
+        DECODE,
+        "d1",
+        node_status_pb2.NodeStatus(info=info, loading=node_status_pb2.Loading(stage="capturing graphs")),
+        0.0,
     )
     assert decode_node(choice, begun=False) is None
     error = choice.no_decode_node("", 20.0)

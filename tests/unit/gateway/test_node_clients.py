@@ -11,7 +11,8 @@ import pytest
 from baton.gateway.request import node_clients
 from baton.gateway.request.decode_session import TokenReceiver
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
-from baton.protos.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import channel_options
 from tests.unit.gateway.fleets import DECODE, status
 
@@ -26,7 +27,7 @@ class Publishing(node_pb2_grpc.NodeServicer):
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: object
-    ) -> AsyncIterator[node_pb2.NodeStatus]:
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
         yield status(DECODE, 1)
         await asyncio.Event().wait()
 
@@ -37,7 +38,7 @@ class Publishing(node_pb2_grpc.NodeServicer):
         yield node_pb2.WatchCacheResponse(sequence=7, incarnation=1, snapshot=True)
         await asyncio.Event().wait()
 
-    async def Describe(self, request: object, context: object) -> node_pb2.NodeStatus:  # noqa: N802
+    async def Describe(self, request: object, context: object) -> node_status_pb2.NodeStatus:  # noqa: N802
         return status(DECODE, 1)
 
     async def Drain(self, request: object, context: object) -> node_pb2.DrainResponse:  # noqa: N802
@@ -45,8 +46,8 @@ class Publishing(node_pb2_grpc.NodeServicer):
 
     async def SwitchRole(  # noqa: N802
         self, request: object, context: object
-    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
-        yield node_pb2.SwitchRoleResponse()
+    ) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
+        yield node_status_pb2.RoleSwitchProgress()
 
     async def LoadAdapter(self, request: object, context: object) -> node_pb2.LoadAdapterResponse:  # noqa: N802
         return node_pb2.LoadAdapterResponse()
@@ -67,7 +68,7 @@ class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: object
-    ) -> AsyncIterator[node_pb2.NodeStatus]:
+    ) -> AsyncIterator[node_status_pb2.NodeStatus]:
         yield status(DECODE, 1)
         await self.submitted.wait()
 
@@ -88,10 +89,11 @@ class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
 
 
 @asynccontextmanager
-async def watched(node: Publishing, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
-    """A client that watches this node, on a server of its own."""
+async def watched(node: Publishing | None, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
+    """A client that watches this node, on a server of its own; None: a server without our services."""
     server = grpc.aio.server(options=channel_options())
-    node_pb2_grpc.add_NodeServicer_to_server(node, server)
+    if node is not None:
+        node_pb2_grpc.add_NodeServicer_to_server(node, server)
     if isinstance(node, Ending):
         decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -150,3 +152,10 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
             await asyncio.wait_for(taken.wait(), BOUND_S)
     assert node.asked_after == [0, 0]
     assert "ArithmeticError: the first message" in caplog.text
+
+
+async def test_a_node_of_an_older_release_is_lost_with_the_page_that_says_what_to_do() -> None:
+    reasons: asyncio.Queue[str] = asyncio.Queue()
+    async with watched(None, WatchCallbacks(lambda _: None, reasons.put_nowait, lambda _: True, lambda: None)):
+        assert "of another release" in (reason := await asyncio.wait_for(reasons.get(), BOUND_S))
+        assert "docs/upgrades.md" in reason

@@ -3,11 +3,11 @@
 from baton.core.errors import NoNode
 from baton.gateway.fleet.fleet import LogLine
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import SmallFleet, peer
 
 PAIR = (11, 21)
-CONNECTING = common_pb2.PeerState(incarnation=21, phase=common_pb2.PEER_PHASE_CONNECTING, detail="dialling")
+CONNECTING = node_status_pb2.PeerState(incarnation=21, phase=node_status_pb2.PEER_PHASE_CONNECTING, detail="dialling")
 
 
 def unpaired(prefills: int = 1, decodes: int = 1) -> SmallFleet:
@@ -26,8 +26,8 @@ def connects(commands: list[PairingCommand]) -> list[ConnectNodes]:
     return [command for command in commands if isinstance(command, ConnectNodes)]
 
 
-def refused(*fields: str) -> common_pb2.PeerState:
-    state = peer(21, common_pb2.PEER_PHASE_REFUSED)
+def refused(*fields: str) -> node_status_pb2.PeerState:
+    state = peer(21, node_status_pb2.PEER_PHASE_REFUSED)
     for field in fields:
         state.mismatches.add(field=field, ours="1", theirs="2", cure="make them equal")
     return state

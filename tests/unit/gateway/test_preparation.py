@@ -111,14 +111,14 @@ async def test_the_ends_of_a_chat_are_ignored_like_the_end_of_text(model: Served
 
 
 async def test_the_message_s_constraint_holds_for_a_chat(model: ServedModel) -> None:
-    wire = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_CHOICE, text='["a", "b"]')
+    wire = common_pb2.Grammar(choice=common_pb2.Choices(texts=["a", "b"]))
     message = pb.GenerateRequest(sampling=sampling(grammar=wire))
     assert (await prepared(model, message, HELLO)).request.sampling.grammar == Grammar(GrammarKind.CHOICE, '["a", "b"]')
 
 
 @pytest.mark.parametrize("prompt", [{"text": "a"}, {"token_ids": pb.TokenIds(ids=[5])}])
 async def test_a_constraint_that_cannot_be_followed_is_refused(model: ServedModel, prompt: dict[str, object]) -> None:
-    wire = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="(")
+    wire = common_pb2.Grammar(regex="(")
     with pytest.raises(InvalidRequest):
         await prepared(model, pb.GenerateRequest(**prompt, sampling=sampling(grammar=wire)))  # type: ignore[arg-type]
 

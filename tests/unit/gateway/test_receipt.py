@@ -2,11 +2,11 @@
 
 from baton.core.types import Path
 from baton.gateway.request.receipt import ReceiptDraft
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, lease_pb2, prefill_pb2
 
 
 def reserved() -> decode_pb2.Reserved:
-    return decode_pb2.Reserved(ticket=common_pb2.Ticket(token_start=16, token_stop=100), cached_tokens=16, queue_s=0.5)
+    return decode_pb2.Reserved(ticket=lease_pb2.Ticket(token_start=16, token_stop=100), cached_tokens=16, queue_s=0.5)
 
 
 def remote() -> ReceiptDraft:
@@ -27,7 +27,7 @@ def test_a_remote_prefill() -> None:
         )
     )
     draft.admitted(decode_pb2.Admitted(transfer_s=0.01, bytes_received=4096, segments=2))
-    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    receipt = draft.finish(ttft_s=1.0, total_s=2.0)
     assert receipt.path is Path.REMOTE
     assert receipt.why == "prompt prefilled on prefill-0"
     assert (receipt.prefill_node, receipt.decode_node, receipt.transport) == ("prefill-0", "decode-0", "tcp")
@@ -43,7 +43,7 @@ def test_a_remote_prefill() -> None:
 def test_without_the_prefill_nodes_count_the_decode_nodes_is_used() -> None:
     draft = remote()
     draft.admitted(decode_pb2.Admitted(bytes_received=4096, segments=3))
-    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    receipt = draft.finish(ttft_s=1.0, total_s=2.0)
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 3)
     assert (receipt.transport, receipt.kv_converted) == ("cma", "bfloat16 to float8_e4m3fn")
 
@@ -53,7 +53,7 @@ def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
     draft.failed("prefill-0 failed (gone)")
     draft.accepted("decode-0", decode_pb2.Accepted(why="no prefill node could do it", cached_tokens=0, queue_s=0.5))
     draft.prefilled(0.75)
-    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    receipt = draft.finish(ttft_s=1.0, total_s=2.0)
     assert receipt.path is Path.LOCAL
     assert receipt.why == "prefill-0 failed (gone), then prompt prefilled on decode-0: no prefill node could do it"
     assert (receipt.prefill_node, receipt.transport, receipt.kv_converted) == ("", "", "")

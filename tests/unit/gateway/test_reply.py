@@ -8,7 +8,8 @@ from baton.core.types import Path, Receipt, SamplingParams, Usage
 from baton.gateway.core.request import OutputEnd
 from baton.gateway.text.detokenizer import Detokenizer, byte_tokens
 from baton.gateway.text.reply import Reply
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level
 from tests.unit.gateway.tokenizers import token_id as id_of

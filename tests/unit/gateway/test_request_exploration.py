@@ -31,7 +31,8 @@ from baton.gateway.request.commands import (
     LeaveDecode,
     SubmitToDecode,
 )
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -141,7 +142,7 @@ class World:
     def obey(self, command: Command) -> None:
         match command:
             case SubmitToDecode(attempt, role, address, request):
-                if role == common_pb2.ROLE_PREFILL:
+                if role == node_status_pb2.ROLE_PREFILL:
                     assert request.placement == decode_pb2.PLACEMENT_LOCAL
                     assert request.policy != decode_pb2.LOCAL_POLICY_STRICT
                 stay = self.stays[attempt] = Stay(attempt, address, len(request.output_token_ids))

@@ -35,7 +35,8 @@ from baton.gateway.request.commands import (
     SubmitToDecode,
 )
 from baton.gateway.request.machine import RequestMachine
-from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import common_pb2, generation_pb2, node_status_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
 from tests.unit.gateway.served import (
     LENGTH,
@@ -102,7 +103,7 @@ def test_a_remote_prefill_command_by_command() -> None:
     assert (last.message.finish_reason, last.message.usage.completion_tokens) == (LENGTH, 4)
     receipt = last.message.receipt
     assert (receipt.path, receipt.bytes_sent, receipt.transport) == (common_pb2.PATH_REMOTE, 4096, "cma")
-    assert (receipt.first_token_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
+    assert (receipt.ttft_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
     assert served.machine.deadline_s is None
 
 
@@ -195,7 +196,7 @@ def test_the_prefill_node_that_was_placed_is_called_although_another_has_less_to
 def test_another_prefill_node_is_called_if_the_placed_one_cannot_be_used_any_more(change: str) -> None:
     served = Served()
     if change == "unpaired":
-        served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_LOST))
+        served.fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_LOST))
     else:
         served.fleet.lose("p1")
     if change == "restarted":
@@ -411,7 +412,7 @@ def test_a_strict_request_that_fails_inside_prefill_nodes_is_given_up() -> None:
 
 def test_a_new_strict_request_waits_while_the_only_pair_is_made_again() -> None:
     served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
-    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_LOST))
+    served.fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_LOST))
     assert served.handle(events.Started()) == []
     assert served.machine.waits_for_fleet
     served.fleet.prefills["p1"].take_peer(peer(21))
@@ -420,7 +421,7 @@ def test_a_new_strict_request_waits_while_the_only_pair_is_made_again() -> None:
 
 def test_a_new_strict_request_fails_if_the_pair_is_not_made_in_time() -> None:
     served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
-    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_CONNECTING))
+    served.fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_CONNECTING))
     served.handle(events.Started())
     served.handle(TimePassed(), after_s=20.0)
     assert isinstance(served.error, NoNode)
@@ -429,7 +430,7 @@ def test_a_new_strict_request_fails_if_the_pair_is_not_made_in_time() -> None:
 
 def test_a_new_strict_request_does_not_wait_for_a_pair_that_was_refused() -> None:
     served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
-    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    served.fleet.prefills["p1"].take_peer(peer(21, node_status_pb2.PEER_PHASE_REFUSED))
     served.handle(events.Started())
     assert isinstance(served.error, NoNode)
 
@@ -456,7 +457,7 @@ def test_a_silent_prefill_node_is_replaced() -> None:
     assert served.machine.deadline_s == 16.0
     commands = served.handle(TimePassed(), after_s=10.0)
     lost, cancel, ask = commands
-    assert lost == LoseNode(common_pb2.ROLE_PREFILL, "p1", "no sign of life for 10 s")
+    assert lost == LoseNode(node_status_pb2.ROLE_PREFILL, "p1", "no sign of life for 10 s")
     assert cancel == CancelPrefill(1)
     assert isinstance(ask, AskDecode)
     assert served.prefill(first_token()) == []  # too late
@@ -466,12 +467,12 @@ def test_a_silent_prefill_node_is_replaced() -> None:
 def test_any_sign_of_life_of_a_prefill_node_counts_while_the_call_is_queued_there() -> None:
     served = Served()
     served.decode(reserved())
-    served.fleet.message_received(common_pb2.ROLE_PREFILL, "p1", 8.0)
+    served.fleet.message_received(node_status_pb2.ROLE_PREFILL, "p1", 8.0)
     assert served.handle(TimePassed(), after_s=10.0) == []
     assert served.machine.deadline_s == 18.0
     served.prefill(SCHEDULED)
     assert served.machine.deadline_s == 20.0
-    served.fleet.message_received(common_pb2.ROLE_PREFILL, "p1", 19.0)
+    served.fleet.message_received(node_status_pb2.ROLE_PREFILL, "p1", 19.0)
     assert of(served.handle(TimePassed(), after_s=10.0), LoseNode)
 
 
@@ -503,17 +504,17 @@ def test_a_lost_decode_node_is_replaced_and_the_stream_goes_on() -> None:
 def test_a_silent_decode_node_is_replaced() -> None:
     served = decoding()
     assert served.machine.deadline_s == 30.0
-    served.fleet.message_received(common_pb2.ROLE_DECODE, "d1", 20.0)
+    served.fleet.message_received(node_status_pb2.ROLE_DECODE, "d1", 20.0)
     assert served.handle(TimePassed(), after_s=30.0) == []
     assert served.machine.deadline_s == 50.0
     commands = served.handle(TimePassed(), after_s=20.0)
-    assert only(commands, LoseNode) == LoseNode(common_pb2.ROLE_DECODE, "d1", "no sign of life for 30 s")
+    assert only(commands, LoseNode) == LoseNode(node_status_pb2.ROLE_DECODE, "d1", "no sign of life for 30 s")
     assert only(commands, SubmitToDecode).address == "d2"
 
 
 def test_a_decode_node_may_wait_for_room_before_it_answers() -> None:
     served = Served()
-    assert served.machine.deadline_s == 40.0  # decode_stall_s and queue_s
+    assert served.machine.deadline_s == 40.0  # decode_stall_s and max_queue_s
     served.decode(accepted())
     assert served.machine.deadline_s == 30.0
 
@@ -863,4 +864,4 @@ def test_a_request_that_would_be_late_is_refused_at_once_where_the_gateway_says_
         assert "is due 0.5 s after arrival" in str(command.error)
     else:
         assert isinstance(command, SubmitToDecode)
-        assert (command.request.first_token_s, command.request.tpot_s) == (0.0 if begun else 0.5, 0.02)
+        assert (command.request.ttft_budget_s, command.request.tpot_s) == (0.0 if begun else 0.5, 0.02)

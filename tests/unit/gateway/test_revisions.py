@@ -15,7 +15,7 @@ from baton.gateway.observe.metrics import GatewayMetrics
 from baton.gateway.request.commands import Finish, SubmitToDecode
 from baton.gateway.request.machine import RequestMachine
 from baton.metrics.exposition import by_series
-from baton.protos.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, request, rules
 from tests.unit.gateway.served import LENGTH, Served, Words, accepted, only, token
 
@@ -60,7 +60,7 @@ def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() ->
 def report_content(fleet: SmallFleet, node: str, digest: str, *, weights: str = "weights", now_s: float = 1.0) -> str:
     """The node's status says that its weights have this content digest; returns why it is not used."""
     role, nodes = (DECODE, fleet.decodes) if node.startswith("d") else (PREFILL, fleet.prefills)
-    told = node_pb2.NodeStatus()
+    told = node_status_pb2.NodeStatus()
     told.CopyFrom(nodes[node].status)
     told.info.model.content_digest, told.info.model.weights_digest = digest, weights
     fleet.status_received(role, node, told, now_s)

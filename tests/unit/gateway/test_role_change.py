@@ -12,7 +12,8 @@ from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.role_change import switch_role, switchable
 from baton.gateway.text.model import ServedModel, read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.guard import OpenGuard
 from baton.rpc.secure_server import Protection
 from baton.rpc.server import GrpcServer
@@ -29,7 +30,7 @@ from tests.unit.security.settings import TlsSettings
 BOUND_S = 60
 
 
-def refusal(fleet: SmallFleet, name: str, role: common_pb2.Role.ValueType, *, force: bool = False) -> BatonError:
+def refusal(fleet: SmallFleet, name: str, role: node_status_pb2.Role.ValueType, *, force: bool = False) -> BatonError:
     with pytest.raises(BatonError) as caught:
         switchable(fleet, name, role, force=force)
     return caught.value
@@ -66,23 +67,25 @@ def test_a_node_that_is_not_reachable_and_a_role_that_none_has_are_refused() -> 
     fleet = SmallFleet(1, 2)
     fleet.lose("d2")
     assert isinstance(refusal(fleet, "d2", PREFILL), NoNode)
-    assert isinstance(refusal(fleet, "d1", common_pb2.ROLE_GATEWAY), InvalidRequest)
+    assert isinstance(refusal(fleet, "d1", node_status_pb2.ROLE_GATEWAY), InvalidRequest)
 
 
 class Switching(ScriptedNode):
     """A node that has whatever role it is given, whether its certificate allows it or not."""
 
-    def __init__(self, role: common_pb2.Role.ValueType, incarnation: int, model: common_pb2.ModelIdentity) -> None:
+    def __init__(
+        self, role: node_status_pb2.Role.ValueType, incarnation: int, model: node_status_pb2.ModelIdentity
+    ) -> None:
         super().__init__(role, incarnation, model)
         self._changed = asyncio.Condition()
 
-    async def become(self, role: common_pb2.Role.ValueType) -> None:
+    async def become(self, role: node_status_pb2.Role.ValueType) -> None:
         self.status.info.role = role
         self.status.info.incarnation += 100
         async with self._changed:
             self._changed.notify_all()
 
-    async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.NodeStatus]:  # noqa: N802
+    async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_status_pb2.NodeStatus]:  # noqa: N802
         while True:
             sent = self.status.info.incarnation
             yield self.status
@@ -92,10 +95,10 @@ class Switching(ScriptedNode):
 
     async def SwitchRole(  # type: ignore[override]  # noqa: N802
         self, request: node_pb2.SwitchRoleRequest, context: object
-    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
-        yield node_pb2.SwitchRoleResponse(phase=node_pb2.SWITCH_PHASE_DRAINING)
+    ) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
+        yield node_status_pb2.RoleSwitchProgress(phase=node_status_pb2.SWITCH_PHASE_DRAINING)
         await self.become(request.role)
-        yield node_pb2.SwitchRoleResponse(phase=node_pb2.SWITCH_PHASE_DONE, info=self.status.info)
+        yield node_status_pb2.RoleSwitchProgress(phase=node_status_pb2.SWITCH_PHASE_DONE, info=self.status.info)
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +118,12 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def connected(
-    model: ServedModel, certs: Path, *nodes: tuple[common_pb2.Role.ValueType, str]
+    model: ServedModel, certs: Path, *nodes: tuple[node_status_pb2.Role.ValueType, str]
 ) -> AsyncIterator[tuple[Connections, list[Switching]]]:
     """A gateway's connections to nodes that are listed for these roles, and show the certificates of these names."""
     async with AsyncExitStack() as stack:
         made = []
-        listed: dict[common_pb2.Role.ValueType, list[str]] = {PREFILL: [], DECODE: []}
+        listed: dict[node_status_pb2.Role.ValueType, list[str]] = {PREFILL: [], DECODE: []}
         for number, (role, name) in enumerate(nodes):
             tls = InternalTls.read(TlsSettings.of(certs, name), None)
             assert tls is not None
@@ -159,7 +162,7 @@ async def test_a_node_with_a_certificate_for_both_roles_is_used_in_either(model:
         for role, prefills, decodes in ((PREFILL, 2, 1), (DECODE, 1, 2)):
             name = switching.status.info.name
             phases = [each.phase async for each in switch_role(connections, name, role, grace_s=None)]
-            assert phases == [node_pb2.SWITCH_PHASE_DRAINING, node_pb2.SWITCH_PHASE_DONE]
+            assert phases == [node_status_pb2.SWITCH_PHASE_DRAINING, node_status_pb2.SWITCH_PHASE_DONE]
             assert [len(fleet.prefills), len(fleet.decodes)] == [prefills, decodes]
             assert all(node.open for node in fleet.nodes())
             assert connections.client(role, switching.address) is not None

@@ -17,7 +17,8 @@ from baton.gateway.text.chat.types import ChatRequest
 from baton.gateway.text.model import ServedModel, read_served_model
 from baton.gateway.text.tokenizer import TextTokenizer
 from baton.node import waiting
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.server import ListenAddress
 from baton.security import identity

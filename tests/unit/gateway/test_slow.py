@@ -8,7 +8,7 @@ from baton.gateway.observe.slow_reasons import mark_slow
 
 def request(first_s: float | None = 0.1, gap_s: float | None = 0.01, **changes: Any) -> Shown:
     found: Shown = {
-        "outcome": "finished", "error": "", "failures": "", "first_token_s": first_s, "gap_s": gap_s,
+        "outcome": "finished", "error": "", "failures": "", "ttft_s": first_s, "gap_s": gap_s,
         "phases": [["admission", 0.0, 0.01], ["queue", 0.01, 0.07], ["prefill", 0.07, 0.1], ["tokens", 0.1, 9.0]],
     }  # fmt: skip
     return found | changes

@@ -3,7 +3,7 @@
 from baton.core.errors import InvalidRequest, NoNode
 from baton.gateway.observe.timeline import Moment, Phase, Timeline, phases, read
 from baton.gateway.request.journal import FirstToken
-from baton.protos.v1 import decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, failed, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced
 
@@ -27,7 +27,7 @@ def drawn(served: Traced, *, admitted_s: float | None = 0.0, queue_s: float = 0.
             started_at_s=0.0,
             admitted_s=admitted_s,
             queue_s=queue_s,
-            first_token_s=served.machine.first_token_at_s,
+            ttft_s=served.machine.first_token_at_s,
             total_s=served.now_s,
         )
     )

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InternalError
 from baton.gateway.request.token_order import TokenOrder
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 
 
 def step_token(index: int) -> decode_pb2.StepToken:

@@ -8,8 +8,8 @@ from baton.core.errors import Cancelled, NoNode, Overloaded
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import ServedModel
-from baton.protos.v1 import common_pb2, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 from tests.unit.gateway.test_serving import BOUND_S, Client, Running, model, running, settings_of
 
@@ -19,7 +19,7 @@ __all__ = ["model", "running"]
 def report(running: Running, *, requests: int) -> None:
     """The decode node, which has two seats, reports so many requests."""
     node = running.connections.fleet.decodes[running.decode.address]
-    status = node_pb2.NodeStatus()
+    status = node_status_pb2.NodeStatus()
     status.CopyFrom(node.status)
     status.requests_running, status.max_batch_requests = requests, 2
     node.take_status(status, "", 0.0)
@@ -108,8 +108,8 @@ async def test_a_broken_node_is_no_room_while_another_one_serves(running: Runnin
     for _ in range(3):
         fleet.breakers.failed(fleet.decodes[running.decode.address].incarnation, now_s)
     assert room._look_at_nodes(now_s).decodes, "the only node is better than none"
-    other = fleet.add(common_pb2.ROLE_DECODE, "elsewhere:1")
-    status = node_pb2.NodeStatus()
+    other = fleet.add(node_status_pb2.ROLE_DECODE, "elsewhere:1")
+    status = node_status_pb2.NodeStatus()
     status.CopyFrom(fleet.decodes[running.decode.address].status)
     status.info.incarnation, status.requests_running = 77, 5
     other.take_status(status, "", 0.0)
@@ -127,7 +127,7 @@ async def test_a_request_is_refused_at_once_when_waiting_cannot_help(model: Serv
             report(running, requests=4)
             waits = running.generate(Client())
             await until_waiting(running, 1)
-            connections.fleet.lost(common_pb2.ROLE_PREFILL, prefill.address, "gone")
+            connections.fleet.lost(node_status_pb2.ROLE_PREFILL, prefill.address, "gone")
             for request in (waits, running.generate(Client())):
                 with pytest.raises(NoNode, match="no node can take the request"):
                     await asyncio.wait_for(request, BOUND_S)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import ConfigError, InternalError
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.protos.v1 import common_pb2
+from baton.protos.internal.v1 import lease_pb2
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
 from kvtransfer.segments import (
@@ -34,10 +34,10 @@ u64 = st.integers(0, 2**64 - 1)
 segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u32)
 
 
-def to_proto(segment: Segment) -> common_pb2.Segment:
+def to_proto(segment: Segment) -> lease_pb2.Segment:
     values = asdict(segment)
     del values["key"]
-    return common_pb2.Segment(**values)
+    return lease_pb2.Segment(**values)
 
 
 @settings(deadline=None)
@@ -120,7 +120,7 @@ def test_a_sealed_trailer_comes_back_whole_and_is_a_segment_of_protobuf(segment:
     expected = to_proto(segment)
     expected.ClearField("incarnation")
     expected.seal = sealed.seal
-    assert common_pb2.Segment.FromString(trailer) == expected
+    assert lease_pb2.Segment.FromString(trailer) == expected
     assert trailer[DIGEST_OFFSET:][:DIGEST_BYTES] == segment.digest.to_bytes(8, "little")
 
 

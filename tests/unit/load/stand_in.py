@@ -69,7 +69,7 @@ class StandIn:
         """A whole answer as servers send it: a role first, usage in a chunk of its own, then [DONE]."""
         options = asked.get("stream_options", {})
         prompt, count = self.prompt_tokens(asked), asked["max_tokens"]
-        given = len(asked.get("output_token_ids", ()))
+        given = len(asked.get("baton", {}).get("output_token_ids", ()))
         begin(writer)
         if "messages" in asked:
             chunk(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})

@@ -22,7 +22,7 @@ def record(*times: float, counts: tuple[int, ...] = (), due: float = 0.0, end: f
 
 def test_times_of_one_request() -> None:
     one = record(0.5, 0.6, 0.9)
-    assert one.first_token_s == 0.5
+    assert one.ttft_s == 0.5
     assert one.tpot_s == pytest.approx(0.2)
     assert one.gaps_s() == pytest.approx([0.1, 0.3])
 

@@ -276,8 +276,8 @@ async def test_a_stream_goes_on_at_another_gateway(running_usage: bool) -> None:
         records = await send(server, count=4)
         assert [(record.outcome, record.tokens) for record in records] == [(LoadOutcome.OK, 5)] * 4
         assert len(lost.bodies) - probes == 2, "the gateways share the requests"
-        again = [body for body in other.bodies if "output_token_ids" in body]
-        assert [body["output_token_ids"] for body in again] == [[0, 1]] * 2
+        again = [body for body in other.bodies if "baton" in body]
+        assert [body["baton"]["output_token_ids"] for body in again] == [[0, 1]] * 2
         first = [body for body in lost.bodies if "return_token_ids" in body]
         assert [body["seed"] for body in first] == [body["seed"] for body in again]
     async with standing_in(lost):

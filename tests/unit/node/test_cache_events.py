@@ -9,7 +9,7 @@ from baton.core.block_keys import BlockNumbers, KeyChain
 from baton.engine.scheduling.block_manager import BlockManager
 from baton.node import cache_events
 from baton.node.cache_events import CacheEvents, CacheLog
-from baton.protos.v1 import node_pb2 as pb
+from baton.protos.internal.v1 import node_pb2 as pb
 
 BLOCK_SIZE = 4
 INCARNATION = 7

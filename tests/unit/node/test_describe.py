@@ -9,7 +9,7 @@ from baton.core.errors import PeerRefused
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.node.describe import from_info, to_info
-from baton.protos.v1 import common_pb2 as pb
+from baton.protos.v1 import node_status_pb2 as pb
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
 
 KV = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", windows=(0, 4))

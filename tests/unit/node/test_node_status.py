@@ -3,7 +3,7 @@
 import pytest
 
 from baton.node.assembly import Listener, Node, load
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import costs_from_proto
 from tests.unit.baton.test_costs import COSTS
 from tests.unit.prefill_node.nodes import prefill_settings
@@ -14,7 +14,7 @@ async def test_a_status_has_the_limits_of_a_step_and_its_costs_once_they_are_kno
     built = load(settings)
     assert built.costs is None, "a CPU is not profiled"
     for costs in (None, COSTS):
-        node = Node(settings, built._replace(costs=costs), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+        node = Node(settings, built._replace(costs=costs), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
         node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
         async with node:
             status = node.status(draining=False)
@@ -31,7 +31,7 @@ async def test_a_status_says_whether_the_node_is_stuck(
     """Below 0, every turn of the transfer thread is too long."""
     monkeypatch.setattr("baton.node.assembly.STUCK_AFTER_S", after_s)
     settings = prefill_settings()
-    node = Node(settings, load(settings), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+    node = Node(settings, load(settings), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
     node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
     async with node:
         status = node.status(draining=False)

@@ -7,32 +7,34 @@ import pytest
 
 from baton.core.errors import PeerRefused
 from baton.node.peer_checks import check_accepted, check_addresses, check_info, check_measure
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from kvtransfer.records import LinkMeasure
 
-Change = Callable[[common_pb2.NodeInfo], None]
+Change = Callable[[node_status_pb2.NodeInfo], None]
 
 
-def an_info() -> common_pb2.NodeInfo:
-    return common_pb2.NodeInfo(
+def an_info() -> node_status_pb2.NodeInfo:
+    return node_status_pb2.NodeInfo(
         name="prefill-0",
         address="10.0.0.1:7001",
-        role=common_pb2.ROLE_PREFILL,
+        role=node_status_pb2.ROLE_PREFILL,
         incarnation=7,
-        model=common_pb2.ModelIdentity(architecture="LlamaForCausalLM", config_digest="a", weights_digest="b"),
-        cache_spec=common_pb2.CacheSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", windows=[0, 16]),
-        cache_shape=common_pb2.CacheShape(layout="NHD", block_size=16, num_blocks=64),
+        model=node_status_pb2.ModelIdentity(architecture="LlamaForCausalLM", config_digest="a", weights_digest="b"),
+        cache_spec=node_status_pb2.CacheSpec(
+            num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", windows=[0, 16]
+        ),
+        cache_shape=node_status_pb2.CacheShape(layout="NHD", block_size=16, num_blocks=64),
     )
 
 
-def a_part(**fields: Any) -> common_pb2.CacheSpec:
+def a_part(**fields: Any) -> node_status_pb2.CacheSpec:
     right: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
-    return common_pb2.CacheSpec(**{**right, **fields})
+    return node_status_pb2.CacheSpec(**{**right, **fields})
 
 
 def set_to(path: str, value: object) -> Change:
-    def change(info: common_pb2.NodeInfo) -> None:
+    def change(info: node_status_pb2.NodeInfo) -> None:
         *parts, name = path.split(".")
         message = info
         for part in parts:
@@ -43,14 +45,14 @@ def set_to(path: str, value: object) -> Change:
 
 
 def test_a_nodes_description_is_taken() -> None:
-    check_info(an_info(), role=common_pb2.ROLE_PREFILL)
+    check_info(an_info(), role=node_status_pb2.ROLE_PREFILL)
 
 
 @pytest.mark.parametrize(
     ("field", "change"),
     [
         ("tensor_parallel_size", set_to("tensor_parallel_size", 1 << 20)),
-        ("role", set_to("role", common_pb2.ROLE_DECODE)),
+        ("role", set_to("role", node_status_pb2.ROLE_DECODE)),
         ("incarnation", set_to("incarnation", 0)),
         ("name", set_to("name", "prefill-0\n12:00:00 decode_node INFO paired")),
         ("address", set_to("address", "a" * 600)),
@@ -73,7 +75,7 @@ def test_an_impossible_one_is_refused_with_the_field(field: str, change: Change)
     info = an_info()
     change(info)
     with pytest.raises(PeerRefused) as error:
-        check_info(info, role=common_pb2.ROLE_PREFILL)
+        check_info(info, role=node_status_pb2.ROLE_PREFILL)
     assert (error.value.field, bool(error.value.allowed)) == (field, True)
     assert str(error.value).isprintable()
 

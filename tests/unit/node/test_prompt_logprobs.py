@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from baton.core.types import MAX_LOGPROBS, PromptLogprob
 from baton.node.prompt_logprobs import add_prompt_logprobs
-from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.protos.internal.v1 import decode_pb2, prefill_pb2
+from baton.protos.v1 import common_pb2
 from baton.rpc.convert import prompt_logprobs_from_proto
 
 token_ids = st.integers(0, 2**32 - 1)

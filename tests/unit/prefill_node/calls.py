@@ -13,8 +13,8 @@ from baton.engine.events import (
     TokenSampled,
 )
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import lease_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment
 from prefill_node.commands import Command
@@ -43,9 +43,9 @@ def ticket(
     token_stop: int = len(PROMPT),
     resume_at: int | None = None,
     key: bytes = b"",
-) -> common_pb2.Ticket:
-    return common_pb2.Ticket(
-        lease=common_pb2.Lease(number=lease, incarnation=INCARNATION, key=key),
+) -> lease_pb2.Ticket:
+    return lease_pb2.Ticket(
+        lease=lease_pb2.Lease(number=lease, incarnation=INCARNATION, key=key),
         decode_node="decode-0",
         decode_address="127.0.0.1:1",
         token_start=token_start,
@@ -54,7 +54,7 @@ def ticket(
     )
 
 
-def request(granted: common_pb2.Ticket | None = None) -> pb.PrefillRequest:
+def request(granted: lease_pb2.Ticket | None = None) -> pb.PrefillRequest:
     return pb.PrefillRequest(
         request_id="r", prompt_token_ids=PROMPT, cache_salt="salt", ticket=ticket() if granted is None else granted
     )
@@ -62,7 +62,7 @@ def request(granted: common_pb2.Ticket | None = None) -> pb.PrefillRequest:
 
 def called(
     call: int = 1,
-    granted: common_pb2.Ticket | None = None,
+    granted: lease_pb2.Ticket | None = None,
     *,
     peer: PeerFacts = PEER,
     layers_per_group: int = LAYERS,

@@ -10,8 +10,9 @@ import grpc
 from baton.node.assembly import Listener, Node, load
 from baton.node.describe import from_addresses, from_info, from_measure, to_addresses, to_warm_ups
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc, lease_pb2, prefill_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import channel_options
 from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
 from kvtransfer.flows import Flow, RankPair
@@ -43,7 +44,7 @@ def prefill_settings(**values: object) -> PrefillSettings:
 
 def prefill_node(settings: PrefillSettings) -> Node:
     """A node whose events are not delivered yet."""
-    return Node(settings, load(settings), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+    return Node(settings, load(settings), role=node_status_pb2.ROLE_PREFILL, address="127.0.0.1:1")
 
 
 @dataclass
@@ -57,7 +58,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     """
 
     node: Node
-    mismatches: tuple[common_pb2.Mismatch, ...] = ()
+    mismatches: tuple[node_status_pb2.Mismatch, ...] = ()
     hangs_up: bool = False
     is_silent: bool = False
     received: list[pb.PairRequest] = field(default_factory=list)
@@ -123,12 +124,12 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     def address(self) -> str:
         return self.node.address
 
-    async def ticket(self, lease: int, num_tokens: int) -> common_pb2.Ticket:
+    async def ticket(self, lease: int, num_tokens: int) -> lease_pb2.Ticket:
         """A ticket for a lease that is open."""
         blocks = tuple(range(-(-num_tokens // BLOCK_SIZE)))
         await self.node.transfer.open_lease(LeaseGrant(lease, blocks, 0, num_tokens, num_tokens, key=KEY))
-        return common_pb2.Ticket(
-            lease=common_pb2.Lease(number=lease, incarnation=self.node.incarnation, key=KEY),
+        return lease_pb2.Ticket(
+            lease=lease_pb2.Lease(number=lease, incarnation=self.node.incarnation, key=KEY),
             decode_node=self.node.name,
             decode_address=self.address,
             token_stop=num_tokens,
@@ -162,7 +163,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
 @asynccontextmanager
 async def decode_node(
     *,
-    mismatches: tuple[common_pb2.Mismatch, ...] = (),
+    mismatches: tuple[node_status_pb2.Mismatch, ...] = (),
     hangs_up: bool = False,
     is_silent: bool = False,
     **values: object,
@@ -170,7 +171,7 @@ async def decode_node(
     settings = DecodeSettings.model_validate({**_COMMON, "name": "decode-0", **values})
     server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    node = Node(settings, load(settings), role=common_pb2.ROLE_DECODE, address=f"127.0.0.1:{port}")
+    node = Node(settings, load(settings), role=node_status_pb2.ROLE_DECODE, address=f"127.0.0.1:{port}")
     scripted = ScriptedDecodeNode(node, mismatches, hangs_up, is_silent)  # type: ignore[abstract]  # no sessions
     node.listen(Listener(on_step=lambda _: None, on_filled=scripted.filled.append, on_refused=lambda _: None))
     decode_pb2_grpc.add_DecodeServicer_to_server(scripted, server)

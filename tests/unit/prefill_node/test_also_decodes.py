@@ -13,8 +13,9 @@ from baton.core.errors import BatonError, Draining, InternalError
 from baton.node.assembly import Node
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, prefill_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from baton.protos.v1 import common_pb2, node_status_pb2
 from baton.rpc.error_detail import from_detail
 from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
@@ -54,7 +55,7 @@ class Clients:
             sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0),
             placement=pb.PLACEMENT_LOCAL,
             prefill_available=True,
-            queue_s=DEADLINE_S,
+            max_queue_s=DEADLINE_S,
         )
         await self.session.write(pb.SessionRequest(submit=submit))
         return whole
@@ -131,7 +132,7 @@ async def test_a_request_that_waits_for_room_gets_what_a_prompt_has_left(monkeyp
         whole = await both.submit(150)
 
         def waiting() -> int:
-            status = node_pb2.NodeStatus()
+            status = node_status_pb2.NodeStatus()
             both.service.fill_status(status)
             return status.requests_waiting
 

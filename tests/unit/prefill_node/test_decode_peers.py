@@ -11,15 +11,16 @@ import pytest
 from baton.core.errors import Draining, NoNode, PeerRefused, UnknownLease
 from baton.node.assembly import Listener
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, decode_pb2_grpc
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
 from prefill_node import decode_peer
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
 
-MISMATCH = common_pb2.Mismatch(field="dtype", ours="float16", theirs="float32", cure="start both alike")
+MISMATCH = node_status_pb2.Mismatch(field="dtype", ours="float16", theirs="float32", cure="start both alike")
 
 
 @asynccontextmanager
@@ -48,7 +49,7 @@ async def test_a_peer_is_measured_and_ready() -> None:
     async with decode_node() as decode, peers() as (known, _):
         state = await known.connect(decode.address)
         assert (state.name, state.incarnation) == ("decode-0", decode.node.incarnation)
-        assert (state.phase, state.transport) == (common_pb2.PEER_PHASE_READY, "loopback")
+        assert (state.phase, state.transport) == (node_status_pb2.PEER_PHASE_READY, "loopback")
         assert state.gigabytes_per_s > 0
         peer = await known.for_ticket(await decode.ticket(1, 10))
         assert peer.link is not None
@@ -76,7 +77,7 @@ async def test_a_ticket_of_an_earlier_incarnation_is_refused() -> None:
 async def test_a_decode_node_that_refuses_is_shown_with_its_reasons() -> None:
     async with decode_node(mismatches=(MISMATCH,)) as decode, peers() as (known, _):
         state = await known.connect(decode.address)
-        assert (state.phase, list(state.mismatches)) == (common_pb2.PEER_PHASE_REFUSED, [MISMATCH])
+        assert (state.phase, list(state.mismatches)) == (node_status_pb2.PEER_PHASE_REFUSED, [MISMATCH])
         with pytest.raises(PeerRefused, match="dtype: ours float16, theirs float32"):
             await known.for_ticket(await decode.ticket(1, 10))
 
@@ -87,7 +88,7 @@ async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_re
         refused = (await decode.message("refused")).refused
         decode.hang_up()
         state = await connecting
-        assert state.phase == common_pb2.PEER_PHASE_REFUSED
+        assert state.phase == node_status_pb2.PEER_PHASE_REFUSED
         assert list(refused.mismatches) == list(state.mismatches)
         assert [mismatch.field for mismatch in state.mismatches] == ["link"]
 
@@ -99,7 +100,7 @@ async def test_an_address_without_a_listener(caplog: pytest.LogCaptureFixture) -
         with pytest.raises(NoNode, match="decode-0 cannot be reached"):
             await known.for_ticket(ticket)
         (state,) = known.states()
-        assert state.phase == common_pb2.PEER_PHASE_LOST
+        assert state.phase == node_status_pb2.PEER_PHASE_LOST
         assert [type(event) for event in events] == [PeerLost]
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -119,14 +120,14 @@ async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> Non
 async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:
     async with decode_node(hangs_up=True) as decode, peers() as (known, _):
         state = await known.connect(decode.address)
-        assert state.phase == common_pb2.PEER_PHASE_LOST
+        assert state.phase == node_status_pb2.PEER_PHASE_LOST
         assert "ended the stream during the handshake" in state.detail
 
 
 async def test_a_decode_node_that_does_not_answer_is_given_up() -> None:
     async with decode_node(is_silent=True) as decode, peers(timeout_s=0.1) as (known, _):
         state = await known.connect(decode.address)
-        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "no connection within 0.1 s")
+        assert (state.phase, state.detail) == (node_status_pb2.PEER_PHASE_LOST, "no connection within 0.1 s")
 
 
 async def test_leases_that_end_are_reported_with_their_peer() -> None:
@@ -149,7 +150,7 @@ async def test_a_lost_peer_is_reported_once_and_connecting_again_makes_another()
 
         after = await known.for_ticket(ticket)
         assert after.number != before.number
-        assert [state.phase for state in known.states()] == [common_pb2.PEER_PHASE_READY]
+        assert [state.phase for state in known.states()] == [node_status_pb2.PEER_PHASE_READY]
 
 
 async def test_a_stream_that_breaks_is_reported_with_its_cause() -> None:
@@ -192,4 +193,4 @@ async def test_after_the_close_no_connection_is_made() -> None:
         await known.close()
         with pytest.raises(Draining):
             await known.connect(decode.address)
-        assert [state.phase for state in known.states()] == [common_pb2.PEER_PHASE_LOST]
+        assert [state.phase for state in known.states()] == [node_status_pb2.PEER_PHASE_LOST]

@@ -11,8 +11,8 @@ import pytest
 from baton.core.errors import Cancelled, DataLoss, Draining, NoNode, Overloaded
 from baton.node.assembly import Node
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail
 from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing
@@ -107,7 +107,7 @@ async def test_a_decode_node_that_hangs_up_ends_its_calls() -> None:
         with pytest.raises((NoNode, DataLoss)):  # the stream or the link ends first
             await driver.prefill(await decode.request(1), written)
         (state,) = driver.peers.states()
-        assert await until(lambda: state.phase == common_pb2.PEER_PHASE_LOST, timeout_s=120.0)
+        assert await until(lambda: state.phase == node_status_pb2.PEER_PHASE_LOST, timeout_s=120.0)
 
 
 async def test_a_write_that_fails_ends_the_call() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from kvtransfer.records import SendJob
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import (

@@ -9,8 +9,9 @@ from baton.core.errors import BatonError, Cancelled, DataLoss, Draining, Invalid
 from baton.core.types import FinishReason, PromptLogprob
 from baton.engine.events import PromptScored, RequestFailed
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.protos.v1 import common_pb2, decode_pb2
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2, lease_pb2
+from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.v1 import common_pb2
 from baton.rpc.convert import prompt_logprobs_from_proto
 from baton.rpc.error_detail import from_detail
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
@@ -385,7 +386,7 @@ def test_an_overloaded_engines_hint_reaches_both_ends() -> None:
     ],
 )
 def test_a_ticket_that_does_not_fit_the_prompt_is_refused_and_its_lease_reported_quiet(
-    granted: common_pb2.Ticket, field: str
+    granted: lease_pb2.Ticket, field: str
 ) -> None:
     node = machine()
     assert play(node, called(1, granted)) == [StopSending(1, PEER.number, granted.lease.number)]
@@ -442,7 +443,7 @@ def test_a_first_part_is_computed_and_handed_over_without_a_token() -> None:
     granted.first_part = True
     split = called(1, granted)
     split.request.sampling.prompt_logprobs = 2
-    split.request.first_token_s, split.request.refuse_late = 0.5, True
+    split.request.ttft_budget_s, split.request.refuse_late = 0.5, True
     (submit,) = node.handle(split, 10.0)
     assert isinstance(submit, Submit)
     assert (submit.request.stop_tokens, submit.request.due_s, submit.request.refuse_late) == (4, 10.5, True)

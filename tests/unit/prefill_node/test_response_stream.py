@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.errors import Cancelled
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
 from prefill_node.driver import ResponseStream
 
 

@@ -9,8 +9,9 @@ import pytest
 from baton.core.errors import Draining, InvalidRequest
 from baton.node.role_services import RoleServices
 from baton.node.waiting import until
-from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
-from baton.protos.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2 as pb
+from baton.protos.internal.v1 import prefill_pb2_grpc
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
@@ -45,12 +46,12 @@ async def read_all(call: "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.Prefill
 async def test_a_gateway_connects_two_nodes_and_prefills() -> None:
     async with decode_node() as decode, served() as (service, stub):
         state = await stub.Connect(pb.ConnectRequest(decode_address=decode.address))
-        assert state.phase == common_pb2.PEER_PHASE_READY
+        assert state.phase == node_status_pb2.PEER_PHASE_READY
         events = [event async for event in stub.Prefill(await decode.request(1, 20))]
         assert [event.WhichOneof("event") for event in events][-2:] == ["first_token", "sent"]
         assert not service.busy
 
-        status = node_pb2.NodeStatus()
+        status = node_status_pb2.NodeStatus()
         service.fill_status(status)
         (peer,) = status.peers
         assert peer.bytes_total == events[-1].sent.bytes_sent

@@ -31,7 +31,12 @@ from baton.security.roles import Role
 from baton.security.tls import Dial, InternalTls
 from tests.unit.security.settings import DoorSettings, TlsSettings
 
-GATEWAYS = ("baton.v1.Generation", "vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService")
+GATEWAYS = (
+    "baton.v1.Generation",
+    "baton.v1.Operations",
+    "vllm.grpc.engine.VllmEngine",
+    "inference.GRPCInferenceService",
+)
 HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
 LIFETIME = timedelta(days=1)
 
@@ -58,7 +63,13 @@ def test_the_table_has_a_row_for_each_method_and_no_other() -> None:
 
 
 def test_a_method_without_a_row_is_for_nobody() -> None:
-    for method in ("/baton.v1.Node/Explode", "/baton.v2.Node/Drain", "", "//", "/baton.v1.Node/Drain/"):
+    for method in (
+        "/baton.internal.v1.Node/Explode",
+        "/baton.v2.Node/Drain",
+        "",
+        "//",
+        "/baton.internal.v1.Node/Drain/",
+    ):
         with pytest.raises(PermissionDenied, match="allowed: nobody"):
             check(method, rights_for(method), frozenset(Right))
 
@@ -66,16 +77,16 @@ def test_a_method_without_a_row_is_for_nobody() -> None:
 @pytest.mark.parametrize(
     ("method", "only"),
     [
-        ("/baton.v1.Decode/Session", {"gateway"}),
-        ("/baton.v1.Decode/Pair", {"prefill"}),
-        ("/baton.v1.Prefill/Prefill", {"gateway"}),
-        ("/baton.v1.Prefill/Connect", {"gateway"}),
-        ("/baton.v1.Node/Drain", {"operator"}),
-        ("/baton.v1.Node/Watch", {"gateway", "operator"}),
-        ("/baton.v1.Node/SwitchRole", {"gateway", "operator"}),
-        ("/baton.v1.Generation/SwitchNodeRole", {"operator"}),
-        ("/baton.v1.Generation/ClusterStatus", {"operator"}),
-        ("/baton.v1.Generation/ClusterView", {"operator"}),
+        ("/baton.internal.v1.Decode/Session", {"gateway"}),
+        ("/baton.internal.v1.Decode/Pair", {"prefill"}),
+        ("/baton.internal.v1.Prefill/Prefill", {"gateway"}),
+        ("/baton.internal.v1.Prefill/Connect", {"gateway"}),
+        ("/baton.internal.v1.Node/Drain", {"operator"}),
+        ("/baton.internal.v1.Node/Watch", {"gateway", "operator"}),
+        ("/baton.internal.v1.Node/SwitchRole", {"gateway", "operator"}),
+        ("/baton.v1.Operations/SwitchNodeRole", {"operator"}),
+        ("/baton.v1.Operations/ClusterStatus", {"operator"}),
+        ("/baton.v1.Operations/ClusterView", {"operator"}),
         ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", {"operator"}),
         ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", {"operator"}),
     ],
@@ -198,7 +209,7 @@ async def test_a_certificate_without_a_role_opens_only_what_is_for_anyone(folder
         serving(CertificateGuard(), server) as address,
         connect(address, dial=tls_of(folder, "host").to_role(Role.DECODE)) as channel,
     ):
-        assert await outcome(channel, "/baton.v1.Node/Drain", wait=False) == "NoNode"
+        assert await outcome(channel, "/baton.internal.v1.Node/Drain", wait=False) == "NoNode"
 
 
 def test_paths_that_are_not_in_the_table_need_a_key() -> None:

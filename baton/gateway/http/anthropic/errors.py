@@ -3,23 +3,14 @@
 from typing import Any
 
 from baton.core.errors import BatonError, ContextOverflow
-from baton.gateway.http.errors import status_of
+from baton.gateway.http.errors import row_of, status_of
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_BODY_TOO_LARGE = 413
 
 
 def anthropic_error(error: BatonError, request_id: str) -> dict[str, Any]:
     """The body of the answer, and the data of a stream's event `error`."""
-    status = status_of(error)
-    kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 499 else "api_error")
+    kind = "request_too_large" if status_of(error) == _BODY_TOO_LARGE else row_of(error).anthropic_type
     message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 

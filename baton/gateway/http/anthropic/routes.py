@@ -37,7 +37,7 @@ async def messages(call: HttpCall) -> Response:
         request,
         id=f"msg_{call.request_id}",
         model=request.model or call.serving.model.name,
-        write_receipt=receipt_json if call.wants_receipt else None,
+        write_receipt=receipt_json if call.wants_receipt or request.baton.receipt else None,
     )
     if request.stream:
         encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))

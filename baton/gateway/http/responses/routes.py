@@ -63,7 +63,7 @@ def _identity(call: HttpCall, request: ResponsesRequest) -> Identity:
         model=request.model or call.serving.model.name,
         created_at=int(time.time()),
         write_logprobs=write_logprobs if wants_logprobs(request) else None,
-        write_receipt=receipt_json if call.wants_receipt else None,
+        write_receipt=receipt_json if call.wants_receipt or request.baton.receipt else None,
     )
 
 

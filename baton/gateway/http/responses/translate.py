@@ -43,11 +43,11 @@ def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
     elif request.stop is not None:
         sampling.stop.extend(request.stop)
     if wants_logprobs(request):
-        if request.output_token_ids:
+        if request.baton.output_token_ids:
             raise InvalidRequest(
-                "output_token_ids do not go with logprobs: a response has those of all tokens",
+                "baton.output_token_ids do not go with logprobs: a response has those of all tokens",
                 field="output_token_ids",
-                value=len(request.output_token_ids),
+                value=len(request.baton.output_token_ids),
                 cure="leave out the logprobs, or send the request from the beginning",
             )
         sampling.logprobs = request.top_logprobs or 0

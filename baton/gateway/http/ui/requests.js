@@ -44,7 +44,7 @@ function row(request, scale, nowS) {
     make("span", { class: `id${own.has(request.request_id) ? " own" : ""}` }, request.request_id ?? ""),
     make("span", { class: `tag ${failed ? "bad" : path}` }, request.outcome === "finished" ? path || "done" : request.outcome),
     make("span", { class: "n" }, request.prompt_tokens === null ? "–" : `${count(request.prompt_tokens)} → ${count(request.completion_tokens)}`),
-    make("span", { class: "n" }, seconds(request.first_token_s)),
+    make("span", { class: "n" }, seconds(request.ttft_s)),
     make("span", { class: "n" }, seconds(request.gap_s)),
     bars(request, scale),
     make("span", { class: "n" }, seconds(request.total_s)),
@@ -100,7 +100,7 @@ function detail(request) {
       add("transfer", `${count(receipt.segments)} segments, ${bytes(receipt.bytes_sent)} over ${receipt.transport}, in ${receipt.layer_groups} layer group${receipt.layer_groups === 1 ? "" : "s"}; ${seconds(receipt.transfer_s)} after the first token${receipt.kv_converted ? `; ${receipt.kv_converted}` : ""}`);
     }
     add("cached", `${count(request.cached_tokens)} tokens on the decode node, ${count(receipt.prefill_cached_tokens)} on the prefill node`);
-    if (receipt.predicted_ttft_s !== null) add("predicted", `first token after ${seconds(receipt.predicted_ttft_s)}; it came after ${seconds(request.first_token_s)}`);
+    if (receipt.predicted_ttft_s !== null) add("predicted", `first token after ${seconds(receipt.predicted_ttft_s)}; it came after ${seconds(request.ttft_s)}`);
     add("attempts", receipt.attempts);
   }
   add("error", request.error);

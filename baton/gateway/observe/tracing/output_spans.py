@@ -19,8 +19,8 @@ from baton.gateway.request.journal import (
 from baton.gateway.request.receipt import DECODE as DECODE_STAGE
 from baton.gateway.request.receipt import PREFILL as PREFILL_STAGE
 from baton.metrics.declared import LOST, ProcessRole
-from baton.protos.v1 import common_pb2
-from baton.protos.v1 import decode_pb2 as pb
+from baton.protos.internal.v1 import decode_pb2 as pb
+from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail
 from baton.tracing.declared import (
     ADMIT,
@@ -67,7 +67,7 @@ class _Attempt:
 
     @property
     def place(self) -> SpanPlace:
-        prefills = self.submitted.role == common_pb2.ROLE_PREFILL
+        prefills = self.submitted.role == node_status_pb2.ROLE_PREFILL
         return SpanPlace(ProcessRole.PREFILL if prefills else ProcessRole.DECODE, self.submitted.node)
 
 

@@ -135,7 +135,7 @@ spec:
       # is ready. A node is live while it loads, and may not answer for seconds while it captures graphs, so only the
       # startup probe asks until it is ready.
       startupProbe:
-        grpc: {port: 7003{{ $isGateway | ternary "" (printf ", service: baton.v1.%s" $service) }}}
+        grpc: {port: 7003{{ $isGateway | ternary "" (printf ", service: baton.internal.v1.%s" $service) }}}
         periodSeconds: {{ $isGateway | ternary 2 5 }}
         failureThreshold: {{ $values.startupFailures }}
       livenessProbe:
@@ -144,7 +144,7 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 3
       readinessProbe:
-        grpc: {port: 7003, service: baton.v1.{{ $service }}}
+        grpc: {port: 7003, service: {{ $isGateway | ternary "baton.v1" "baton.internal.v1" }}.{{ $service }}}
         periodSeconds: 5
         timeoutSeconds: 2
         failureThreshold: 2

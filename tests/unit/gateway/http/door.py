@@ -14,7 +14,8 @@ from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
 from baton.gateway.serving.serving import Serving
 from baton.gateway.text.model import read_served_model
-from baton.protos.v1 import common_pb2, decode_pb2
+from baton.protos.internal.v1 import decode_pb2
+from baton.protos.v1 import common_pb2
 from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings

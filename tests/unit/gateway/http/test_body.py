@@ -127,9 +127,10 @@ HOSTILE: list[dict[str, Any]] = [
     *(
         {name: [wrong] * MANY}
         for name in ("prompt", "stop", "stop_sequences", "stop_token_ids", "tools", "messages", "input", "system",
-                     "tokens", "documents", "guided_choice", "include", "modalities", "output_token_ids")
+                     "tokens", "documents", "guided_choice", "include", "modalities")
         for wrong in ODD
     ),
+    *({"baton": {"output_token_ids": [wrong] * MANY}} for wrong in ODD),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
 
 PROMPT = list(range(1, 65))
@@ -63,7 +63,7 @@ async def test_the_rest_follows_the_tokens_that_the_client_has(door: Door, count
     token_ids = tokens_of(whole)
     assert token_ids == [300, 301, 302]
     given = token_ids[:count]
-    rest = await serve(door, await ask(door, output_token_ids=given, **USAGE), given=given)
+    rest = await serve(door, await ask(door, baton={"output_token_ids": given}, **USAGE), given=given)
     assert tokens_of(rest) == token_ids[count:]
     assert text_of(whole[:count]) + text_of(rest) == text_of(whole)
     assert {part["id"] for part in rest} == {part["id"] for part in whole}
@@ -72,7 +72,7 @@ async def test_the_rest_follows_the_tokens_that_the_client_has(door: Door, count
 
 
 async def test_a_client_that_lacks_only_the_end_gets_it_and_no_node_is_asked(door: Door) -> None:
-    wire = await ask(door, output_token_ids=[300, 301, 302])
+    wire = await ask(door, baton={"output_token_ids": [300, 301, 302]})
     assert (await wire.head()).status == 200
     (end,) = parts_of(await wire.chunks())
     assert end["choices"][0]["finish_reason"] == "length"
@@ -107,7 +107,7 @@ async def test_streams_of_chats_go_on_with_their_next_events(door: Door, path: s
     for count in (1, 2):
         rest = await serve(
             door,
-            await ask(door, path, body, stream=True, output_token_ids=[300, 301][:count]),
+            await ask(door, path, body, stream=True, baton={"output_token_ids": [300, 301][:count]}),
             given=[300, 301][:count],
         )
         place = next(at for at in range(len(whole)) if sum(len(ids) for _, ids in pieces[: at + 1]) == count) + 1
@@ -128,7 +128,7 @@ async def test_an_answer_in_one_piece_has_what_the_client_gave(door: Door, path:
     """These have it as an object, of which a part would be none."""
     whole = await finished(door, await ask(door, path, {**CHATS[path], **OF_ALL}), given=[])
     again = await finished(
-        door, await ask(door, path, {**CHATS[path], **OF_ALL}, output_token_ids=[300, 301]), given=[300, 301]
+        door, await ask(door, path, {**CHATS[path], **OF_ALL}, baton={"output_token_ids": [300, 301]}), given=[300, 301]
     )
     for answer in (whole, again):
         answer.pop("created_at", None)
@@ -148,20 +148,20 @@ async def finished(door: Door, wire: Wire, *, given: list[int]) -> dict[str, Any
 
 
 async def test_logprobs_of_a_response_are_those_of_one_gateway(door: Door) -> None:
-    body = {**CHATS["/v1/responses"], "temperature": 0, "top_logprobs": 2, "output_token_ids": [300]}
+    body = {**CHATS["/v1/responses"], "temperature": 0, "top_logprobs": 2, "baton": {"output_token_ids": [300]}}
     answer = await door.call("POST", "/v1/responses", body)
-    assert (answer.status, answer.error["param"]) == (400, "output_token_ids")
+    assert (answer.status, answer.error["param"]) == (400, "baton.output_token_ids")
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"output_token_ids": [1, 2, 3, 4]}, "output_token_ids"),
-        ({"output_token_ids": [1], "temperature": 1.0}, "output_token_ids"),
-        ({"output_token_ids": [1], "n": 2}, "output_token_ids"),
-        ({"output_token_ids": [-1]}, "output_token_ids[0]"),
-        ({"output_token_ids": [1], "prompt": ["a", "b"]}, ""),
-        ({"output_token_ids": [1], "echo": True}, ""),
+        ({"baton": {"output_token_ids": [1, 2, 3, 4]}}, "baton.output_token_ids"),
+        ({"baton": {"output_token_ids": [1]}, "temperature": 1.0}, "baton.output_token_ids"),
+        ({"baton": {"output_token_ids": [1]}, "n": 2}, "baton.output_token_ids"),
+        ({"baton": {"output_token_ids": [-1]}}, "baton.output_token_ids[0]"),
+        ({"baton": {"output_token_ids": [1]}, "prompt": ["a", "b"]}, ""),
+        ({"baton": {"output_token_ids": [1]}, "echo": True}, ""),
     ],
 )
 async def test_tokens_after_which_nothing_can_go_on_are_refused(
@@ -176,10 +176,10 @@ async def test_chunks_have_the_revision_that_a_resumed_request_names(door: Door)
     prints = {part["system_fingerprint"] for part in whole}
     (revision,) = prints
     assert len(revision) == 12
-    rest = await serve(door, await ask(door, output_token_ids=[300], revision=revision), given=[300])
+    rest = await serve(door, await ask(door, baton={"output_token_ids": [300], "revision": revision}), given=[300])
     assert {part["system_fingerprint"] for part in rest} == prints
     for unknown, status in (("0123456789ab", 503), ("main", 400)):
-        wire = await ask(door, output_token_ids=[300], revision=unknown)
+        wire = await ask(door, baton={"output_token_ids": [300], "revision": unknown})
         assert (await wire.answer()).status == status
 
 

@@ -3,16 +3,19 @@
 import pytest
 
 from baton.core.types import Slo
+from baton.gateway.http.baton_options import BatonOptions, set_slo
 from baton.gateway.http.bodies import CompletionBody
-from baton.gateway.http.extras import Extras, fill, set_slo
+from baton.gateway.http.extras import Extras, fill
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import slo_from_proto
 
+OPTIONS = BatonOptions(ttft_s=0.25, tpot_s=0.0125, session_id="s")
 
-def test_fields_of_the_body_are_in_milliseconds() -> None:
+
+def test_the_object_baton_has_bounds_in_seconds_and_a_session() -> None:
     for given in (
-        CompletionBody(prompt="x", ttft_ms=250, tpot_ms=12.5, session_id="s"),
-        Extras(ttft_ms=250, tpot_ms=12.5, session_id="s"),
+        CompletionBody(prompt="x", baton=OPTIONS),
+        Extras(baton=OPTIONS),
     ):
         message = pb.GenerateRequest()
         fill(message, given)
@@ -29,11 +32,11 @@ def test_absent_fields_leave_the_gateways_bounds() -> None:
 def test_a_header_does_not_change_what_the_body_says() -> None:
     message = pb.GenerateRequest()
     message.slo.ttft_s = 0.1
-    set_slo(message.slo, ttft_ms=900.0, tpot_ms=20.0)
+    set_slo(message.slo, ttft_s=0.9, tpot_s=0.02)
     assert slo_from_proto(message.slo) == Slo(0.1, 0.02)
 
 
-@pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms"])
+@pytest.mark.parametrize("name", ["ttft_s", "tpot_s"])
 def test_a_bound_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        Extras.model_validate({name: 0})
+        BatonOptions.model_validate({name: 0})

@@ -17,7 +17,7 @@ from baton.gateway.http.call import REQUEST_ID, Context, HttpCall
 from baton.gateway.http.ui.state import state
 from baton.gateway.http.view import REQUESTS_SHOWN, View
 from baton.gateway.observe.recent import KEPT, FinishedRequest
-from baton.protos.v1 import common_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.security.authorize import UI_FILES, Right
 from baton.security.identity import EVERYBODY, Caller, enter
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
@@ -90,7 +90,7 @@ def finished(client: str, request_id: str, *, error: str = "", failures: str = "
         error=error,
         failures=failures,
         admitted_s=0.1,
-        first_token_s=0.2,
+        ttft_s=0.2,
         total_s=0.3,
         outputs=1,
         completion_tokens=4,
@@ -199,7 +199,7 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
 
 async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -> None:
     fleet = SmallFleet(1, 1)
-    said = status(PREFILL, 11, common_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
+    said = status(PREFILL, 11, node_status_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
     said.info.package_version = "1.0\x1b[2J\u202e"
     said.info.name = MARKUP
     fleet.status_received(PREFILL, "p1", said, 0.0)

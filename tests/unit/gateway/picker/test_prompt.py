@@ -34,8 +34,8 @@ def test_a_prompt_that_grows_keeps_its_key() -> None:
 
 
 def test_a_session_is_a_key_from_the_header_or_the_body() -> None:
-    first = key({"messages": [FIRST], "session_id": "s"})
-    assert first == key({"messages": [SECOND], "session_id": "s"})
+    first = key({"messages": [FIRST], "baton": {"session_id": "s"}})
+    assert first == key({"messages": [SECOND], "baton": {"session_id": "s"}})
     assert first == look(b"", whole=False, session="s").key
 
 

@@ -6,7 +6,7 @@ from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNod
 from baton.gateway.core import events
 from baton.gateway.observe.tracing.tracer import Ending
 from baton.metrics.declared import Outcome
-from baton.protos.v1 import decode_pb2
+from baton.protos.internal.v1 import decode_pb2
 from baton.tracing.context import TraceContext, read_context
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced, Traces, attributes

@@ -1,0 +1,71 @@
+"""What operators ask of a gateway, baton.v1.Operations."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from baton.core.version import __version__
+from baton.gateway.grpc.call import answering
+from baton.gateway.http.view import View
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.role_change import switch_role
+from baton.gateway.serving.serving import Serving
+from baton.protos.v1 import operations_pb2 as pb
+from baton.protos.v1 import operations_pb2_grpc
+from baton.security import identity
+
+SERVICE_NAME = "baton.v1.Operations"
+
+
+class OperationsService(operations_pb2_grpc.OperationsServicer):
+    """State of the cluster as this gateway sees it, and its nodes' roles."""
+
+    def __init__(self, serving: Serving, connections: Connections, view: View) -> None:
+        self._view = view
+        self._serving = serving
+        self._connections = connections
+        self._fleet = connections.fleet
+
+    async def GetLoads(
+        self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext[pb.GetLoadsRequest, pb.GetLoadsResponse]
+    ) -> pb.GetLoadsResponse:
+        return pb.GetLoadsResponse(nodes=self._fleet.loads(), requests_running=self._serving.running)
+
+    async def ClusterStatus(
+        self,
+        request: pb.ClusterStatusRequest,
+        context: grpc.aio.ServicerContext[pb.ClusterStatusRequest, pb.ClusterStatusResponse],
+    ) -> pb.ClusterStatusResponse:
+        counters = self._serving.counters
+        return pb.ClusterStatusResponse(
+            gateway=self._view.name,
+            nodes=self._fleet.report(),
+            requests_running=self._serving.running,
+            requests_finished=counters.finished,
+            requests_failed=counters.failed,
+            remote_total=counters.remote,
+            local_total=counters.local,
+            package_version=__version__,
+        )
+
+    async def ClusterView(
+        self,
+        request: pb.ClusterViewRequest,
+        context: grpc.aio.ServicerContext[pb.ClusterViewRequest, pb.ClusterViewResponse],
+    ) -> pb.ClusterViewResponse:
+        async with answering(context):
+            shown = await self._view.shown_to(identity.current())
+            return pb.ClusterViewResponse(state_json=shown.decode())
+
+    async def SwitchNodeRole(
+        self,
+        request: pb.SwitchNodeRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
+    ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
+        async with answering(context):
+            grace_s = request.grace_s if request.HasField("grace_s") else None
+            switching = switch_role(self._connections, request.node, request.role, grace_s=grace_s, force=request.force)
+            async with aclosing(switching):
+                async for progress in switching:
+                    yield pb.SwitchNodeRoleResponse(progress=progress)

@@ -1,0 +1,1 @@
+"""The wire of Baton in Python, generated from the `.proto` files in `protos/` by `make protos`."""

@@ -1,0 +1,1 @@
+"""The part of Envoy's external processing that the endpoint picker speaks."""

@@ -1,0 +1,1 @@
+"""Messages between processes of one cluster, which may change in every release."""

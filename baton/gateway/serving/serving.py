@@ -187,7 +187,7 @@ class Serving:
         self._connections = connections
         self.metrics = GatewayMetrics(self.board, model.name, connections.fleet, self._accepts)
         self._turns = WriteScheduler()
-        self._waiting_room = AdmissionQueue(settings, connections, self.board)
+        self._admission_queue = AdmissionQueue(settings, connections, self.board)
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -362,7 +362,7 @@ class Serving:
         client = record.client
         if not self._draining:
             deadline_s = call.started_at_s + call.timeout_s if has_deadline else None
-            self._waiting_room.check(call.message, outputs, client, deadline_s=deadline_s)
+            self._admission_queue.check(call.message, outputs, client, deadline_s=deadline_s)
         with self._admitted(record, outputs) as running:
             max_context_tokens = self._connections.fleet.max_context_tokens
             adapter = self.check_name(call.message.model)
@@ -374,20 +374,20 @@ class Serving:
             for _ in self._connections.fleet.look_ahead(prepared.request):
                 await asyncio.sleep(0)
             run = partial(self._run, running, prepared, call.skip)
-            asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=has_deadline)
+            asked = self._admission_queue.ask(prepared.request, outputs, client, has_deadline=has_deadline)
             try:
                 try:
                     # A client that lost its gateway goes on at once: to lose tokens is worse than to be late.
-                    await running.until(None if prepared.request.output else self._waiting_room.offer(asked))
+                    await running.until(None if prepared.request.output else self._admission_queue.offer(asked))
                 finally:
-                    self._waiting_room.withdraw(asked)
+                    self._admission_queue.withdraw(asked)
                 record.admitted()
                 if outputs.drawn == 1:
                     await run(0, prepared.request, write)
                 else:
                     await fan_out(prepared.request, outputs, run, write)
             finally:
-                self._waiting_room.settle(asked, running.tokens)
+                self._admission_queue.settle(asked, running.tokens)
 
     async def _run(
         self, running: _Running, prepared: Prepared, skip: Skip | None, index: int, request: Request, write: Write
@@ -406,7 +406,7 @@ class Serving:
             await asyncio.to_thread(_resume, machine, request.output, chat, skip)
             if running.ended_by is not None:
                 raise running.ended_by
-        output = self._waiting_room.begins(machine)
+        output = self._admission_queue.begins(machine)
         journal = Journal(index)
         driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
         running.drivers.add(driver)
@@ -421,7 +421,7 @@ class Serving:
             running.drivers.discard(driver)
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
-            self._waiting_room.ran(output, whole=whole, in_time=in_time)
+            self._admission_queue.ran(output, whole=whole, in_time=in_time)
             running.record.output_ended(machine, journal)
         # The first part of a split prompt is remote.
         self.board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
@@ -436,7 +436,7 @@ class Serving:
         if self._draining:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
         count, client = outputs.drawn, record.client
-        self._waiting_room.enter(client, count)
+        self._admission_queue.enter(client, count)
         running = _Running(record)
         self._requests.add(running)
         self._running += count
@@ -446,7 +446,7 @@ class Serving:
             yield running
         finally:
             self._requests.discard(running)
-            self._waiting_room.leave(client, count)
+            self._admission_queue.leave(client, count)
             self._running -= count
             self.board.add(Count.RUNNING, -count)
             if not self._running:

@@ -18,7 +18,7 @@ def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
 
 
 # A request without a deadline counts as due so long after its arrival.
-PATIENCE_S = 10.0
+DEFAULT_TTFT_S = 10.0
 
 
 class QueuePlace(NamedTuple):
@@ -42,7 +42,7 @@ class QueuePlace(NamedTuple):
         if request.output:
             return cls(request.priority, -inf, arrival)
         since_s = now if request.since_s is None else request.since_s
-        return cls(request.priority, since_s + PATIENCE_S if request.due_s is None else request.due_s, arrival)
+        return cls(request.priority, since_s + DEFAULT_TTFT_S if request.due_s is None else request.due_s, arrival)
 
     @property
     def begun(self) -> bool:

@@ -22,7 +22,7 @@ from baton.planner.prefix_cache import SimulatedPrefixCache
 _TPOT_SHARE = 0.9
 _MOST_DECODES, _STEADY_S, _DOUBLING_S = 3.0, 0.025, 0.5
 _LEAST_SLICE, _SKIPS_MAX = 128, 3
-_PATIENCE_S = 10.0
+_DEFAULT_TTFT_S = 10.0
 _INTERPOLATIONS = 4
 
 
@@ -150,7 +150,7 @@ class SimulatedNode:
         job.queued_s, job.started = now_s, False
         self._order += 1
         self.backlog_s += self.prompt_s(job)
-        insort(self.queue, (min(job.due_s, now_s + _PATIENCE_S), self._order, job))
+        insort(self.queue, (min(job.due_s, now_s + _DEFAULT_TTFT_S), self._order, job))
 
     def arrival(self, now_s: float) -> float | None:
         """Something arrived: when the present run ends now, if that changes, or when a first one does."""
@@ -292,7 +292,7 @@ class SimulatedNode:
         """Prompts that cannot be in time go after those that can, for a bounded time."""
         while self.queue:
             place, order, job = self.queue[0]
-            patient = job.queued_s + _PATIENCE_S
+            patient = job.queued_s + _DEFAULT_TTFT_S
             if place >= patient or now_s + self.prompt_s(job) <= place:
                 return
             del self.queue[0]

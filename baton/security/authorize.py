@@ -117,8 +117,10 @@ def rights_for_path(path: str) -> frozenset[Right]:
 
 
 def check(what: str, needed: Set[Right], held: Set[Right]) -> None:
-    """Raises:
-    PermissionDenied: the caller has none of the rights that are needed.
+    """Checks that a caller has one of the rights that are needed.
+
+    Raises:
+        PermissionDenied: the caller has none of the rights that are needed.
     """
     if not needed & held:
         mine = ", ".join(sorted(held - {Right.ANYONE})) or "nobody"

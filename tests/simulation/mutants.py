@@ -14,14 +14,14 @@ from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.state import RequestState
-from baton.gateway.fleet.fleet import Fleet, FleetCommand
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
+from baton.gateway.fleet.node_table import FleetCommand
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.node_messages import NodeMessages
-from baton.gateway.request.output import RequestOutput
-from baton.gateway.request.token_order import TokenOrder
+from baton.gateway.request.output import RequestOutput, TokenOrder
 from baton.protos.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
 from baton.protos.v1.decode_pb2 import SubmitRequest
 from decode_node.commands import Abort as AbortDecode

@@ -2,8 +2,8 @@
 
 Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
 long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
-next goes after those that are not: it counts as due `PATIENCE_S` later than it was. A request without a deadline counts
-as due `PATIENCE_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
+next goes after those that are not: it counts as due `DEFAULT_TTFT_S` later than it was. A request without a deadline
+counts as due `DEFAULT_TTFT_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
 
 Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
 """
@@ -11,14 +11,14 @@ Requests whose client has tokens go before all others of their priority, in orde
 from collections.abc import Sequence
 
 from baton.core.costs import StepCosts, chunk_pairs
-from baton.engine.request import PATIENCE_S, QueuePlace
+from baton.engine.request import DEFAULT_TTFT_S, QueuePlace
 from baton.engine.scheduling.slices import SlicePace
 from baton.engine.scheduling.state import RequestState
 
 
 def place_of_late(state: RequestState) -> QueuePlace:
     """The place of a request that cannot meet its deadline."""
-    return state.place._replace(due_s=state.place.due_s + PATIENCE_S)
+    return state.place._replace(due_s=state.place.due_s + DEFAULT_TTFT_S)
 
 
 def is_late(state: RequestState, pace: SlicePace | None, *, start: int, now: float) -> bool:

@@ -208,8 +208,10 @@ def _step_s(node: FleetNode) -> float | None:
 
 
 def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[str, Any]:
-    """Args:
-    prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
+    """One pair of nodes, as /ui draws it.
+
+    Args:
+        prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
     """
     mismatches = [f"{item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in peer.mismatches]
     return {

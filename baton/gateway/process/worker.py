@@ -67,13 +67,13 @@ async def _run(settings: GatewaySettings, end: socket.socket, board: SharedCount
         max_context_tokens=settings.max_context_tokens,
         special_in_texts=settings.user_special_tokens == "allow",
     )
-    colleagues = _Colleagues(end, board)
-    following = asyncio.create_task(colleagues.follow(), name="colleagues")
-    await process.run(settings, model, None, colleagues.ready, colleagues=colleagues)
+    other_workers = _OtherWorkers(end, board)
+    following = asyncio.create_task(other_workers.follow(), name="other_workers")
+    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers)
     following.cancel()
 
 
-class _Colleagues:
+class _OtherWorkers:
     """The other workers, through the parent."""
 
     def __init__(self, end: socket.socket, board: SharedCounters) -> None:

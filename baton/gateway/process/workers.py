@@ -133,7 +133,7 @@ class _Workers:
                 code = -1
             was_ready = row in self._ready
             self._ready.discard(row)
-            self._board.bury(row)
+            self._board.retire_row(row)
             if self._stopped.is_set():
                 return
             if code == _CONFIG_ERROR and not self.all_ready.is_set():

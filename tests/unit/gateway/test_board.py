@@ -24,5 +24,5 @@ def test_what_ran_in_a_process_that_is_gone_has_failed_and_its_counts_stay() -> 
     os.close(fd)
     worker.add(Count.RUNNING, 3)
     worker.add(Count.FINISHED, 4)
-    parent.bury(1)
+    parent.retire_row(1)
     assert [parent.total(count) for count in (Count.RUNNING, Count.FAILED, Count.FINISHED)] == [0, 3, 4]

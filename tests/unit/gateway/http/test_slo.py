@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.types import Slo
 from baton.gateway.http.bodies import CompletionBody
-from baton.gateway.http.extras import Extras, fill, set_slo
+from baton.gateway.http.common_fields import CommonFields, fill, set_slo
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import slo_from_proto
 
@@ -12,7 +12,7 @@ from baton.rpc.convert import slo_from_proto
 def test_fields_of_the_body_are_in_milliseconds() -> None:
     for given in (
         CompletionBody(prompt="x", ttft_ms=250, tpot_ms=12.5, session_id="s"),
-        Extras(ttft_ms=250, tpot_ms=12.5, session_id="s"),
+        CommonFields(ttft_ms=250, tpot_ms=12.5, session_id="s"),
     ):
         message = pb.GenerateRequest()
         fill(message, given)
@@ -22,7 +22,7 @@ def test_fields_of_the_body_are_in_milliseconds() -> None:
 
 def test_absent_fields_leave_the_gateways_bounds() -> None:
     message = pb.GenerateRequest()
-    fill(message, Extras())
+    fill(message, CommonFields())
     assert slo_from_proto(message.slo).over(Slo(0.5, 0.01)) == Slo(0.5, 0.01)
 
 
@@ -36,4 +36,4 @@ def test_a_header_does_not_change_what_the_body_says() -> None:
 @pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms"])
 def test_a_bound_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        Extras.model_validate({name: 0})
+        CommonFields.model_validate({name: 0})

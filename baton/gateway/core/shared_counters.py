@@ -67,7 +67,7 @@ class SharedCounters:
 
     @classmethod
     def create(cls, rows: int) -> "tuple[Self, int]":
-        """A board that other processes can share, and the file descriptor to give to them."""
+        """Counters that other processes can share, and the file descriptor to give to them."""
         fd = os.memfd_create("baton-gateway")
         os.ftruncate(fd, rows * (len(Count) + Layout(ProcessRole.GATEWAY).width) * _NUMBER_BYTES)
         return cls(rows, 0, fd), fd

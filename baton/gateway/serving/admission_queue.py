@@ -60,13 +60,13 @@ class QueuedOutput:
 class AdmissionQueue:
     """One per process."""
 
-    def __init__(self, settings: GatewaySettings, connections: Connections, board: SharedCounters) -> None:
+    def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
         self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
         self._reader = CapacityReader(ttft_s)
         self._policy = settings.local_policy
         self._refuses_late, self._slo_ttft_s = settings.refuse_late, ttft_s if settings.refuse_late else None
-        self._connections, self._board = connections, board
+        self._connections, self._counters = connections, counters
         self._keys = count(1)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
@@ -82,7 +82,7 @@ class AdmissionQueue:
             Overloaded: there are too many.
         """
         with self._counted():
-            self._end(self._admission.enter(client, outputs, self._board.total(Count.RUNNING), monotonic()))
+            self._end(self._admission.enter(client, outputs, self._counters.total(Count.RUNNING), monotonic()))
 
     def leave(self, client: str, outputs: int) -> None:
         self._admission.leave(client, outputs)
@@ -143,14 +143,14 @@ class AdmissionQueue:
                 self._seen = None
                 return None
         waiter = self._waiters[asked.key] = asyncio.get_running_loop().create_future()
-        self._board.add(Count.WAITING, asked.outputs)
+        self._counters.add(Count.WAITING, asked.outputs)
         self._look_soon()
         return waiter
 
     def withdraw(self, asked: AdmissionRequest) -> None:
         """The request waits no longer."""
         if self._waiters.pop(asked.key, None) is not None:
-            self._board.add(Count.WAITING, -asked.outputs)
+            self._counters.add(Count.WAITING, -asked.outputs)
         self._admission.withdraw(asked.key, monotonic())
 
     def begins(self, machine: RequestMachine) -> QueuedOutput:
@@ -240,7 +240,7 @@ class AdmissionQueue:
             yield
         finally:
             for reason, number in (self._admission.counts - before).items():
-                self._board.add(reason, number)
+                self._counters.add(reason, number)
 
 
 def _views(nodes: Iterable[FleetNode], broken: Set[int], now_s: float) -> list[NodeView]:

@@ -52,7 +52,7 @@ class OtherWorkers(Protocol):
     """The processes that serve as one gateway; this one is among them."""
 
     @property
-    def board(self) -> SharedCounters: ...
+    def shared_counters(self) -> SharedCounters: ...
 
     def join(self, serving: "Serving") -> None:
         """From now on, the others' questions reach it."""
@@ -71,7 +71,7 @@ class SingleWorker:
     """A gateway of one process."""
 
     def __init__(self) -> None:
-        self.board = SharedCounters()
+        self.shared_counters = SharedCounters()
 
     def join(self, serving: "Serving") -> None:
         pass
@@ -93,7 +93,7 @@ class Serving:
     Attributes:
         meter: counts what happens to requests.
         metrics: shows it to Prometheus.
-        board: counts of the whole gateway.
+        shared_counters: counts of the whole gateway.
         recent: the last requests of this process.
     """
 
@@ -108,18 +108,20 @@ class Serving:
         self.model = model
         self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
         self._other_workers = other_workers or SingleWorker()
-        self.board = self._other_workers.board
-        self.meter = RequestMeter(self.board.tally)
-        self.recent = Recent(process=self.board.own)
+        self.shared_counters = self._other_workers.shared_counters
+        self.meter = RequestMeter(self.shared_counters.tally)
+        self.recent = Recent(process=self.shared_counters.own)
         self._records = RequestRecords(
-            self.board, self.meter, access_log=settings.access_log, recent=self.recent, tracer=tracer
+            self.shared_counters, self.meter, access_log=settings.access_log, recent=self.recent, tracer=tracer
         )
         self._running = 0  # here
         self._settings = settings
         self._connections = connections
-        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet, self._accepts)
-        self._admission_queue = AdmissionQueue(settings, connections, self.board)
-        self._outputs = OutputRunner(settings, model, connections, self._admission_queue, self.board, self.meter)
+        self.metrics = GatewayMetrics(self.shared_counters, model.name, connections.fleet, self._accepts)
+        self._admission_queue = AdmissionQueue(settings, connections, self.shared_counters)
+        self._outputs = OutputRunner(
+            settings, model, connections, self._admission_queue, self.shared_counters, self.meter
+        )
         self._requests: set[RunningRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -129,7 +131,7 @@ class Serving:
     @property
     def running(self) -> int:
         """Outputs of requests that run now in the whole gateway."""
-        return self.board.total(Count.RUNNING)
+        return self.shared_counters.total(Count.RUNNING)
 
     @property
     def draining(self) -> bool:
@@ -138,7 +140,7 @@ class Serving:
 
     @property
     def counters(self) -> Counters:
-        return Counters.of(self.board)
+        return Counters.of(self.shared_counters)
 
     def check_name(self, name: str, *, to_stranger: bool = False) -> AdapterRef | None:
         """The adapter that a client names as its model, of the revision that serves now; None: the base model.
@@ -328,7 +330,7 @@ class Serving:
         running = RunningRequest(record)
         self._requests.add(running)
         self._running += count
-        self.board.add(Count.RUNNING, count)
+        self.shared_counters.add(Count.RUNNING, count)
         self._idle.clear()
         try:
             yield running
@@ -336,7 +338,7 @@ class Serving:
             self._requests.discard(running)
             self._admission_queue.leave(client, count)
             self._running -= count
-            self.board.add(Count.RUNNING, -count)
+            self.shared_counters.add(Count.RUNNING, -count)
             if not self._running:
                 self._idle.set()
             record.outputs = count

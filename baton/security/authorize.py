@@ -104,7 +104,7 @@ OPERATOR_PATHS = frozenset({"/metrics"})
 
 
 def rights_for(method: str) -> frozenset[Right]:
-    """The rights of which a caller of `/package.Service/Method` needs one; none if the table does not have it."""
+    """The rights that let a caller use `/package.Service/Method`: any is enough; none if the table lacks it."""
     service, _, name = method.removeprefix("/").rpartition("/")
     return TABLE.get(service, {}).get(name, _NOBODY)
 

@@ -120,7 +120,7 @@ class RequestOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of which the client has or gets each one."""
+        """The tokens that the client has, or will get."""
         return self._order.token_ids
 
     @property

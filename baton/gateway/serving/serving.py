@@ -173,7 +173,7 @@ class Serving:
         Args:
             budget_s: time until the client's deadline.
             chat: takes the place of the message's prompt.
-            caller_trace: the client's span, of which the request is part.
+            caller_trace: the client's span, the parent of the request's.
             skip: gets, in a thread, the messages of a chat that the client has already, where it goes on after a part
                 of the answer. With it, tokens come with the last message that has anything of their text.
 

@@ -214,7 +214,7 @@ def test_over_the_limit_the_largest_client_makes_way() -> None:
     assert refused.value.retry_after_s is not None
     with pytest.raises(Overloaded):
         admission.enter("medium", 3, 12, 0.0)
-    assert admission.num_waiting == 4, "nobody makes way in vain"
+    assert admission.num_waiting == 4, "nobody makes way if that is not enough"
     evicted = admission.enter("medium", 3, 11, 0.0)
     assert [each.key for each in evicted] == [each.key for each in reversed(waiting)]
     assert {each.reason for each in evicted} == {Count.REFUSED_FULL}

@@ -31,6 +31,7 @@ class Waiting(NamedTuple):
 class _Client:
     clock: float  # cost of all that it was served, or the queue's time when it came, whichever is more
     queue: list[Waiting] = field(default_factory=list)  # by priority, then by arrival
+    cost: float = 0.0  # of all in the queue
 
     @property
     def turn(self) -> tuple[int, float]:
@@ -45,13 +46,16 @@ class FairShare:
         self._active: dict[str, _Client] = {}  # with requests that wait
         self._idle: dict[str, float] = {}  # clocks that are ahead of the queue's time
         self._by_key: dict[int, Waiting] = {}
+        self._answers: dict[tuple[str | None, float, int], float] = {}  # of `cost_before`, until something changes
 
     def push(self, waiting: Waiting) -> None:
         assert waiting.key not in self._by_key, f"request {waiting.key} waits already"
-        if waiting.client not in self._active:
-            self._active[waiting.client] = _Client(self._clock(waiting.client))
+        if (client := self._active.get(waiting.client)) is None:
+            client = self._active[waiting.client] = _Client(self._clock(waiting.client))
             self._idle.pop(waiting.client, None)
-        insort(self._active[waiting.client].queue, waiting, key=lambda each: each.priority)
+        insort(client.queue, waiting, key=lambda each: each.priority)
+        client.cost += waiting.cost
+        self._answers.clear()
         self._by_key[waiting.key] = waiting
 
     @property
@@ -74,6 +78,7 @@ class FairShare:
     def charge(self, name: str, cost: float) -> None:
         """Moves the client's clock: a request was served without waiting, or its cost turned out to be another."""
         clock = max(self._time, self._clock(name) + cost)
+        self._answers.clear()
         if (client := self._active.get(name)) is not None:
             client.clock = clock
         else:
@@ -85,6 +90,8 @@ class FairShare:
             return
         client = self._active[waiting.client]
         client.queue.remove(waiting)
+        client.cost -= waiting.cost
+        self._answers.clear()
         if not client.queue:
             del self._active[waiting.client]
             self._keep_idle(waiting.client, client.clock)
@@ -93,13 +100,31 @@ class FairShare:
             self._idle.clear()
 
     def cost_before(self, name: str, priority: int) -> float:
-        """Cost of what will be served before a request of this client that comes now."""
-        own, level = self._active.get(name), max(0, priority)
-        before = sum(each.cost for each in own.queue if each.priority <= priority) if own is not None else 0.0
-        start = self._clock(name) + before
+        """Cost of what will be served before a request of this client that comes now.
+
+        While nothing changes, only the first question about a client takes time, so refusals cost little under
+        overload; clients with nothing here ask the same one.
+        """
+        own = self._active.get(name)
+        question = None if own is None else name, self._clock(name), priority
+        if question not in self._answers:
+            self._answers[question] = self._cost_before(own, self._clock(name), priority)
+        return self._answers[question]
+
+    def _cost_before(self, own: _Client | None, start: float, priority: int) -> float:
+        level, before = max(0, priority), 0.0
+        if own is not None:
+            last = own.queue[-1].priority
+            before = own.cost if last <= priority else sum(each.cost for each in own.queue if each.priority <= priority)
+            start += before
         for client in self._active.values():
+            if client is own or (client.clock > start and client.queue[0].level >= level):
+                continue
+            if client.clock + client.cost <= start and client.queue[-1].level <= level:
+                before += client.cost
+                continue
             clock = client.clock
-            for waiting in client.queue if client is not own else ():
+            for waiting in client.queue:
                 if (waiting.level, clock) > (level, start):
                     break
                 before += waiting.cost
@@ -111,8 +136,8 @@ class FairShare:
 
     def newest_of_largest(self) -> list[Waiting]:
         """The requests of the client whose requests cost most, in the order in which it loses them."""
-        costs = {name: sum(each.cost for each in client.queue) for name, client in self._active.items()}
-        return self._active[max(costs, key=costs.__getitem__)].queue[::-1] if costs else []
+        client = max(self._active.values(), key=lambda client: client.cost, default=None)
+        return [] if client is None else client.queue[::-1]
 
     def _clock(self, name: str) -> float:
         client = self._active.get(name)

@@ -49,7 +49,8 @@ class Estimate:
 
     def at(self, now_s: float) -> float:
         """0 where nothing was measured."""
-        return self._value * 0.5 ** min(60.0, max(0.0, (now_s - self._at_s) / _MEMORY_S - 1))
+        kept: float = 0.5 ** min(60.0, max(0.0, (now_s - self._at_s) / _MEMORY_S - 1))
+        return self._value * kept
 
 
 class AdmissionPace:

@@ -12,7 +12,7 @@ from baton.core.errors import Draining as DrainingError
 from baton.core.pools import blocks_for
 from baton.engine.events import PromptScored, StepEvents
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
@@ -210,7 +210,7 @@ class DecodeMachine:
                 cure="send a request that needs a hand-over to a decode node",
             )
         # After a client has given up, its first token is of no use. A time that is longer than a queue says nothing.
-        soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_FIRST_TOKEN_S
+        soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
         gives_up_s = now_s + submit.budget_s if soon else None
         return EngineRequest(
             request_id=f"{session}.{submit.key}",

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.backends.torch_sight import Sight, unseen_by_pattern
 from attention.backends.torch_softmax import needs_softmax, softmax_attention
+from attention.backends.torch_visibility import KeyVisibility, unseen_by_pattern
 from attention.parameters import AttentionParameters
 from baton.kvcache.access import gather_tokens
 from baton.kvcache.tokens import TokenIndex
@@ -61,13 +61,13 @@ class TorchPrefills:
     """`mask` is [rows, keys] for fused attention; a causal piece takes its lower right corner, because whether a query
     sees a key depends only on how far they are from the piece's last. Pieces never cross a chunk's border."""
 
-    sight: Sight
+    sight: KeyVisibility
     requests: tuple[Prefill, ...]
     mask: Tensor | None
 
 
 def plan_prefills(
-    sight: Sight,
+    sight: KeyVisibility,
     query_starts: list[int],
     seq_lens: list[int],
     block_table: NDArray[np.int32],
@@ -139,7 +139,9 @@ def attend_prefills(
                 out[queries].copy_(attended[0].transpose(0, 1))
 
 
-def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, first_key: int) -> Iterator[PromptPiece]:
+def _pieces(
+    sight: KeyVisibility, query_start: int, query_stop: int, num_keys: int, first_key: int
+) -> Iterator[PromptPiece]:
     context_len = num_keys - (query_stop - query_start)
     start = query_start
     while start < query_stop:
@@ -153,7 +155,7 @@ def _pieces(sight: Sight, query_start: int, query_stop: int, num_keys: int, firs
         start = stop
 
 
-def _mask(sight: Sight, requests: list[Prefill], dtype: torch.dtype) -> Tensor | None:
+def _mask(sight: KeyVisibility, requests: list[Prefill], dtype: torch.dtype) -> Tensor | None:
     if not requests or not sight.causal:
         return None
     pieces = [piece for request in requests for piece in request.pieces]
@@ -182,7 +184,7 @@ def _attend_written_out(
     v_1KSD: Tensor,
     piece: PromptPiece,
     first_key: int,
-    sight: Sight,
+    sight: KeyVisibility,
     *,
     layer: AttentionParameters,
 ) -> Tensor:

@@ -12,7 +12,7 @@ from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilit
 from attention.backends.invariance import check_decodes_first
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.backends.torch_prefills import TorchPrefills, attend_prefills, plan_prefills
-from attention.backends.torch_sight import Sight
+from attention.backends.torch_visibility import KeyVisibility
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
@@ -33,11 +33,11 @@ class _Plan:
 
 @dataclass(frozen=True)
 class TorchSDPAMetadata(AttentionMetadata):
-    """`plans` holds one plan for each `Sight` that a layer has asked for; the first such layer makes it."""
+    """`plans` holds one plan for each `KeyVisibility` that a layer has asked for; the first such layer makes it."""
 
     common: CommonAttentionMetadata
     num_decodes: int
-    plans: dict[Sight, _Plan] = field(default_factory=dict)
+    plans: dict[KeyVisibility, _Plan] = field(default_factory=dict)
 
 
 class TorchSDPABuilder(DecodesFirstBuilder[TorchSDPAMetadata]):
@@ -97,7 +97,7 @@ class TorchSDPA:
         q_scale, k_scale, v_scale = (None, None, None) if layer.scales is None else layer.scales.tensors
         if q_THD.dtype != out.dtype:
             q_THD = dequantize(q_THD, q_scale, out.dtype)
-        sight = Sight.of(layer, causal=metadata.common.causal)
+        sight = KeyVisibility.of(layer, causal=metadata.common.causal)
         plan = metadata.plans.get(sight)
         if plan is None:
             plan = metadata.plans[sight] = self._plan(metadata, sight)
@@ -124,7 +124,7 @@ class TorchSDPA:
                 out=out,
             )
 
-    def _plan(self, metadata: TorchSDPAMetadata, sight: Sight) -> _Plan:
+    def _plan(self, metadata: TorchSDPAMetadata, sight: KeyVisibility) -> _Plan:
         common = metadata.common
         block_table, seq_lens = common.block_table_tensor.numpy(), common.seq_lens_cpu.numpy()
         num_decodes = 0 if sight.own_keys else metadata.num_decodes

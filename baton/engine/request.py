@@ -7,7 +7,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError
 from baton.core.types import AdapterRef, SamplingParams
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
 # the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
@@ -39,7 +39,7 @@ class QueuePlace(NamedTuple):
         if request.output:
             return cls(request.priority, -inf, arrival)
         since_s = now if request.since_s is None else request.since_s
-        due_s = since_s + DEFAULT_FIRST_TOKEN_S if request.due_s is None else request.due_s
+        due_s = since_s + DEFAULT_TTFT_S if request.due_s is None else request.due_s
         return cls(request.priority, due_s, arrival)
 
     @property

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.core.types import Slo
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S, Slicer, StepBound
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S, Slicer, StepBound
 from baton.gateway.fleet.router import NodeView
 from baton.planner.job import PlanJob
 from baton.planner.prefix_cache import SimulatedPrefixCache
@@ -146,7 +146,7 @@ class SimulatedNode:
         job.queued_s, job.started = now_s, False
         self._order += 1
         self.backlog_s += self.prompt_s(job)
-        insort(self.queue, (min(job.due_s, now_s + DEFAULT_FIRST_TOKEN_S), self._order, job))
+        insort(self.queue, (min(job.due_s, now_s + DEFAULT_TTFT_S), self._order, job))
 
     def arrival(self, now_s: float) -> float | None:
         """Something arrived: when the present run ends now, if that changes, or when a first one does."""
@@ -284,7 +284,7 @@ class SimulatedNode:
         """Prompts that cannot be in time go after those that can, for a bounded time."""
         while self.queue:
             place, order, job = self.queue[0]
-            patient = job.queued_s + DEFAULT_FIRST_TOKEN_S
+            patient = job.queued_s + DEFAULT_TTFT_S
             if place >= patient or now_s + self.prompt_s(job) <= place:
                 return
             del self.queue[0]

@@ -9,8 +9,8 @@ from baton.core.errors import BatonError, Unauthenticated
 from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
 from baton.rpc.status import abort
 from baton.security import authorize
+from baton.security.authenticator import Authenticator, bearer
 from baton.security.authorize import ALL_RIGHTS, Right
-from baton.security.door import Authenticator, bearer
 from baton.security.identity import NOBODY, Caller, enter, host_of
 from baton.security.roles import Role, role_of
 

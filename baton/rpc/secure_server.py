@@ -7,7 +7,7 @@ import grpc
 
 from baton.core.errors import ConfigError
 from baton.rpc.guard import CertificateGuard, DoorGuard, Guard, OpenGuard
-from baton.security.door import Authenticator
+from baton.security.authenticator import Authenticator
 from baton.security.exposure import Address, check_exposed
 from baton.security.pem import Files, Pems, read_pems
 from baton.security.roles import Role

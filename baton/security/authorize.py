@@ -106,7 +106,7 @@ OPERATOR_PATHS = frozenset({"/metrics"})
 
 
 def rights_for(method: str) -> frozenset[Right]:
-    """The rights of which a caller of `/package.Service/Method` needs one; none if the table does not have it."""
+    """The rights that let a caller use `/package.Service/Method`: any is enough; none if the table lacks it."""
     service, _, name = method.removeprefix("/").rpartition("/")
     return TABLE.get(service, {}).get(name, _NOBODY)
 
@@ -119,8 +119,10 @@ def rights_for_path(path: str) -> frozenset[Right]:
 
 
 def check(what: str, needed: Set[Right], held: Set[Right]) -> None:
-    """Raises:
-    PermissionDenied: the caller has none of the rights that are needed.
+    """Checks that a caller has one of the rights that are needed.
+
+    Raises:
+        PermissionDenied: the caller has none of the rights that are needed.
     """
     if not needed & held:
         mine = ", ".join(sorted(held - {Right.ANYONE})) or "nobody"

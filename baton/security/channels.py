@@ -63,10 +63,12 @@ class _Method:
 
 
 class KeyedChannel(grpc.aio.Channel):
-    """Args:
-    open_channel: makes a real channel with these secrets.
-    secrets: returns the present ones, the same object until they change.
-    metadata: added to every call.
+    """A channel that is opened anew when its secrets change.
+
+    Args:
+        open_channel: makes a real channel with these secrets.
+        secrets: returns the present ones, the same object until they change.
+        metadata: added to every call.
     """
 
     def __init__(

@@ -28,8 +28,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposed(where: Address, *, field: str, tls: bool, tls_field: str, insecure: bool) -> None:
-    """Raises:
-    ConfigError: other machines reach the server, and nothing protects it.
+    """Checks that a server without protection is reached by this machine only.
+
+    Raises:
+        ConfigError: other machines reach the server, and nothing protects it.
     """
     if tls or insecure or is_loopback(where.host):
         return

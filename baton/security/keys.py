@@ -76,8 +76,10 @@ def entry(name: str, key: str, *, operator: bool) -> str:
 
 
 def read_keys(path: Path) -> KeyFile:
-    """Raises:
-    ConfigError: the file cannot be read, or is no table of keys.
+    """Reads the file of API keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no table of keys.
     """
     return parse_keys(read_file(path, FIELD), path)
 

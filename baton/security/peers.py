@@ -27,8 +27,10 @@ class PeerTls:
 
     @classmethod
     def read(cls, settings: TlsSettings, role: Role) -> "PeerTls":
-        """Raises:
-        ConfigError: the settings name no files, some only, or files that do not fit.
+        """Reads the certificates with which nodes and gateways meet.
+
+        Raises:
+            ConfigError: the settings name no files, some only, or files that do not fit.
         """
         files = Files(settings.tls_cert, settings.tls_key, settings.tls_ca)
         if len(files.paths) < 3:

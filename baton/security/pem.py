@@ -85,8 +85,10 @@ def _certificates(data: bytes, path: Path, field: str) -> list[x509.Certificate]
 
 @contextmanager
 def _readable(path: Path, field: str, else_: str) -> Iterator[None]:
-    """Raises:
-    ConfigError: what is read inside cannot be read. Parts of a certificate are parsed when they are asked for.
+    """Turns errors inside into one that names what cannot be read.
+
+    Raises:
+        ConfigError: what is read inside cannot be read. Parts of a certificate are parsed when they are asked for.
     """
     try:
         yield

@@ -62,8 +62,10 @@ class Tokens:
     issuer: str | None
 
     def subject(self, token: str) -> Subject:
-        """Raises:
-        Unauthenticated: the token is not valid. The error does not have it.
+        """The subject of a token, whose signature and times are checked.
+
+        Raises:
+            Unauthenticated: the token is not valid. The error does not have it.
         """
         try:
             key = self._key(jwt.get_unverified_header(token).get("kid"))

@@ -9,7 +9,8 @@ from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.core.types import LocalPolicy, SamplingParams, Slo
 from baton.gateway.core import events as e
 from baton.gateway.core.request import Request, Rules
-from baton.gateway.fleet.fleet import DropSession, Fleet, FleetCommand
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.node_table import DropSession, FleetCommand
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest, usable_decodes
 from baton.gateway.request import commands as c

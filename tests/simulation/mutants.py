@@ -14,14 +14,14 @@ from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.state import RequestState
-from baton.gateway.fleet.fleet import Fleet, FleetCommand
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
+from baton.gateway.fleet.node_table import FleetCommand
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.attempts import Attempts
 from baton.gateway.request.node_messages import NodeMessages
-from baton.gateway.request.output import RequestOutput
-from baton.gateway.request.token_order import TokenOrder
+from baton.gateway.request.output import RequestOutput, TokenOrder
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.internal.v1.decode_pb2 import SubmitRequest
 from baton.protos.v1 import generation_pb2, node_status_pb2
@@ -33,7 +33,8 @@ from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
 from decode_node.lease_events import HandedOver, LeaseEvent, LeaseLost
 from decode_node.machine import DecodeMachine
-from kvtransfer.leases import Coverage, LeaseTable, LeaseTotals, SegmentRefusal
+from kvtransfer.coverage import Coverage
+from kvtransfer.leases import LeaseTable, LeaseTotals, SegmentRefusal
 from kvtransfer.segments import Segment, Tag
 from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand

@@ -2,8 +2,8 @@
 
 Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
 long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
-next goes after those that are not: it counts as due `DEFAULT_FIRST_TOKEN_S` later than it was. A request without a
-deadline counts as due `DEFAULT_FIRST_TOKEN_S` after its arrival. Each of these is therefore first in its priority after
+next goes after those that are not: it counts as due `DEFAULT_TTFT_S` later than it was. A request without a
+deadline counts as due `DEFAULT_TTFT_S` after its arrival. Each of these is therefore first in its priority after
 a bounded time.
 
 Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
@@ -20,7 +20,7 @@ from baton.engine.request import EngineLimits, QueuePlace
 from baton.engine.scheduling.costs import Costs
 from baton.engine.scheduling.request_blocks import RequestBlocks
 from baton.engine.scheduling.roster import Roster
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S, SlicePace, Slicer
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S, SlicePace, Slicer
 from baton.engine.scheduling.state import Phase, RequestState
 from baton.engine.scheduling.steps import NextStep
 
@@ -31,7 +31,7 @@ _place_of = attrgetter("place")
 
 def place_of_late(state: RequestState) -> QueuePlace:
     """The place of a request that cannot meet its deadline."""
-    return state.place._replace(due_s=state.place.due_s + DEFAULT_FIRST_TOKEN_S)
+    return state.place._replace(due_s=state.place.due_s + DEFAULT_TTFT_S)
 
 
 def is_late(state: RequestState, pace: SlicePace | None, *, start: int, now: float) -> bool:

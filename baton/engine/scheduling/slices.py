@@ -22,7 +22,7 @@ from typing import Protocol
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 
 # A request without a deadline counts as due so long after its arrival.
-DEFAULT_FIRST_TOKEN_S = 10.0
+DEFAULT_TTFT_S = 10.0
 
 MIN_SLICE_TOKENS = 128
 _TPOT_SHARE = 0.9

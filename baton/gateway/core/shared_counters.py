@@ -5,6 +5,8 @@ A row has one writer at a time: its process, and the parent once that process ha
 
 import mmap
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Self
@@ -65,7 +67,7 @@ class SharedCounters:
 
     @classmethod
     def create(cls, rows: int) -> "tuple[Self, int]":
-        """A board that other processes can share, and the file descriptor to give to them."""
+        """Counters that other processes can share, and the file descriptor to give to them."""
         fd = os.memfd_create("baton-gateway")
         os.ftruncate(fd, rows * (len(Count) + Layout(ProcessRole.GATEWAY).width) * _NUMBER_BYTES)
         return cls(rows, 0, fd), fd
@@ -83,7 +85,7 @@ class SharedCounters:
         rows = (self._numbers[row * width + len(Count) : (row + 1) * width].tolist() for row in range(self.rows))
         return [sum(column) for column in zip(*rows, strict=True)]
 
-    def bury(self, row: int) -> None:
+    def retire_row(self, row: int) -> None:
         """The process of this row is gone: what ran there has failed."""
         first = row * self._width
         ran = self._numbers[first + Count.RUNNING]
@@ -91,3 +93,30 @@ class SharedCounters:
         self._numbers[first + Count.RUNNING] = self._numbers[first + Count.WAITING] = 0
         failed = self.layout.first("baton_requests_total", (Outcome.FAILED,))
         self._numbers[first + len(Count) + failed] += ran
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Since the start of the gateway, each output as a request.
+
+    Attributes:
+        failed: by the cluster's fault, or at their deadline.
+        refused: requests that never ran, by reason.
+    """
+
+    finished: int
+    failed: int
+    remote: int
+    local: int
+    refused: Mapping[str, int]
+
+    @classmethod
+    def of(cls, counters: SharedCounters) -> Self:
+        total = counters.total
+        return cls(
+            total(Count.FINISHED),
+            total(Count.FAILED),
+            total(Count.REMOTE),
+            total(Count.LOCAL),
+            refused={name: total(count) for name, count in REFUSALS.items()},
+        )

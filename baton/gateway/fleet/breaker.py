@@ -16,11 +16,13 @@ _OPEN_MOST_S = 30.0
 
 @dataclass
 class _Breaker:
-    """Attributes:
-    errors: since the last answer.
-    open_until_s: it gets no requests before; None: it is closed.
-    open_s: how long it was open the last time.
-    on_trial: it is half open, and a request was sent as its trial.
+    """The breaker of one node.
+
+    Attributes:
+        errors: since the last answer.
+        open_until_s: it gets no requests before; None: it is closed.
+        open_s: how long it was open the last time.
+        on_trial: it is half open, and a request was sent as its trial.
     """
 
     errors: int = 0

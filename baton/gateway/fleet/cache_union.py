@@ -45,7 +45,7 @@ class CacheUnion:
         self._block_bytes = block_size * _TOKEN_BYTES
         self._counts: dict[int, int] = {}  # how many nodes have each reported block
         self._nodes: defaultdict[str, set[int]] = defaultdict(set)
-        self._snapshots: dict[str, list[node_pb2.WatchCacheResponse]] = {}  # of which parts are missing
+        self._snapshots: dict[str, list[node_pb2.WatchCacheResponse]] = {}  # not complete yet
 
     def take(self, node: str, message: node_pb2.WatchCacheResponse) -> UnionChanges:
         """A node's change or a part of its snapshot, with tokens. The parts of a snapshot count once all are here."""

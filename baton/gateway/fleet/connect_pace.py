@@ -16,8 +16,10 @@ _RETRIES_PER_S = 25.0
 
 
 class ConnectPace:
-    """Attributes:
-    silent: how many addresses do not answer now.
+    """Spaces attempts to connect, so that many silent addresses do not take the process.
+
+    Attributes:
+        silent: how many addresses do not answer now.
     """
 
     def __init__(self) -> None:

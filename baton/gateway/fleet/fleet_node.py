@@ -149,7 +149,7 @@ class FleetNode:
         self._backlog.add(prompt_s(self.view(), start, stop), now_s)
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
-        """A request has been sent to it, of which it has `cached_tokens` already."""
+        """A request has been sent to the node, which has `cached_tokens` of it already."""
         self._turn = next(self._turns)
         self._requests_since += 1
         self._tokens_since += num_tokens - cached_tokens

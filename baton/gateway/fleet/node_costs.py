@@ -17,7 +17,7 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs, mixed
 # equal node's queue of a second after 4 to 10 s.
 _HALF_LIFE_S = 2.0
 # A profile that is 10 times too high loses to an equal node's queue of a second after 2 to 5 minutes. A node that is
-# truly slower is tried in vain at most as often.
+# truly slower is tried at most as often.
 _PROFILE_HALF_LIFE_S = 60.0
 _FORGOTTEN, _FRESH = 0.01, 0.99
 # Costs of nodes of one kind that differ by less count as equal. Profiles are measured on an idle device.
@@ -116,7 +116,7 @@ def _aged_profile(profile: StepCosts, measured: StepCosts, step: StepWork, weigh
 
 def _measured(alike: Sequence[_Weighted], known: Sequence[_Weighted]) -> StepCosts:
     """What nodes of one kind have measured lately. If none of them has worked lately, what all nodes have measured
-    counts where it is less: a node is better tried in vain than never."""
+    counts where it is less: to try a slow node costs less than never to try it."""
     median, freshest = _median(alike), max(each.weight for each in alike)
     if freshest >= _FRESH:
         return median.costs

@@ -105,8 +105,10 @@ class NodeView:
         return self.room_tokens >= num_tokens
 
     def with_cached(self, cached_tokens: int) -> "NodeView":
-        """The same node for a prompt of which it has so many tokens. One of these is made for each node and request, so
-        it copies the fields without checking them."""
+        """The same node for a prompt, with the number of its tokens that the node has.
+
+        One of these is made for each node and request, so it copies the fields without checking them.
+        """
         view = object.__new__(NodeView)
         view.__dict__.update(self.__dict__)
         view.__dict__["cached_tokens"] = cached_tokens

@@ -90,8 +90,10 @@ async def answering(context: Context) -> AsyncIterator[GrpcCall]:
 
 
 def check_count(field: str, values: Sized) -> None:
-    """Raises:
-    InvalidRequest: there are more values than a body of HTTP may have.
+    """Checks the number of values of a message.
+
+    Raises:
+        InvalidRequest: there are more values than a body of HTTP may have.
     """
     if len(values) > VALUES_MAX:
         allowed = (f"up to {VALUES_MAX}",)
@@ -99,8 +101,10 @@ def check_count(field: str, values: Sized) -> None:
 
 
 def check_ids(field: str, request_ids: Sequence[str]) -> None:
-    """Raises:
-    InvalidRequest: there are too many ids, or one cannot be a request's.
+    """Checks the ids of requests that a message names.
+
+    Raises:
+        InvalidRequest: there are too many ids, or one cannot be a request's.
     """
     if len(request_ids) > _IDS_MAX:
         allowed = (f"up to {_IDS_MAX} ids",)

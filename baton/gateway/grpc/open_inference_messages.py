@@ -44,8 +44,10 @@ class InferenceRequest:
 
 
 def read_request(request: oip.ModelInferRequest) -> InferenceRequest:
-    """Raises:
-    InvalidRequest: names the tensor or parameter that is wrong.
+    """Reads an inference request as ours.
+
+    Raises:
+        InvalidRequest: names the tensor or parameter that is wrong.
     """
     check_version(request.model_version)
     for field, given in (("inputs", request.inputs), ("outputs", request.outputs), ("parameters", request.parameters)):
@@ -75,8 +77,10 @@ def read_request(request: oip.ModelInferRequest) -> InferenceRequest:
 
 
 def check_version(version: str) -> None:
-    """Raises:
-    InvalidRequest: the model has no such version.
+    """Checks the model's version that a request names.
+
+    Raises:
+        InvalidRequest: the model has no such version.
     """
     if version not in ("", VERSION):
         raise InvalidRequest(f"there is no version {version!r}", field="version", value=version, allowed=(VERSION,))

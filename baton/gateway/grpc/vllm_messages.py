@@ -113,7 +113,7 @@ def _grammar(params: vllm.SamplingParams) -> common_pb2.Grammar | None:
 
 
 def _number(value: float) -> float:
-    """The decimal number of which this is the nearest one of 32 bits."""
+    """The shortest decimal number whose nearest 32-bit float is this one."""
     return float(f"{value:.7g}")
 
 

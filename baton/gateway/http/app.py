@@ -1,9 +1,10 @@
 """The application: all routes, the page that describes them, and one answer for every error."""
 
+import ipaddress
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,13 +18,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.version import __version__
-from baton.gateway.http.browsers import check_not_a_page
-from baton.gateway.http.call import RAW_SEND, REQUEST_ID, ClientLeft, Context, HttpCall, log_answer
+from baton.gateway.http.call import REQUEST_ID, Context, HttpCall
 from baton.gateway.http.errors import HttpRefusal, error_response
+from baton.gateway.http.event_stream import RAW_SEND, ClientLeft, log_answer
+from baton.gateway.http.head import JSON_TYPE, unsupported
+from baton.security.authenticator import bearer
 from baton.security.authorize import Right, check, rights_for_path
-from baton.security.door import bearer
 from baton.security.identity import NOBODY, enter
 
+_CURE = "set keys (BATON_API_KEYS), or have the proxy send the address that it connects to as the host"
 _REQUEST_ID_CHARACTERS_MAX = 256
 _SCHEMAS = "#/components/schemas/{model}"
 
@@ -125,8 +128,10 @@ class App:
             del scope[RAW_SEND]
 
     def _admit(self, scope: Scope) -> None:
-        """Raises:
-        Unauthenticated, PermissionDenied, Refused: the caller may not use this path.
+        """Finds the caller, and checks its rights for the path.
+
+        Raises:
+            Unauthenticated, PermissionDenied, Refused: the caller may not use this path.
         """
         door, needed = self.context.door, rights_for_path(scope["path"])
         if door is None:
@@ -188,3 +193,41 @@ class App:
 
 def _is_request_id(text: str) -> bool:
     return 0 < len(text) <= _REQUEST_ID_CHARACTERS_MAX and text.isascii() and text.isprintable() and " " not in text
+
+
+def check_not_a_page(method: str, headers: Mapping[str, str], *, listen_host: str | None) -> None:
+    """Keeps web pages away from a gateway without keys, whose port every page in a browser on this machine can reach.
+
+    A page's requests without a preflight have one of a few content types, or none, and never application/json. A page
+    whose own name was made to resolve to this machine (DNS rebinding) sends its own name as the host. Neither needs a
+    rule about origins, and answers have no CORS headers, so no page of another origin reads one.
+
+    Args:
+        headers: with lower-case names.
+        listen_host: where the gateway listens, if only this machine reaches that; None: others do, by names that are
+            not known.
+
+    Raises:
+        Refused: 403 for another host's name, 415 for a body that does not say that it is JSON.
+    """
+    if listen_host is not None and not _is_own(headers.get("host", ""), listen_host):
+        message = f"this gateway is not {headers.get('host', '')!r}"
+        allowed = ("localhost", "an IP address")
+        raise HttpRefusal(403, "foreign_host", message, field="host", allowed=allowed, cure=_CURE)
+    if method == "POST" and "content-type" not in headers:
+        raise unsupported("the body has no type", JSON_TYPE, f"send the header content-type: {JSON_TYPE}")
+
+
+def _is_own(host: str, listen_host: str) -> bool:
+    """Whether a browser sends that host only for pages that this machine, or an address without a name, has served."""
+    if not host:  # no browser
+        return True
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    if name in ("localhost", listen_host.lower()) or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

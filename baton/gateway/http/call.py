@@ -8,25 +8,31 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, InternalError, InvalidRequest
-from baton.core.log_lines import loggable
+from baton.core.errors import BatonError, InvalidRequest
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.http.baton_options import BatonOptions, set_slo
-from baton.gateway.http.body import parse_object, read_body
-from baton.gateway.http.checking import M, checked, short
-from baton.gateway.http.errors import ErrorShape, HttpRefusal, error_response, openai_error
+from baton.gateway.http.checking import M, checked, parse_object, read_body, short
+from baton.gateway.http.errors import ErrorShape, HttpRefusal, openai_error
+from baton.gateway.http.event_stream import (
+    ChatEncoder,
+    ClientLeft,
+    EventStream,
+    HttpJob,
+    ResponseEncoder,
+    WriteFor,
+    unless_left,
+)
 from baton.gateway.http.view import View
 from baton.gateway.serving.collected import AnswerCollector
-from baton.gateway.serving.serving import Serving, Skip
+from baton.gateway.serving.serving import Serving
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
-from baton.security.door import Authenticator
+from baton.security.authenticator import Authenticator
 from baton.security.exposure import is_loopback
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings
@@ -34,21 +40,12 @@ from baton.tracing.context import TraceContext, read_context
 
 T = TypeVar("T")
 
-KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
-
-# Keys in the scope of a request: its id, and the server's own `send` without the frameworks' wrappers.
-REQUEST_ID = "baton.request_id"
-RAW_SEND = "baton.send"
+REQUEST_ID = "baton.request_id"  # key in the scope of a request
 
 _SMALL_BODY = 1 << 16  # bytes; the largest one of the costliest shape holds the event loop for milliseconds
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
-_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 log = logging.getLogger("baton")
-
-
-class ClientLeft(Exception):
-    """The client closed its connection: nobody reads an answer."""
 
 
 @dataclass
@@ -81,40 +78,6 @@ class Context:
     def error_shape(self, path: str) -> ErrorShape:
         shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))
         return next(shapes, openai_error)
-
-
-class ResponseEncoder(Protocol):
-    """Writes one stream in an API's own events."""
-
-    def push(self, message: pb.GenerateResponse) -> bytes:
-        """The events for this message, which is no notice; may be empty."""
-        ...
-
-    def finish(self) -> bytes:
-        """The events after the last message."""
-        ...
-
-    def error(self, error: BatonError) -> bytes:
-        """The event that ends a stream that cannot go on."""
-        ...
-
-
-class ChatEncoder(ResponseEncoder, Protocol):
-    """Writes the stream of a chat."""
-
-    def skip(self, message: pb.GenerateResponse) -> None:
-        """The client has the events for this message, and gets those that follow."""
-        ...
-
-
-@dataclass(frozen=True)
-class HttpJob:
-    """One call of `Serving.generate`, and who takes its messages, and those that the client has already."""
-
-    message: pb.GenerateRequest
-    push: Callable[[pb.GenerateResponse], bytes]
-    chat: ChatRequest | None = None
-    skip: Skip | None = None
 
 
 class HttpCall:
@@ -204,15 +167,16 @@ class HttpCall:
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
-    def stream(self, message: pb.GenerateRequest, encoder: "ChatEncoder", chat: ChatRequest) -> Response:
+    def stream(self, message: pb.GenerateRequest, encoder: ChatEncoder, chat: ChatRequest) -> Response:
         """The answer to a chat as server-sent events."""
         return self.stream_all([HttpJob(message, encoder.push, chat, encoder.skip)], encoder)
 
     def stream_all(self, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> Response:
         """As `stream`, for several requests at the same time; `encoder` ends the stream."""
-        return EventStream(self, jobs, encoder)
+        shape = self.context.error_shape(self.request.scope["path"])
+        return EventStream(self.request_id, partial(self.generate, jobs), encoder, self.in_own_words, shape)
 
-    async def generate(self, jobs: Sequence[HttpJob], write: "WriteFor") -> None:
+    async def generate(self, jobs: Sequence[HttpJob], write: WriteFor) -> None:
         """Serves the jobs at the same time; the first error ends all.
 
         Raises:
@@ -253,132 +217,10 @@ class HttpCall:
         return error
 
 
-WriteFor = Callable[[HttpJob], Callable[[pb.GenerateResponse], Awaitable[None]]]
-
-
-class EventStream(Response):
-    """Serves jobs while it answers. An error before the first event has its own status; later it is an event."""
-
-    def __init__(self, call: HttpCall, jobs: Sequence[HttpJob], encoder: ResponseEncoder) -> None:
-        super().__init__(headers={**_EVENT_STREAM, "x-request-id": call.request_id})
-        del self.headers["content-length"]
-        self._call = call
-        self._jobs = jobs
-        self._encoder = encoder
-        self._started = False
-        self._writing = False  # while an event waits for a slow client
-        self._written = True  # since the last look
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_start = send
-        self._send = scope.get(RAW_SEND, send)
-        generation = asyncio.create_task(self._run(scope, receive, send))
-        try:
-            await unless_left(generation, receive, every_s=KEEP_ALIVE_S, act=self._keep_alive)
-        except ClientLeft:
-            log.debug("%s: the client left", self._call.request_id)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = self._call
-        try:
-            await call.generate(self._jobs, self._write_for)
-            await self._write(self._encoder.finish(), more=False)
-        except BatonError as error:
-            await self._fail(call.in_own_words(error), scope, receive, send)
-        except Exception as error:
-            log.exception("%s: a request failed", call.request_id)
-            internal = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-            await self._fail(internal, scope, receive, send)
-
-    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
-        log_answer(self._call.request_id, error)
-        if self._started:
-            await self._write(self._encoder.error(error), more=False)
-        else:
-            self._started = True
-            shape = self._call.context.error_shape(scope["path"])
-            await error_response(error, self._call.request_id, shape)(scope, receive, send)
-
-    def _write_for(self, job: HttpJob) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-        push, send = job.push, self._send
-
-        async def write(message: pb.GenerateResponse) -> None:
-            data = comment(message.notice) if message.notice else push(message)
-            if not data:
-                return
-            if not self._started:
-                await self._write(data)
-                return
-            self._writing = self._written = True  # as `_write`, once per token
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._writing = False
-
-        return write
-
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            await self._send_start({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        self._writing = self._written = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._writing = False
-
-    async def _keep_alive(self) -> None:
-        if not self._written and not self._writing:
-            await self._write(comment("keep-alive"))
-        self._written = False
-
-
 async def _counted(chunks: AsyncIterator[bytes], hold: Callable[[int], None]) -> AsyncIterator[bytes]:
     async for chunk in chunks:
         hold(len(chunk))
         yield chunk
-
-
-def comment(text: str) -> bytes:
-    """A line that clients of event streams skip."""
-    return f": {' '.join(text.split())}\n\n".encode()
-
-
-def log_answer(request_id: str, error: BatonError) -> None:
-    """`baton.gateway.serving.serving` has logged what failed there."""
-    log.debug("%s: %s", request_id, loggable(error))
-
-
-async def unless_left(
-    work: "asyncio.Task[None]",
-    receive: Receive,
-    *,
-    every_s: float | None = None,
-    act: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    """Waits for the task, whose request's body is read; cancels it when the client closes its connection.
-
-    Args:
-        every_s, act: what to do in these intervals meanwhile.
-
-    Raises:
-        ClientLeft: it did.
-    """
-    leaving = asyncio.create_task(_left(receive))
-    try:
-        while True:
-            done, _ = await asyncio.wait((work, leaving), timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
-            if work in done:
-                return await work
-            if leaving in done:
-                raise ClientLeft
-            if act is not None:
-                await act()
-    finally:
-        work.cancel()
-        leaving.cancel()
-        await asyncio.wait((work, leaving))
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _ignore(job: HttpJob) -> Callable[[pb.GenerateResponse], Awaitable[None]]:

@@ -3,7 +3,7 @@
 Unions are tagged by a function, so that an error names the one shape that was meant. Knows no endpoint.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +12,9 @@ from pydantic import Tag as PydanticTag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.gateway.core.json_reader import KeyTwice, NotJson, TooMuchJson, parse_json
+from baton.gateway.http.errors import HttpRefusal
+from baton.gateway.http.head import check_content
 
 _VALUE_CHARS_MAX = 100
 _FIELD_CHARS_MAX = 200
@@ -262,3 +265,53 @@ _WANTED = {
     "string_too_long": "at most {max_length} characters",
     "string_pattern_mismatch": "a string that matches {pattern}",
 }
+
+
+async def read_body(chunks: AsyncIterator[bytes], headers: Mapping[str, str], *, bytes_max: int) -> bytes:
+    """Reads the body, of declared or of unknown length.
+
+    Raises:
+        Refused: 413 as soon as it is too large; 415 for another media type, charset or coding.
+    """
+    check_content(headers)
+    declared = headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > bytes_max:
+        raise _too_large(bytes_max)
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that the body is.
+
+    Raises:
+        Refused: it is no JSON, or no object, or has too many values.
+        InvalidRequest: it names a key twice.
+    """
+    try:
+        value = parse_json(body)
+    except NotJson as error:
+        raise HttpRefusal(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+    except TooMuchJson as error:
+        message, allowed = f"the body has {error}", (error.allowed,)
+        raise HttpRefusal(413, "body_too_large", message, allowed=allowed, cure="send less") from None
+    except KeyTwice as error:
+        raise InvalidRequest(f"the body has the key {short(error.key)} twice", field=error.field) from None
+    if not isinstance(value, dict):
+        raise HttpRefusal(400, "invalid_json", "the body is not a JSON object")
+    return value
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """The body as a model; raises as `parse_object` and `checked`."""
+    return checked(model, parse_object(body))
+
+
+def _too_large(bytes_max: int) -> HttpRefusal:
+    headers = {"connection": "close"}  # the rest of the body is not read
+    cure = "send less, or raise BATON_HTTP_BODY_MIB"
+    return HttpRefusal(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)

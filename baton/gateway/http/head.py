@@ -12,7 +12,9 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Args:
+    """Checks a request's first line and headers.
+
+    Args:
         headers: with lower-case names.
 
     Raises:
@@ -37,7 +39,9 @@ def check_head(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes
 
 
 def check_content(headers: Mapping[str, str]) -> None:
-    """Args:
+    """Checks that the body is JSON, by its headers.
+
+    Args:
         headers: with lower-case names.
 
     Raises:

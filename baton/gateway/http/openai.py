@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
-from baton.gateway.http.call import HttpCall, HttpJob
+from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import (
     ChatChunks,
@@ -24,6 +24,7 @@ from baton.gateway.http.chunks import (
     usage_json,
 )
 from baton.gateway.http.counting import encode_chat
+from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from baton.gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from baton.gateway.text.chat.types import ChatRequest

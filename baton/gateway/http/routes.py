@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from baton.gateway.http import about, openai
+from baton.gateway.http import openai, server_info
 from baton.gateway.http.anthropic import routes as anthropic
 from baton.gateway.http.anthropic.errors import anthropic_error
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
@@ -40,15 +40,15 @@ ROUTES = (
     HttpRoute(
         "/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest
     ),
-    HttpRoute("/v1/models", about.models, "The served model, as a list"),
-    HttpRoute("/v1/models/{model:path}", about.model, "The served model"),
-    HttpRoute("/tokenize", about.tokenize, "Token ids of a text or a conversation", TokenizeBody),
-    HttpRoute("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
-    HttpRoute("/", about.root, "What answers here"),
-    HttpRoute("/health", about.health, "200 as long as the process lives"),
-    HttpRoute("/ready", about.ready, "200 if a new request can be served, else 503 with the reason"),
-    HttpRoute("/version", about.version, "Baton's version"),
-    HttpRoute("/metrics", about.metrics, "Metrics in Prometheus' text format"),
+    HttpRoute("/v1/models", server_info.models, "The served model, as a list"),
+    HttpRoute("/v1/models/{model:path}", server_info.model, "The served model"),
+    HttpRoute("/tokenize", server_info.tokenize, "Token ids of a text or a conversation", TokenizeBody),
+    HttpRoute("/detokenize", server_info.detokenize, "The text of token ids", DetokenizeBody),
+    HttpRoute("/", server_info.root, "What answers here"),
+    HttpRoute("/health", server_info.health, "200 as long as the process lives"),
+    HttpRoute("/ready", server_info.ready, "200 if a new request can be served, else 503 with the reason"),
+    HttpRoute("/version", server_info.version, "Baton's version"),
+    HttpRoute("/metrics", server_info.metrics, "Metrics in Prometheus' text format"),
     HttpRoute("/ui", files.page, "The cluster in a browser", listed=False),
     HttpRoute("/ui/state", state, "What /ui shows"),
     *(HttpRoute(f"/ui/{name}", files.file, "A file of /ui", listed=False) for name in sorted(files.FILES)),

@@ -17,7 +17,7 @@ from baton.gateway.http.routes import create_app
 from baton.gateway.http.view import View
 from baton.gateway.serving.serving import Serving
 from baton.rpc import sockets
-from baton.security.door import Authenticator
+from baton.security.authenticator import Authenticator
 from baton.security.http_tls import http_context
 from baton.security.pem import Pems
 from baton.security.watched import Watched

@@ -7,7 +7,7 @@ import orjson
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
-from baton.gateway.http.extras import fill, reasoning_variables
+from baton.gateway.http.common_fields import fill, reasoning_variables
 from baton.gateway.text.chat.json_request import chat_request as conversation
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb

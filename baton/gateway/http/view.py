@@ -49,7 +49,7 @@ class View:
         self._slo = settings.slo
         self._serving = serving
         self._fleet = fleet
-        self._latencies = Latencies(serving.board)
+        self._latencies = Latencies(serving.shared_counters)
         self._answers: dict[str | None, tuple[float, bytes]] = {}  # by client; None: whoever sees everything
 
     async def __aenter__(self) -> Self:
@@ -126,7 +126,7 @@ def may_see(caller: Caller) -> str:
 
 
 def _totals(serving: Serving) -> dict[str, int]:
-    total = serving.board.total
+    total = serving.shared_counters.total
     waiting = total(Count.WAITING)
     return {
         "running": total(Count.RUNNING) - waiting,
@@ -136,7 +136,7 @@ def _totals(serving: Serving) -> dict[str, int]:
         "refused": sum(total(count) for count in REFUSALS.values()),
         "remote": total(Count.REMOTE),
         "local": total(Count.LOCAL),
-        "workers": serving.board.rows,
+        "workers": serving.shared_counters.rows,
     }
 
 
@@ -208,8 +208,10 @@ def _step_s(node: FleetNode) -> float | None:
 
 
 def _link(prefill: int, decode: int | None, peer: node_status_pb2.PeerState) -> dict[str, Any]:
-    """Args:
-    prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
+    """One pair of nodes, as /ui draws it.
+
+    Args:
+        prefill, decode: the nodes' places in the list; None: the gateway does not know the decode node.
     """
     mismatches = [f"{item.field}: {item.ours} and {item.theirs}; {item.cure}" for item in peer.mismatches]
     return {

@@ -43,20 +43,20 @@ class Point(NamedTuple):
 
 
 class Latencies:
-    """Reads a board every `STEP_S`: call `read`."""
+    """Reads the shared counters every `STEP_S`: call `read`."""
 
-    def __init__(self, board: SharedCounters) -> None:
-        self._board = board
-        metrics = [board.layout.metric(name) for name in _NAMES]
+    def __init__(self, counters: SharedCounters) -> None:
+        self._counters = counters
+        metrics = [counters.layout.metric(name) for name in _NAMES]
         self._bounds = [metric.bounds for metric in metrics]
-        self._firsts = [board.layout.first(name, ()) for name in _NAMES]
-        self._tokens = board.layout.first(_TOKENS, ())
+        self._firsts = [counters.layout.first(name, ()) for name in _NAMES]
+        self._tokens = counters.layout.first(_TOKENS, ())
         self._readings: deque[LatencyReading] = deque(maxlen=WINDOW_STEPS + 1)
         self.points: deque[Point] = deque(maxlen=POINTS)
 
     def read(self) -> None:
         """Adds the point of now."""
-        totals = self._board.totals()
+        totals = self._counters.totals()
         cells = tuple(
             tuple(totals[first : first + len(bounds) + 1])
             for first, bounds in zip(self._firsts, self._bounds, strict=True)

@@ -1,4 +1,4 @@
-"""The gateway's page of metrics: its board's cells, and the figures that are read where they are kept."""
+"""The gateway's page of metrics: its counters' cells, and the figures that are read where they are kept."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,25 +21,25 @@ class GatewayMetrics:
         ready: whether new requests can be served.
     """
 
-    def __init__(self, board: SharedCounters, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
-        self._board = board
+    def __init__(self, counters: SharedCounters, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
+        self._counters = counters
         self._fleet = fleet
         self._ready = ready
         # Figures of one of several processes would jump with every scrape.
-        self._exposition = Exposition(ProcessRole.GATEWAY, board.layout, model_name, process=board.rows == 1)
+        self._exposition = Exposition(ProcessRole.GATEWAY, counters.layout, model_name, process=counters.rows == 1)
 
     async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._board.totals(), list(self.figures()), names))
+        return await join(self._exposition.pages(self._counters.totals(), list(self.figures()), names))
 
     def figures(self) -> Iterator[Figure]:
-        """The figures of this moment that are in no cell of the board."""
-        total = self._board.total
+        """The figures of this moment that are in no cell of the counters."""
+        total = self._counters.total
         waiting = total(Count.WAITING)
         yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)
         yield Figure("baton_num_requests_waiting", waiting)
         yield Figure("baton_ready", int(self._ready()))
-        yield Figure("baton_workers", self._board.rows)
+        yield Figure("baton_workers", self._counters.rows)
         for reason, count in REFUSALS.items():
             yield Figure("baton_requests_refused_total", total(count), (reason,))
         for role, nodes in (("prefill", self._fleet.prefills), ("decode", self._fleet.decodes)):

@@ -51,7 +51,7 @@ class FinishedRequest:
 
 
 class Recent:
-    """The last requests, of which the oldest ones are forgotten.
+    """The last requests; the oldest ones are forgotten.
 
     Args:
         process: number of this process among those of the gateway.

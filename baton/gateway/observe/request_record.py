@@ -37,14 +37,14 @@ class RequestRecords:
 
     def __init__(
         self,
-        board: SharedCounters,
+        counters: SharedCounters,
         meter: RequestMeter,
         *,
         access_log: bool,
         recent: Recent | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self.board = board
+        self.shared_counters = counters
         self.meter = meter
         self.access_log = access_log
         self.recent = recent or Recent()
@@ -142,9 +142,9 @@ class RequestRecord:
         if self.trace is not None:
             self.trace.end(Ending(outcome, error, self.client), self.started_at_s + seconds)
         if outcome is Outcome.FINISHED:
-            records.board.add(Count.FINISHED, self.outputs)
+            records.shared_counters.add(Count.FINISHED, self.outputs)
         elif outcome in FAILURES:
-            records.board.add(Count.FAILED, self.outputs)
+            records.shared_counters.add(Count.FAILED, self.outputs)
         if error is not None:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
             fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds, **self._trace_id()}

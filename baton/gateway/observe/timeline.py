@@ -1,6 +1,6 @@
 """When what happened to an output, all by the gateway's clock: what the bars of a waterfall are drawn from. Pure.
 
-Read from the journal of which traces are made too, when somebody looks.
+Read from the journal, as traces are, when somebody looks.
 """
 
 from collections.abc import Sequence

@@ -67,9 +67,11 @@ class Picked:
 
 @dataclass(eq=False)
 class _Gateway:
-    """Attributes:
-    doubted_s: when a request did not reach it; only a later report makes it ready again.
-    sent: time and weight of requests that its report does not count.
+    """What the picker knows of one gateway.
+
+    Attributes:
+        doubted_s: when a request did not reach it; only a later report makes it ready again.
+        sent: time and weight of requests that its report does not count.
     """
 
     address: str

@@ -37,8 +37,10 @@ class Picks(Protocol):
     """Where gateways are picked."""
 
     def pick(self, wanted: PickRequest) -> Picked:
-        """Raises:
-        BatonError: no gateway gets the request.
+        """Picks the gateway for a prompt.
+
+        Raises:
+            BatonError: no gateway gets the request.
         """
         ...
 
@@ -48,8 +50,10 @@ class Picks(Protocol):
 
 
 class Exchange:
-    """Attributes:
-    ended: the last answer ended the request.
+    """One request of the proxy: its messages in, our answers out.
+
+    Attributes:
+        ended: the last answer ended the request.
     """
 
     def __init__(self, picks: Picks, sheddable: frozenset[str]) -> None:

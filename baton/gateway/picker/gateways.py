@@ -33,8 +33,10 @@ class Gateways:
     """
 
     def __init__(self, settings: PickerSettings, choice: GatewayChoice) -> None:
-        """Raises:
-        ConfigError: no gateways are named, or in no form that is known.
+        """Reads which gateways there are from the settings.
+
+        Raises:
+            ConfigError: no gateways are named, or in no form that is known.
         """
         self._settings = settings
         self._choice = choice

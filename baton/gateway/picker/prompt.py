@@ -27,9 +27,11 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 @dataclass(frozen=True)
 class PickedPrompt:
-    """Attributes:
-    key: of the conversation; None: it shows none.
-    tokens: of prompt and output, roughly.
+    """What the choice of a gateway needs of a prompt.
+
+    Attributes:
+        key: of the conversation; None: it shows none.
+        tokens: of prompt and output, roughly.
     """
 
     key: bytes | None

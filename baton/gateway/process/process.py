@@ -17,13 +17,13 @@ from baton.gateway.observe.tracing.start import tracing
 from baton.gateway.request.balance import BalanceRules
 from baton.gateway.request.balance_loop import keep_balance
 from baton.gateway.request.connections import Connections
-from baton.gateway.serving.serving import Alone, Colleagues, Serving
+from baton.gateway.serving.serving import OtherWorkers, Serving, SingleWorker
 from baton.gateway.text.model import ServedModel
 from baton.metrics.port import MetricsPort
 from baton.rpc import sockets
 from baton.rpc.secure_server import protect_door, watch_client_pems
 from baton.rpc.server import GrpcServer, ListenAddress, stop_on_signals
-from baton.security.door import Authenticator
+from baton.security.authenticator import Authenticator
 from baton.security.exposure import check_exposed
 from baton.security.pem import Files, Pems
 from baton.security.watched import Watched
@@ -100,8 +100,10 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSocke
 
 
 def check_doors(settings: GatewaySettings) -> None:
-    """Raises:
-    ConfigError: other machines would reach a door without TLS.
+    """Checks that no door without TLS is open to other machines.
+
+    Raises:
+        ConfigError: other machines would reach a door without TLS.
     """
     doors = {"listen": settings.listen}
     if settings.http_listen != "off":
@@ -126,14 +128,14 @@ async def run(
     bound: BoundSockets | None,
     on_ready: OnReady,
     *,
-    colleagues: Colleagues | None = None,
+    other_workers: OtherWorkers | None = None,
 ) -> None:
     """Serves until SIGTERM, and then until requests have ended.
 
     Args:
         bound: the ports; None: those of a worker, bound once it can serve.
         on_ready: called once, when nodes can serve.
-        colleagues: the other workers.
+        other_workers: the other workers.
 
     Raises:
         ConfigError: an address of a node is malformed, or a chat template is no such or takes too much.
@@ -155,11 +157,11 @@ async def run(
         await _until_stopped(stop, checking)
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
-        colleagues = colleagues or Alone()
-        count_dropped_lines(colleagues.board.tally.counter("baton_log_lines_dropped_total").add)
-        traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
+        other_workers = other_workers or SingleWorker()
+        count_dropped_lines(other_workers.shared_counters.tally.counter("baton_log_lines_dropped_total").add)
+        traces = tracing(settings, other_workers.shared_counters.tally, instance=name, model_name=model.name)
         tracer = await stack.enter_async_context(traces)
-        serving = Serving(settings, model, connections, colleagues, tracer)
+        serving = Serving(settings, model, connections, other_workers, tracer)
         view = await stack.enter_async_context(View(settings, serving, connections.fleet, name))
         show_name(name)
         http = None

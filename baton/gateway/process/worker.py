@@ -39,7 +39,7 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
     Args:
         line_fd: of the socket to the parent, which first sends the settings.
         board_fd: of the memory that all workers share.
-        row: the own one on the board.
+        row: the own one of the shared counters.
     """
     # A parent that ended before this line has closed the socket, which `follow` notices.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,7 +59,7 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
         log.info("interrupted")
 
 
-async def _run(settings: GatewaySettings, end: socket.socket, board: SharedCounters) -> None:
+async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCounters) -> None:
     model = read_served_model(
         settings.model,
         settings.model_name,
@@ -67,17 +67,17 @@ async def _run(settings: GatewaySettings, end: socket.socket, board: SharedCount
         max_context_tokens=settings.max_context_tokens,
         special_in_texts=settings.user_special_tokens == "allow",
     )
-    colleagues = _Colleagues(end, board)
-    following = asyncio.create_task(colleagues.follow(), name="colleagues")
-    await process.run(settings, model, None, colleagues.ready, colleagues=colleagues)
+    other_workers = _OtherWorkers(end, counters)
+    following = asyncio.create_task(other_workers.follow(), name="other_workers")
+    await process.run(settings, model, None, other_workers.ready, other_workers=other_workers)
     following.cancel()
 
 
-class _Colleagues:
+class _OtherWorkers:
     """The other workers, through the parent."""
 
-    def __init__(self, end: socket.socket, board: SharedCounters) -> None:
-        self.board = board
+    def __init__(self, end: socket.socket, counters: SharedCounters) -> None:
+        self.shared_counters = counters
         self._line = WorkerChannel(end, self._answer)
         self._serving: Serving | None = None
         self._tasks: set[asyncio.Task[object]] = set()

@@ -1,6 +1,6 @@
 """`gateway --workers N`: a parent that reserves the ports, starts N processes on them, and replaces those that crash.
 
-The parent serves no requests. Its workers share a board of counters, and reach one another through it.
+The parent serves no requests. Its workers share rows of counters, and reach one another through it.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class _Workers:
         self.addresses: Message = {}  # as a worker knows them
         self.all_ready = asyncio.Event()
         self._settings = settings
-        self._board, self._board_fd = SharedCounters.create(settings.workers)
+        self._counters, self._counters_fd = SharedCounters.create(settings.workers)
         self._lines: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()
@@ -114,7 +114,7 @@ class _Workers:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            os.close(self._board_fd)
+            os.close(self._counters_fd)
 
     def stop(self) -> None:
         """Lets all workers drain."""
@@ -133,7 +133,7 @@ class _Workers:
                 code = -1
             was_ready = row in self._ready
             self._ready.discard(row)
-            self._board.bury(row)
+            self._counters.retire_row(row)
             if self._stopped.is_set():
                 return
             if code == _CONFIG_ERROR and not self.all_ready.is_set():
@@ -150,8 +150,9 @@ class _Workers:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "baton.gateway.process.worker"),
-                *map(str, (theirs.fileno(), self._board_fd, row)),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._board_fd), env=child_environment(),
+                *map(str, (theirs.fileno(), self._counters_fd, row)),
+                stdin=asyncio.subprocess.DEVNULL, env=child_environment(),
+                pass_fds=(theirs.fileno(), self._counters_fd),
                 start_new_session=True,  # Ctrl-C reaches the parent, which lets the workers drain
             )  # fmt: skip
         self._processes[row] = process

@@ -1,5 +1,7 @@
 """Which node decodes one request: the choice of the first, and of the next whenever one refuses it or is lost. Pure."""
 
+from zlib import crc32
+
 from baton.core.errors import (
     BatonError,
     DataLoss,
@@ -14,13 +16,38 @@ from baton.core.errors import (
     UnknownModel,
 )
 from baton.gateway.request.attempt import Attempt
-from baton.gateway.request.back_off import BackOff
 from baton.gateway.request.commands import LeaveDecode, Respond, SubmitToDecode
 from baton.gateway.request.hand_over import HandOver
 from baton.gateway.request.node_choice import prefill_failure
 from baton.gateway.request.receipt import DECODE
 from baton.gateway.request.state import GatewayRequestState
 from baton.protos.v1 import generation_pb2 as pb
+
+_FIRST_S, _MOST_S = 0.1, 2.0
+
+
+class BackOff:
+    """The pauses between the attempts of one request: each about twice as long as the one before, up to a bound.
+
+    They are jittered by the request's id, so that requests that failed together do not come back together.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._pauses = 0
+        self._most_s = _FIRST_S
+
+    def next_s(self) -> float:
+        """The next pause: between half of its bound and all of it."""
+        self._pauses += 1
+        jitter = crc32(f"{self._request_id}/{self._pauses}".encode(errors="replace")) / (1 << 32)
+        pause_s = self._most_s * (1 + jitter) / 2
+        self._most_s = min(2 * self._most_s, _MOST_S)
+        return pause_s
+
+    def reset(self) -> None:
+        """The request has gone on: the next pause is a first one again."""
+        self._most_s = _FIRST_S
 
 
 class Attempts:

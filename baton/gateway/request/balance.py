@@ -1,4 +1,4 @@
-"""Whether a node should switch to the role of which the cluster has too little. Pure: loads in, a move out.
+"""Whether a node should switch to a role that the cluster lacks. Pure: loads in, a move out.
 
 Several gateways may decide at once: from about the same loads they choose the same node, and a node that has just
 switched refuses the next switch.

@@ -15,8 +15,9 @@ from baton.core.types import LocalPolicy
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.fleet.discovery.directory import Directory
 from baton.gateway.fleet.discovery.sources import parse_places
-from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import Role
+from baton.gateway.fleet.node_table import ChangeRole, DropSession, FleetCommand, LogLine
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.gateway.text.model import ServedModel

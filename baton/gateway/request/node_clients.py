@@ -294,9 +294,11 @@ class NodeClient:
         return "it ended the stream"
 
     async def _first_status(self, call: _Watch) -> object:
-        """Raises:
-        grpc.aio.AioRpcError: the node cannot be reached.
-        TimeoutError: no status came. The text says why; "": the connection is there, so the node may be busy.
+        """Waits for a node's first status.
+
+        Raises:
+            grpc.aio.AioRpcError: the node cannot be reached.
+            TimeoutError: no status came. The text says why; "": the connection is there, so the node may be busy.
         """
         reporting = asyncio.create_task(self._report_silence())
         try:

@@ -7,8 +7,9 @@ traffic. Asking twice does no harm, so any number of gateways may do so.
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
-from baton.gateway.fleet.fleet import Fleet, LogLine
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import SETTLED, FleetNode, settled
+from baton.gateway.fleet.node_table import LogLine
 from baton.protos.v1 import node_status_pb2
 
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0

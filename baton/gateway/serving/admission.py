@@ -1,237 +1,39 @@
 """Which requests run now, wait, or are refused, so that overload costs no goodput. Pure: no clock, task or socket.
 
-Requests wait here rather than on the nodes: nodes get what they work on (`baton.gateway.serving.node_capacity`), so
-whatever is refused or given up has cost them nothing. Who is next is a matter of fair shares
-(`baton.gateway.serving.fair_share`).
-
-A request is refused as soon as it arrives if its predicted wait is too long, and with a hint when to come again:
-
-    wait = cost of what goes before it / cost that was started per second, while requests waited
-    service = time to the first token + tokens * time per token, as measured, at the nodes' present load
-
-With a deadline, wait and service must end in time, and the wait may take only a part of what the service leaves: a
-queue is there for bursts, and one that stands makes everybody late. Without a deadline the wait is bounded by
-`queue_s`, and by less once a queue stands: when the shortest wait of an interval was over a target (as CoDel, RFC
-8289). Because the largest client's next request has the longest predicted wait, its newest requests are those refused.
+Requests wait here rather than on the nodes, so whatever is refused or given up has cost them nothing. The law that this
+file applies, with its formula and its constants, is on one page: docs/admission.md.
 """
 
 from collections import Counter
-from dataclasses import dataclass
-from enum import Enum
-from math import exp, inf
+from math import inf
+from typing import NamedTuple
 
 from baton.core.errors import Overloaded
+from baton.gateway.core.shared_counters import Count
+from baton.gateway.serving.admission_pace import (
+    AdmissionPace,
+    AdmissionRequest,
+    StandingQueue,
+    StartRate,
+    StreamBound,
+)
 from baton.gateway.serving.fair_share import FairShare, Waiting
-from baton.gateway.serving.node_capacity import Room
-from baton.gateway.serving.stream_limit import StreamBound, StreamProgress
+from baton.gateway.serving.node_capacity import LIGHT_SHARE, REPORT_S, ClusterCapacity
 
-# A decoded token costs a node about as much as so many tokens of a prompt.
-_PROMPT_TOKENS_PER_OUTPUT = 8
-# Part of the time that the service leaves until the deadline, which a request may wait.
-_WAIT_SHARE = 0.08
-# Part of the time until the deadline that the predicted service may take when a request starts on busy nodes.
-_SERVICE_SHARE = 0.7
-# A queue stands if the shortest wait of an interval is over the target; both are parts of `queue_s`.
-_TARGET_SHARE, _INTERVAL_SHARE = 0.5, 0.5
-# Measured times lose half of their weight, and the prediction half of its size, in so long without a measurement.
-_FRESH_S = 3.0
-_RATE_S = 3.0
-_RATE_LEAST_S = 0.3
-_WEIGHT = 0.1
-_LIVE_WEIGHT = 0.4  # of what running streams show, several times a second
-_LIVE_TOKENS = 8  # that are worth a measurement
-_OUTPUT_TOKENS = 200.0  # of a request, before any has ended
-_OUTPUT_SHARE = 0.8  # of the requests have no more tokens than expected
-_CLIENT_S = 60.0  # a client counts as present for so long after its last request
-_CLIENTS_EVERY_S = 0.25
-# A client is light if it has at most this share of what the largest client has here.
-_LIGHT_SHARE = 0.1
-_BURST = 1.5  # so many times what the largest client had at the last look
-_HINT_LEAST_S, _HINT_MOST_S = 0.1, 60.0
+_WAIT_SHARE = 0.08  # of the time that the service leaves until the deadline, which a request may wait
+_SERVICE_SHARE = 0.7  # of the time until the deadline, which the predicted service may take on busy nodes
+_STANDING_SHARE = 0.5  # of `queue_s`: the shortest wait in so long, above which a queue stands, and its limit then
+_MEASURE_S = 0.25  # between two measurements of the streams
+_LEAST_TOKENS = 8  # that are worth a measurement
+_RETURN_S = 60.0  # the longest hint when to come again; so long after its last request a client counts as present
 
 
-class Reason(Enum):
-    """Why a request does not run."""
-
-    FULL = "too many requests are here"
-    QUEUE = "it would wait too long"
-    DEADLINE = "it would not be finished in time"
-    SHED = "it has waited, and can no longer be in time"
-
-
-@dataclass(frozen=True)
-class AdmissionRequest:
-    """What a request wants.
-
-    Args:
-        output_tokens: the most that each output may have.
-        certain_tokens: that each output will have, unless a stop string ends it.
-        outputs: how many are drawn.
-        deadline_s: when its client gives up; None: later than any queue is long.
-        first_due_s: refuse it if its first token comes later.
-    """
-
-    key: int
-    client: str
-    prompt_tokens: int
-    output_tokens: int
-    certain_tokens: int
-    arrived_s: float
-    outputs: int = 1
-    priority: int = 0
-    deadline_s: float | None = None
-    first_due_s: float | None = None
-
-
-@dataclass(frozen=True)
-class AdmissionRefusal:
+class AdmissionRefusal(NamedTuple):
     """A request that was waiting, and will not run."""
 
     key: int
-    reason: Reason
+    reason: Count
     error: Overloaded
-
-
-class Estimate:
-    """A measured time: a mean of the last ones, which fades while nothing is measured, so that no old measurement keeps
-    requests out for ever."""
-
-    def __init__(self, weight: float = _WEIGHT) -> None:
-        self._weight = weight
-        self._value = 0.0
-        self._at_s = -inf
-
-    def observe(self, value: float, now_s: float) -> None:
-        fresh = now_s - self._at_s <= _FRESH_S
-        self._value += (value - self._value) * (self._weight if fresh else 0.5 if self._value else 1.0)
-        self._at_s = now_s
-
-    def at(self, now_s: float) -> float:
-        """0 where nothing was measured."""
-        stale_s = now_s - self._at_s - _FRESH_S
-        return self._value if stale_s <= 0 else self._value * 0.5 ** min(60.0, stale_s / _FRESH_S)
-
-
-class AdmissionPace:
-    """How long requests take on the nodes, as measured here."""
-
-    def __init__(self) -> None:
-        self._first_s = Estimate()
-        self._token_s = Estimate()
-        self._ratio = Estimate()  # of measured and predicted times per token
-        self._live_ratio = Estimate(_LIVE_WEIGHT)  # the same, of streams that still run
-        self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
-
-    def expected_tokens(self, asked: AdmissionRequest) -> int:
-        expected = self._output_tokens.get(asked.output_tokens.bit_length(), _OUTPUT_TOKENS)
-        return max(asked.certain_tokens, min(asked.output_tokens, round(expected)))
-
-    def cost(self, asked: AdmissionRequest) -> float:
-        return _cost(asked, asked.outputs * self.expected_tokens(asked))
-
-    def first_s(self, now_s: float) -> float:
-        return self._first_s.at(now_s)
-
-    def service_s(self, asked: AdmissionRequest, room: Room, now_s: float) -> float:
-        """Predicted time of a request that starts now."""
-        first_s, token_s = self.times_s(room, now_s)
-        return first_s + asked.prompt_tokens * room.prompt_token_s + self.expected_tokens(asked) * token_s
-
-    def times_s(self, room: Room, now_s: float) -> tuple[float, float]:
-        """Predicted times of a request that starts now: to the first token, less what its own prompt takes, and of each
-        further token."""
-        token_s = self._token_s.at(now_s)
-        if room.step_s is not None:
-            token_s = room.step_s * max(1.0, self._ratio.at(now_s), self._live_ratio.at(now_s))
-        return max(self.first_s(now_s), room.prefill_wait_s), token_s
-
-    def first_token(self, seconds: float, prompt_tokens: int, room: Room, now_s: float) -> None:
-        """A request has got its first token so long after its start, or has waited so long in vain."""
-        self._first_s.observe(max(0.0, seconds - prompt_tokens * room.prompt_token_s), now_s)
-
-    def progressed(self, progress: StreamProgress, room: Room, now_s: float) -> None:
-        """Running streams show a change of the nodes' speed seconds before they end."""
-        if progress.tokens >= _LIVE_TOKENS and room.step_s:
-            self._live_ratio.observe(progress.seconds / progress.tokens / room.step_s, now_s)
-
-    def ended(self, tokens: int, most: int, seconds: float, step_s: float | None, now_s: float, *, whole: bool) -> None:
-        """An output has ended: `tokens` tokens of at most `most`, the last one so many seconds after the first one.
-
-        Args:
-            step_s: `Room.step_s` while it ran.
-            whole: it is complete.
-        """
-        if tokens > 1:
-            token_s = seconds / (tokens - 1)
-            self._token_s.observe(token_s, now_s)
-            if step_s:
-                self._ratio.observe(token_s / step_s, now_s)
-        size = most.bit_length()
-        expected = self._output_tokens.get(size, min(_OUTPUT_TOKENS, most))
-        if whole or tokens > expected:
-            move = max(1.0, 0.1 * expected)
-            expected += move * (_OUTPUT_SHARE if tokens > expected else _OUTPUT_SHARE - 1.0)
-            self._output_tokens[size] = max(1.0, expected)
-
-
-def _cost(asked: AdmissionRequest, tokens: int) -> float:
-    return tokens + asked.outputs * asked.prompt_tokens / _PROMPT_TOKENS_PER_OUTPUT
-
-
-class StartRate:
-    """Cost that is started per second, while requests wait."""
-
-    def __init__(self) -> None:
-        self._cost = self._busy_s = 0.0
-        self._at_s: float | None = None  # None: nobody waits
-
-    def waits(self, now_s: float) -> None:
-        if self._at_s is None:
-            self._at_s = now_s
-
-    def rests(self, now_s: float) -> None:
-        self._pass(now_s)
-        self._at_s = None
-
-    def started(self, cost: float, now_s: float) -> None:
-        self._pass(now_s)
-        self._cost += cost
-
-    def at(self, now_s: float) -> float | None:
-        """None: not known, because too little time has passed or nothing was started."""
-        self._pass(now_s)
-        return self._cost / self._busy_s if self._cost and self._busy_s >= _RATE_LEAST_S else None
-
-    def _pass(self, now_s: float) -> None:
-        if self._at_s is not None:
-            passed_s = max(0.0, now_s - self._at_s)
-            kept = exp(-passed_s / _RATE_S)
-            self._cost, self._busy_s, self._at_s = self._cost * kept, self._busy_s * kept + passed_s, now_s
-
-
-class StandingQueue:
-    """Whether a queue stands: the shortest wait of an interval was over the target, and since then none was under half
-    of it."""
-
-    def __init__(self, target_s: float, interval_s: float) -> None:
-        self.stands = False
-        self._target_s = target_s
-        self._interval_s = interval_s
-        self._shortest_s = inf
-        self._ends_s: float | None = None  # None: no interval has begun
-
-    def waited(self, seconds: float, now_s: float) -> None:
-        self.look(now_s)
-        self._shortest_s = min(self._shortest_s, seconds)
-
-    def look(self, now_s: float, *, waiting: bool = True) -> None:
-        if not waiting:
-            self.stands, self._shortest_s, self._ends_s = False, 0.0, None
-        if self._ends_s is None:
-            self._ends_s = now_s + self._interval_s
-        if now_s >= self._ends_s:
-            self.stands = waiting and self._shortest_s > self._target_s * (0.5 if self.stands else 1.0)
-            self._shortest_s, self._ends_s = inf, now_s + self._interval_s
 
 
 class Admission:
@@ -244,20 +46,19 @@ class Admission:
 
     def __init__(self, *, most: int, queue_s: float) -> None:
         self.pace = AdmissionPace()
-        self.streams = StreamBound()
-        self.counts: Counter[Reason] = Counter()
-        self._most = most
-        self._queue_s = queue_s
+        self.counts: Counter[Count] = Counter()
+        self._streams = StreamBound()
+        self._most, self._queue_s = most, queue_s
         self._queue = FairShare()
         self._waiting: dict[int, AdmissionRequest] = {}
         self._charged: dict[int, float] = {}  # of requests that run after waiting
         self._here: Counter[str] = Counter()  # outputs by client
         self._seen: dict[str, float] = {}  # when each client last asked
-        self._looked_s = -inf
         self._largest = 0  # outputs of the client that has most of them here
         self._spares = False  # streams are kept fast for light clients
         self._rate = StartRate()
-        self._standing = StandingQueue(_TARGET_SHARE * queue_s, _INTERVAL_SHARE * queue_s)
+        self._standing = StandingQueue(_STANDING_SHARE * queue_s, _STANDING_SHARE * queue_s)
+        self._measured_s, self._seconds, self._tokens = 0.0, 0.0, 0
 
     @property
     def num_waiting(self) -> int:
@@ -265,24 +66,24 @@ class Admission:
 
     def is_light(self, client: str) -> bool:
         """Whether the client has far fewer requests here than the largest one."""
-        return self._here[client] <= _LIGHT_SHARE * self._largest
+        return self._here[client] <= LIGHT_SHARE * self._largest
 
-    def _look_at_clients(self, now_s: float) -> None:
-        if now_s < self._looked_s + _CLIENTS_EVERY_S:
+    def measures(self, now_s: float) -> bool:
+        """Whether it is time to call `progressed` for all streams."""
+        return now_s >= self._measured_s + _MEASURE_S
+
+    def progressed(self, seconds: float, tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
+        """The streams here got so many tokens in so many seconds, all together, since the last call."""
+        self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
+        if not self.measures(now_s):
             return
-        self._looked_s = now_s
-        self._seen = {name: at_s for name, at_s in self._seen.items() if now_s - at_s <= _CLIENT_S}
-        self._largest = max(self._here.values(), default=0)
-        light = self._largest >= 1 / _LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
-        self._spares = light
-
-    def progressed(self, progress: StreamProgress, room: Room, now_s: float) -> None:
-        """The streams here have got so many tokens since the last call; call it several times a second."""
-        self._look_at_clients(now_s)
-        self.pace.progressed(progress, room, now_s)
-        self.streams.measured(progress, room, now_s, spares=self._spares)
-
-    # ---- requests come and go
+        self._seen = {name: at_s for name, at_s in self._seen.items() if now_s - at_s <= _RETURN_S}
+        self._look_at_clients()
+        self._measured_s = now_s
+        if self._tokens >= _LEAST_TOKENS and self._seconds > 0:
+            token_s, self._seconds, self._tokens = self._seconds / self._tokens, 0.0, 0
+            self.pace.progressed(token_s, capacity, now_s)
+            self._streams.measured(token_s, capacity, spares=self._spares)
 
     def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[AdmissionRefusal]:
         """A client brings a request of so many outputs; `leave` must follow. Returns the requests that make way.
@@ -294,20 +95,19 @@ class Admission:
             Overloaded: there are too many, and others' are no more than this client's.
         """
         self._seen[client] = now_s
-        over = here + outputs - self._most
-        evicted: list[AdmissionRefusal] = []
+        over, evicted = here + outputs - self._most, list[AdmissionRefusal]()
         if over > 0 and not self._may_exceed(client, outputs, here):
-            last = self._queue.newest_of_largest()
-            if last is None or not self._gives_way(last.client, to=client, outputs=outputs, over=over):
-                self.counts[Reason.FULL] += 1
-                raise self._full(here)
-            while over > 0:
-                last = self._queue.newest_of(last.client)
-                over -= self._waiting[last.key].outputs
-                evicted.append(self._refuse_waiting(last.key, Reason.FULL, self._full(here)))
+            cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
+            why = f"{here} requests are running already, of at most {self._most}"
+            full = Overloaded(why, cure=cure, retry_after_s=1.0)
+            for last in self._making_way(client, outputs, over):
+                evicted.append(self._refuse_waiting(last, Count.REFUSED_FULL, full, now_s))
+            if not evicted:
+                self.counts[Count.REFUSED_FULL] += 1
+                raise full
         self._here[client] += outputs
-        if not self._spares and self._here[client] >= max(1 / _LIGHT_SHARE, _BURST * self._largest):
-            self._looked_s = -inf  # a burst would start before the next look
+        if not self._spares and (self._here[client] > self._largest or self.is_light(client)):
+            self._look_at_clients()  # a burst would start before the next measurement
         return evicted
 
     def leave(self, client: str, outputs: int) -> None:
@@ -316,83 +116,72 @@ class Admission:
         if self._here[client] <= 0:
             del self._here[client]
 
-    def check_early(self, asked: AdmissionRequest, room: Room, now_s: float) -> None:
-        """Before anything is done for a request: `asked` says the least that it can want.
+    def check_early(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> None:
+        """Before anything is done for a request: `asked` has the least that it can want.
 
         Raises:
             Overloaded: whatever it turns out to be, `offer` would refuse it.
         """
-        if asked.deadline_s is not None and asked.deadline_s <= now_s:
-            return
         self._seen[asked.client] = now_s
-        if self._may_start(asked, room, now_s) and (not self._waiting or self._overtakes(asked)):
-            return
-        self._check(asked, room, now_s)
+        if not self._starts(asked, capacity, now_s):
+            self._check(asked, capacity, now_s)
 
-    def offer(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
+    def offer(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
         """True: it starts now. False: it waits, until `take` names it or `withdraw` removes it.
 
         Raises:
             Overloaded: it would wait too long, or not be finished in time.
         """
-        if asked.deadline_s is not None and asked.deadline_s <= now_s:
-            return True  # to its own error
-        cost = self.pace.cost(asked)
-        if not self._waiting and self._may_start(asked, room, now_s):
-            self._standing.look(now_s, waiting=False)
+        cost = asked.cost(asked.outputs * self.pace.expected_tokens(asked))
+        if self._starts(asked, capacity, now_s):
+            if self._waiting:
+                self._queue.charge(asked.client, cost)
+                self._charged[asked.key] = cost
+            else:
+                self._standing.look(now_s, waited_s=0.0)
             return True
-        if self._overtakes(asked) and self._may_start(asked, room, now_s):
-            self._queue.charge(asked.client, cost)
-            self._charged[asked.key] = cost
-            return True
-        self._check(asked, room, now_s)
+        self._check(asked, capacity, now_s)
         self._queue.push(Waiting(asked.key, asked.client, cost, asked.priority))
         self._waiting[asked.key] = asked
         self._rate.waits(now_s)
         return False
 
     def withdraw(self, key: int, now_s: float) -> None:
-        """A waiting request's client has left. No effect on others."""
-        self._forget(key, now_s)
+        """The request waits no longer, if it did. No effect on others."""
+        self._queue.remove(key)
+        if self._waiting.pop(key, None) is not None and not self._waiting:
+            self._rate.waits(now_s, waits=False)
 
-    def take(self, room: Room, now_s: float) -> int | None:
-        """The waiting request that starts now, if any. Call it again with the room that this one leaves."""
+    def take(self, capacity: ClusterCapacity, now_s: float) -> int | None:
+        """The waiting request that starts now, if any. Call it again with the capacity that this one leaves."""
         first = self._queue.first
         if first is None:
             return None
-        if not self._may_start(self._waiting[first.key], room, now_s):
-            # Streams are few so that light clients' are fast, which is no reason to let these wait.
-            heads = self._queue.heads() if self._spares else []
-            light = [head for head in heads if head is not first and self.is_light(head.client)]
-            able = [head for head in light if self._may_start(self._waiting[head.key], room, now_s)]
-            if not able:
-                return None
-            first = able[0]
-        asked = self._waiting[first.key]
-        self._queue.serve(first.key)
-        self._charged[first.key] = first.cost
-        self._rate.started(first.cost, now_s)
-        self._standing.waited(now_s - asked.arrived_s, now_s)
-        self._forget(first.key, now_s)
-        return first.key
+        # Streams are few so that light clients' are fast, which is no reason to let these wait.
+        heads = self._queue.heads()[1:] if self._spares else []
+        turns = [first, *(head for head in heads if self.is_light(head.client))]
+        taken = next((each for each in turns if self._may_start(self._waiting[each.key], capacity, now_s)), None)
+        if taken is None:
+            return None
+        self._charged[taken.key] = taken.cost
+        self._rate.started(taken.cost, now_s)
+        self._standing.look(now_s, waited_s=now_s - self._waiting[taken.key].arrived_s)
+        self._queue.serve(taken.key)
+        self.withdraw(taken.key, now_s)
+        return taken.key
 
-    def shed(self, room: Room, now_s: float) -> list[AdmissionRefusal]:
+    def shed(self, capacity: ClusterCapacity, now_s: float) -> list[AdmissionRefusal]:
         """Removes the waiting requests that have waited too long, or can no longer be finished in time."""
         refused = []
-        first_s, token_s = self.pace.times_s(room, now_s)
         for key, asked in list(self._waiting.items()):
-            late = self._late(asked, room, now_s) > 0
-            if asked.deadline_s is not None and not late:
-                service_s = first_s + asked.prompt_tokens * room.prompt_token_s
-                service_s += token_s * self.pace.expected_tokens(asked)
-                late = now_s + service_s > asked.deadline_s
-            if late or self._stands_in_the_way(asked, room, now_s):
-                refused.append(self._refuse_waiting(key, Reason.SHED, self._error("it can no longer be in time", 1.0)))
+            # Where there is a place for it, only its deadline keeps it here: time makes that no better.
+            blocks = not self._is_safe(asked, capacity, now_s) and self._has_place(asked, capacity)
+            if blocks or max(self._overrun_s(asked, capacity, now_s), self._ttft_overrun_s(asked, capacity, now_s)) > 0:
+                error = _overloaded("it can no longer be in time", 1.0)
+                refused.append(self._refuse_waiting(key, Count.SHED, error, now_s))
             elif now_s - asked.arrived_s >= self._queue_s:
-                error = self._error(f"no room within {self._queue_s:g} s", 1.0)
-                refused.append(self._refuse_waiting(key, Reason.QUEUE, error))
-        for each in refused:
-            self._forget(each.key, now_s)
+                error = _overloaded(f"no room within {self._queue_s:g} s", 1.0)
+                refused.append(self._refuse_waiting(key, Count.REFUSED_QUEUE, error, now_s))
         return refused
 
     def settle(self, asked: AdmissionRequest, tokens: int) -> None:
@@ -400,9 +189,13 @@ class Admission:
         free."""
         charged = self._charged.pop(asked.key, None)
         if charged is not None:
-            self._queue.charge(asked.client, _cost(asked, tokens) - charged)
+            self._queue.charge(asked.client, asked.cost(tokens) - charged)
 
     # ----
+
+    def _look_at_clients(self) -> None:
+        self._largest = max(self._here.values(), default=0)
+        self._spares = self._largest >= 1 / LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
 
     def _may_exceed(self, client: str, outputs: int, here: int) -> bool:
         """A client with little here may exceed the limit a little: others' silent streams do not keep it out."""
@@ -410,96 +203,81 @@ class Admission:
         others = len(self._here) > (client in self._here)
         return others and self._here[client] + outputs <= share and here + outputs <= self._most + self._most // 4
 
-    def _gives_way(self, victim: str, *, to: str, outputs: int, over: int) -> bool:
-        """Whether a client that has more here than `to` has enough waiting."""
-        if victim == to or self._here[victim] <= self._here[to] + outputs:
-            return False
-        return sum(asked.outputs for asked in self._waiting.values() if asked.client == victim) >= over
+    def _making_way(self, client: str, outputs: int, over: int) -> list[int]:
+        """The newest waiting requests of the largest client, if it has more here than this one and enough waiting."""
+        making: list[int] = []
+        for last in self._queue.newest_of_largest():
+            if over > 0 and last.client != client and self._here[last.client] > self._here[client] + outputs:
+                over -= self._waiting[last.key].outputs
+                making.append(last.key)
+        return making if over <= 0 else []
 
-    def _may_start(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
-        self._look_at_clients(now_s)
-        if not self._has_room(asked, room):
-            return False
-        return room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE)
+    def _starts(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
+        if asked.deadline_s is not None and asked.deadline_s <= now_s:
+            return True  # to its own error
+        return (not self._waiting or self._overtakes(asked)) and self._may_start(asked, capacity, now_s)
 
     def _overtakes(self, asked: AdmissionRequest) -> bool:
-        """Whether those that wait do so only for the sake of light clients, of which this one is."""
-        if not self._spares or asked.priority > 0 or self._queue.num_waiting(asked.client):
-            return False
-        return self.is_light(asked.client)
+        """Whether this light client may pass a queue that exists only to protect light clients."""
+        light = self._spares and self.is_light(asked.client)
+        return light and asked.priority <= 0 and not self._queue.num_waiting(asked.client)
 
-    def _has_room(self, asked: AdmissionRequest, room: Room) -> bool:
+    def _may_start(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
+        return self._has_place(asked, capacity) and self._is_safe(asked, capacity, now_s)
+
+    def _has_place(self, asked: AdmissionRequest, capacity: ClusterCapacity) -> bool:
         shared = self._spares and not self.is_light(asked.client)
-        most = self.streams.most(room) if shared else inf
-        return room.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
+        most = self._streams.most(capacity) if shared else inf
+        return capacity.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
 
-    def _in_time(self, asked: AdmissionRequest, room: Room, now_s: float, share: float) -> bool:
-        """Whether the predicted service takes at most that part of the time until the deadline."""
+    def _is_safe(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> bool:
+        """Whether the service leaves a reserve until the deadline, or nodes are so idle that trying costs nothing."""
+        return capacity.is_light or self._overrun_s(asked, capacity, now_s, _SERVICE_SHARE) <= 0
+
+    def _overrun_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float, share: float = 1.0) -> float:
+        """Predicted overrun of this share of the time until the deadline, if the request started now."""
         if asked.deadline_s is None:
-            return True
-        return self.pace.service_s(asked, room, now_s) <= share * (asked.deadline_s - now_s)
+            return -inf
+        return self.pace.service_s(asked, capacity, now_s) - share * (asked.deadline_s - now_s)
 
-    def _stands_in_the_way(self, asked: AdmissionRequest, room: Room, now_s: float) -> bool:
-        """Whether there is room for it, and it does not start only because of its deadline: time makes that no better,
-        and others wait behind it."""
-        if room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE):
-            return False
-        return self._has_room(asked, room)
-
-    def _late(self, asked: AdmissionRequest, room: Room, now_s: float) -> float:
-        """By how much its first token would be late if it started now; not above 0: it would not."""
+    def _ttft_overrun_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
+        """Predicted TTFT overrun in seconds, if the request started now; at most 0 means on time."""
         if asked.first_due_s is None:
             return -inf
-        return now_s + self.pace.first_s(now_s) + asked.prompt_tokens * room.prompt_token_s - asked.first_due_s
+        return now_s + self.pace.first_s(now_s) + asked.prompt_tokens * capacity.prompt_token_s - asked.first_due_s
 
-    def _check(self, asked: AdmissionRequest, room: Room, now_s: float) -> None:
+    def _check(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> None:
         """Raises Overloaded where a request should not even wait."""
-        rate = self._rate.at(now_s)
-        before = self._queue.cost_before(asked.client, asked.priority)
-        wait_s = 0.0 if rate is None else before / rate
+        rate = self._rate.at(now_s, least_s=_MEASURE_S)
+        wait_s = self._queue.cost_before(asked.client, asked.priority) / rate if rate is not None else 0.0
         self._standing.look(now_s)
-        most_s = (_TARGET_SHARE if self._standing.stands else 1.0) * self._queue_s
-        reason = Reason.QUEUE
-        if asked.deadline_s is not None:
-            spare_s = asked.deadline_s - now_s - self.pace.service_s(asked, room, now_s)
-            if spare_s < 0:
-                self.counts[Reason.DEADLINE] += 1
-                raise self._error(
-                    f"it would take {_shown(asked.deadline_s - now_s - spare_s)} and has "
-                    f"{_shown(asked.deadline_s - now_s)}",
-                    max(wait_s, -spare_s),
-                )
-            if _WAIT_SHARE * spare_s < most_s:
-                most_s, reason = _WAIT_SHARE * spare_s, Reason.DEADLINE
-        late_s = self._late(asked, room, now_s) + wait_s
-        if late_s > 0:
-            self.counts[Reason.DEADLINE] += 1
-            raise self._error("the first token cannot come before it is due", late_s)
-        if wait_s > most_s or self._queue_s <= 0:
-            self.counts[reason] += 1
-            raise self._error(f"it would wait {_shown(wait_s)}", wait_s - most_s)
-
-    def _refuse_waiting(self, key: int, reason: Reason, error: Overloaded) -> AdmissionRefusal:
+        most_s, reason = (_STANDING_SHARE if self._standing.stands else 1.0) * self._queue_s, Count.REFUSED_QUEUE
+        overrun_s = self._overrun_s(asked, capacity, now_s)
+        ttft_overrun_s = self._ttft_overrun_s(asked, capacity, now_s) + wait_s
+        if -_WAIT_SHARE * overrun_s < most_s:
+            most_s, reason = -_WAIT_SHARE * overrun_s, Count.REFUSED_DEADLINE
+        if overrun_s > 0 and asked.deadline_s is not None:
+            left_s = asked.deadline_s - now_s
+            error = _overloaded(
+                f"it would take {left_s + overrun_s:.3g} s and has {left_s:.3g} s", max(wait_s, overrun_s)
+            )
+        elif ttft_overrun_s > 0:
+            reason = Count.REFUSED_DEADLINE
+            error = _overloaded(f"its first token would come {ttft_overrun_s:.3g} s after it is due", ttft_overrun_s)
+        elif wait_s > most_s or self._queue_s <= 0:
+            error = _overloaded(f"expected wait {wait_s:.3g} s exceeds the allowed {most_s:.3g} s", wait_s - most_s)
+        else:
+            return
         self.counts[reason] += 1
-        self._queue.remove(key)
-        self._waiting.pop(key, None)
+        raise error
+
+    def _refuse_waiting(self, key: int, reason: Count, error: Overloaded, now_s: float) -> AdmissionRefusal:
+        self.counts[reason] += 1
+        self.withdraw(key, now_s)
         return AdmissionRefusal(key, reason, error)
 
-    def _forget(self, key: int, now_s: float) -> None:
-        self._queue.remove(key)
-        self._waiting.pop(key, None)
-        if not self._waiting:
-            self._rate.rests(now_s)
 
-    def _full(self, here: int) -> Overloaded:
-        cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
-        return Overloaded(f"{here} requests are running already, of at most {self._most}", cure=cure, retry_after_s=1.0)
-
-    def _error(self, why: str, after_s: float) -> Overloaded:
-        hint_s = min(_HINT_MOST_S, max(_HINT_LEAST_S, after_s))
-        cure = "try again later, or allow it more time"
-        return Overloaded(f"too many requests are here: {why}", cure=cure, retry_after_s=hint_s)
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.3g} s"
+def _overloaded(why: str, after_s: float) -> Overloaded:
+    hint_s = min(_RETURN_S, max(REPORT_S, after_s))
+    cure = f"retry after {hint_s:.3g} s, or allow it more time"
+    return Overloaded(f"overloaded: {why}", cure=cure, retry_after_s=hint_s)

@@ -4,8 +4,8 @@ Waiting requests are looked at whenever a request ends or comes, and in short in
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
@@ -18,91 +18,62 @@ from baton.gateway.fleet.router import NodeView
 from baton.gateway.request.connections import Connections
 from baton.gateway.request.driver import Write
 from baton.gateway.request.machine import RequestMachine
-from baton.gateway.serving.admission import Admission, AdmissionRefusal, AdmissionRequest, Reason
-from baton.gateway.serving.node_capacity import Room, Rooms
-from baton.gateway.serving.stream_limit import StreamProgress
+from baton.gateway.serving.admission import Admission, AdmissionRefusal
+from baton.gateway.serving.admission_pace import AdmissionRequest
+from baton.gateway.serving.node_capacity import CapacityReader, ClusterCapacity
 from baton.protos.v1 import generation_pb2 as pb
 from baton.settings.gateway_config import GatewaySettings
 
-_COUNTS = {
-    Reason.FULL: Count.REFUSED_FULL,
-    Reason.QUEUE: Count.REFUSED_QUEUE,
-    Reason.DEADLINE: Count.REFUSED_DEADLINE,
-    Reason.SHED: Count.SHED,
-}
-_LOOK_S = 0.02
+_LOOK_S = 0.02  # between two looks at the queue, or at the nodes: with many, one costs more than a refusal should
 _SHED_EACH_S = 5e-5  # between two looks at all that wait, for each: these shall not take much of the process
-_MEASURE_S = 0.25
-# The nodes report this output, or have not yet reported the end of the one before.
-_ALONE = 1
-_ALONE_TOKENS = 16  # that are worth a measurement
-_SEEN_S = 0.01  # with many nodes, a look at all of them costs more than a refusal should
 
 
 @dataclass(eq=False)
 class QueuedOutput:
-    """One output that runs.
-
-    Attributes:
-        step_s: `Room.step_s` when it began.
-        alone: it had the nodes for itself when it began.
-        client_s: for how long its messages waited for the client, which says nothing about the nodes.
-        writes: a message waits.
-        seen_s, seen_tokens: when its tokens were counted last, and how many it had.
-    """
+    """One output that runs."""
 
     began_s: float
-    step_s: float | None
     machine: RequestMachine
-    alone: bool
-    client_s: float = 0.0
-    writes: bool = False
-    seen_s: float = 0.0
-    seen_tokens: int = 0
+    writes: bool = False  # a message waits for the client, which says nothing about the nodes
+    client_s: float = 0.0  # for how long messages waited so since the last look
+    seen_s: float = 0.0  # when its tokens were counted last
+    seen_tokens: int = 0  # how many it had then
 
     async def write(self, write: Write, message: pb.GenerateResponse) -> None:
-        began_s = monotonic()
-        self.writes = True
+        began_s, self.writes = monotonic(), True
         try:
             await write(message)
         finally:
             self.writes = False
             self.client_s += monotonic() - began_s
 
-    def look(self, progress: StreamProgress, now_s: float) -> None:
-        """Adds what it has got since the last look, unless its client reads too slowly."""
-        first_s, tokens = self.machine.first_token_at_s, self.machine.new_tokens
-        if first_s is None:
-            return
-        if self.seen_s and not self.writes:
-            progress.seconds += now_s - self.seen_s
-            progress.tokens += tokens - self.seen_tokens
-        self.seen_s, self.seen_tokens = now_s, tokens
+    def look(self, now_s: float) -> tuple[float, int]:
+        """Seconds since the last look and the tokens that it got in them; nothing where its client reads too slowly."""
+        if self.machine.first_token_at_s is None:
+            return 0.0, 0
+        tokens, counts = self.machine.new_tokens, bool(self.seen_s) and not self.writes
+        progress = max(0.0, now_s - self.seen_s - self.client_s), tokens - self.seen_tokens
+        self.seen_s, self.seen_tokens, self.client_s = now_s, tokens, 0.0
+        return progress if counts else (0.0, 0)
 
 
 class AdmissionQueue:
     """One per process."""
 
-    def __init__(self, settings: GatewaySettings, connections: Connections, board: SharedCounters) -> None:
+    def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
         self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
-        self._rooms = Rooms(ttft_s)
-        self._elastic = settings.local_policy is LocalPolicy.ELASTIC
-        self._uses_prefills = settings.local_policy is not LocalPolicy.LOCAL
-        self._slo_ttft_s = ttft_s if settings.refuse_late else None
-        self._refuses_late = settings.refuse_late
-        self._connections = connections
-        self._board = board
+        self._reader = CapacityReader(ttft_s)
+        self._policy = settings.local_policy
+        self._refuses_late, self._slo_ttft_s = settings.refuse_late, ttft_s if settings.refuse_late else None
+        self._connections, self._counters = connections, counters
         self._keys = count(1)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
         self._is_later = False  # the timer does not fire in this turn of the loop
-        self._published: Counter[Reason] = Counter()
-        self._num_published = 0
         self._shed_at_s = 0.0
         self._outputs: set[QueuedOutput] = set()
-        self._measured_s = 0.0
-        self._seen: tuple[float, Room] | None = None  # the room and when it was found; None: it has changed since
+        self._seen: tuple[float, ClusterCapacity] | None = None  # when it was found; None: it has changed since
 
     def enter(self, client: str, outputs: int) -> None:
         """Counts a request of a client as here; `leave` must follow.
@@ -110,11 +81,8 @@ class AdmissionQueue:
         Raises:
             Overloaded: there are too many.
         """
-        here = self._board.total(Count.RUNNING)
-        try:
-            self._end(self._admission.enter(client, outputs, here, monotonic()))
-        finally:
-            self._publish()
+        with self._counted():
+            self._end(self._admission.enter(client, outputs, self._counters.total(Count.RUNNING), monotonic()))
 
     def leave(self, client: str, outputs: int) -> None:
         self._admission.leave(client, outputs)
@@ -129,10 +97,8 @@ class AdmissionQueue:
         """
         if message.output_token_ids:
             return
-        sampling = message.sampling
+        sampling, prompt_tokens, now_s = message.sampling, len(message.token_ids.ids), monotonic()
         max_tokens = max(1, min(sampling.max_tokens, self._connections.fleet.max_context_tokens))
-        prompt_tokens = len(message.token_ids.ids)
-        now_s = monotonic()
         asked = AdmissionRequest(
             key=0,
             client=client,
@@ -144,10 +110,8 @@ class AdmissionQueue:
             priority=message.priority,
             deadline_s=deadline_s,
         )
-        try:
-            self._admission.check_early(asked, self._room(now_s), now_s)
-        finally:
-            self._publish()
+        with self._counted():
+            self._admission.check_early(asked, self._capacity(now_s), now_s)
 
     def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> AdmissionRequest:
         """What the request wants."""
@@ -174,45 +138,37 @@ class AdmissionQueue:
             Overloaded: it may not even wait.
         """
         now_s = monotonic()
-        try:
-            if self._admission.offer(asked, self._room(now_s), now_s):
+        with self._counted():
+            if self._admission.offer(asked, self._capacity(now_s), now_s):
                 self._seen = None
                 return None
-        finally:
-            self._publish()
         waiter = self._waiters[asked.key] = asyncio.get_running_loop().create_future()
-        self._board.add(Count.WAITING, asked.outputs)
+        self._counters.add(Count.WAITING, asked.outputs)
         self._look_soon()
         return waiter
 
     def withdraw(self, asked: AdmissionRequest) -> None:
         """The request waits no longer."""
         if self._waiters.pop(asked.key, None) is not None:
-            self._board.add(Count.WAITING, -asked.outputs)
+            self._counters.add(Count.WAITING, -asked.outputs)
         self._admission.withdraw(asked.key, monotonic())
 
     def begins(self, machine: RequestMachine) -> QueuedOutput:
         """An output begins to run."""
-        now_s = monotonic()
-        room = self._room(now_s)
-        output = QueuedOutput(now_s, room.step_s, machine, room.load <= _ALONE)
-        self._outputs.add(output)
+        self._outputs.add(output := QueuedOutput(monotonic(), machine))
         return output
 
     def ran(self, output: QueuedOutput, *, whole: bool, in_time: bool) -> None:
         """An output has ended."""
-        self._outputs.discard(output)
         now_s, pace, machine = monotonic(), self._admission.pace, output.machine
-        room, first_s = self._room(now_s), machine.first_token_at_s
+        capacity, first_s = self._capacity(now_s), machine.first_token_at_s
+        self._admission.progressed(*output.look(now_s), capacity, now_s)
+        self._outputs.discard(output)
         if first_s is not None:
-            pace.first_token(first_s - output.began_s, machine.prompt_tokens, room, now_s)
-            steps_s = [step_s for step_s in (output.step_s, room.step_s) if step_s is not None]
-            seconds, tokens = max(0.0, now_s - first_s - output.client_s), machine.new_tokens
-            pace.ended(tokens, machine.max_tokens, seconds, max(steps_s, default=None), now_s, whole=whole)
-            if output.alone and whole and tokens >= _ALONE_TOKENS and room.load <= _ALONE:
-                self._admission.streams.ended_alone(seconds / (tokens - 1))
-        elif not in_time:
-            pace.first_token(now_s - output.began_s, machine.prompt_tokens, room, now_s)
+            pace.ended(machine.new_tokens, machine.max_tokens, whole=whole)
+        if first_s is not None or not in_time:
+            began_s = output.began_s
+            pace.first_token((first_s or now_s) - began_s, machine.prompt_tokens, capacity, now_s)
 
     def settle(self, asked: AdmissionRequest, tokens: int) -> None:
         """The request has ended after so many tokens."""
@@ -220,19 +176,24 @@ class AdmissionQueue:
 
     # ----
 
-    def _room(self, now_s: float) -> Room:
-        if self._seen is None or now_s - self._seen[0] > _SEEN_S:
+    def _capacity(self, now_s: float) -> ClusterCapacity:
+        if self._seen is None or now_s - self._seen[0] > _LOOK_S:
             self._seen = now_s, self._look_at_nodes(now_s)
+        if self._admission.measures(now_s):
+            progress = [output.look(now_s) for output in self._outputs]
+            seconds, tokens = sum(seconds for seconds, _ in progress), sum(tokens for _, tokens in progress)
+            self._admission.progressed(seconds, tokens, self._seen[1], now_s)
         return self._seen[1]
 
-    def _look_at_nodes(self, now_s: float) -> Room:
+    def _look_at_nodes(self, now_s: float) -> ClusterCapacity:
         fleet = self._connections.fleet
         if not fleet.serves() and not fleet.pairs_under_way():
-            return Room()  # waiting helps nobody: the choice of nodes says what is missing
+            return ClusterCapacity()  # waiting helps nobody: the choice of nodes says what is missing
         broken = fleet.breakers.open(now_s)  # they get requests only where there are no others
-        prefills = _views(fleet.prefills.values(), broken, now_s) if self._uses_prefills else []
-        decodes = fleet.decoding_nodes() if self._elastic else fleet.decodes.values()
-        return self._rooms.of(_views(decodes, broken, now_s), prefills, elastic=self._elastic)
+        prefills = fleet.prefills.values() if self._policy is not LocalPolicy.LOCAL else ()
+        elastic = self._policy is LocalPolicy.ELASTIC
+        decodes = fleet.decoding_nodes() if elastic else fleet.decodes.values()
+        return self._reader.of(_views(decodes, broken, now_s), _views(prefills, broken, now_s), elastic=elastic)
 
     def _look_soon(self) -> None:
         if self._timer is not None and self._is_later:
@@ -245,10 +206,8 @@ class AdmissionQueue:
         """Starts the next request, or gives up those that have waited too long."""
         self._timer = None
         now_s, loop = monotonic(), asyncio.get_running_loop()
-        room = self._room(now_s)
-        if now_s >= self._measured_s + _MEASURE_S:
-            self._measure(room, now_s)
-        key = self._admission.take(room, now_s)
+        capacity = self._capacity(now_s)
+        key = self._admission.take(capacity, now_s)
         if key is not None:
             self._seen = None
             waiter = self._waiters.get(key)
@@ -260,34 +219,28 @@ class AdmissionQueue:
         refused = []
         if now_s >= self._shed_at_s:
             self._shed_at_s = now_s + max(_LOOK_S, _SHED_EACH_S * self._admission.num_waiting)
-            refused = self._admission.shed(room, now_s)
+            with self._counted():
+                refused = self._admission.shed(capacity, now_s)
         self._end(refused)
-        self._publish()
         if refused:
             self._look_soon()
         elif self._admission.num_waiting:
             self._timer, self._is_later = loop.call_later(_LOOK_S, self._look), True
-
-    def _measure(self, room: Room, now_s: float) -> None:
-        self._measured_s, progress = now_s, StreamProgress()
-        for output in self._outputs:
-            output.look(progress, now_s)
-        self._admission.progressed(progress, room, now_s)
 
     def _end(self, refused: Iterable[AdmissionRefusal]) -> None:
         for each in refused:
             if (waiter := self._waiters.get(each.key)) is not None and not waiter.done():
                 waiter.set_exception(each.error)
 
-    def _publish(self) -> None:
-        counts = self._admission.counts
-        if (total := counts.total()) == self._num_published:
-            return
-        self._num_published = total
-        for reason, number in counts.items():
-            if number != self._published[reason]:
-                self._board.add(_COUNTS[reason], number - self._published[reason])
-                self._published[reason] = number
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Adds what was refused inside to the whole gateway's counts."""
+        before = self._admission.counts.copy()
+        try:
+            yield
+        finally:
+            for reason, number in (self._admission.counts - before).items():
+                self._counters.add(reason, number)
 
 
 def _views(nodes: Iterable[FleetNode], broken: Set[int], now_s: float) -> list[NodeView]:

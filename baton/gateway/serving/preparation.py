@@ -254,8 +254,10 @@ def encode(
 
 
 def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, field: str, salt: str) -> None:
-    """Raises:
-    ContextOverflow: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
+    """Checks a long text by its beginning, before the whole is tokenized.
+
+    Raises:
+        ContextOverflow: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
     """
     stop = CHARACTERS_PER_TOKEN * max_context_tokens
     if len(text) <= stop:

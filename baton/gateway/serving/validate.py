@@ -48,8 +48,10 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_session_id(session_id: str) -> str:
-    """Raises:
-    InvalidRequest: it is too long.
+    """Checks the length of a session's id.
+
+    Raises:
+        InvalidRequest: it is too long.
     """
     size = len(session_id.encode())
     if size > _REQUEST_ID_BYTES_MAX:
@@ -80,7 +82,9 @@ def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[st
 
 
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
-    """Args:
+    """Checks how many outputs a request wants, and how many are drawn for them.
+
+    Args:
         max_outputs: how many requests the gateway runs at once.
 
     Raises:
@@ -168,8 +172,10 @@ def check_truncation(request: pb.GenerateRequest) -> int | None:
 
 
 def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: int) -> None:
-    """Raises:
-    InvalidRequest: the prompt is empty, too long, or has token ids that the model does not know.
+    """Checks a prompt's tokens.
+
+    Raises:
+        InvalidRequest: the prompt is empty, too long, or has token ids that the model does not know.
     """
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
@@ -178,8 +184,10 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 
 def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_tokens: int) -> None:
-    """Raises:
-    ContextOverflow: so many tokens leave no room for an output.
+    """Checks that a prompt leaves room for an output.
+
+    Raises:
+        ContextOverflow: so many tokens leave no room for an output.
     """
     if num_tokens >= max_context_tokens:
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
@@ -244,8 +252,10 @@ def end_of(output: Sequence[int], sampling: SamplingParams, model: ServedModel, 
 
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
-    """Raises:
-    InvalidRequest: the request has no prompt, or an empty one.
+    """Checks that a request has a prompt.
+
+    Raises:
+        InvalidRequest: the request has no prompt, or an empty one.
     """
     given = request.WhichOneof("prompt")
     if given is None:

@@ -57,7 +57,9 @@ class ServedModel:
         )
 
     def check_name(self, name: str, *, to_stranger: bool = False, adapters: Iterable[str] = ()) -> None:
-        """Args:
+        """Checks that a client's name for the model is this model's.
+
+        Args:
             to_stranger: the caller may not know which model is served.
             adapters: further names, for the error.
 
@@ -69,8 +71,10 @@ class ServedModel:
             raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
 
     def check_token_ids(self, field: str, token_ids: list[int]) -> None:
-        """Raises:
-        InvalidRequest: a token id is not in the vocabulary.
+        """Checks that token ids are in the vocabulary.
+
+        Raises:
+            InvalidRequest: a token id is not in the vocabulary.
         """
         if token_ids and max(token_ids) >= self.vocab_size:
             wrong = next(token_id for token_id in token_ids if token_id >= self.vocab_size)
@@ -87,7 +91,9 @@ def read_served_model(
     max_context_tokens: int | None = None,
     special_in_texts: bool = True,
 ) -> ServedModel:
-    """Args:
+    """Reads the model that the gateway serves from a checkpoint's directory.
+
+    Args:
         chat_template: a file with a template to use in place of the checkpoint's.
         max_context_tokens: longest prompt plus output; None: the model's limit.
         special_in_texts: whether clients' texts may have special tokens (`TextTokenizer`).

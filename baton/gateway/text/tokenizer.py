@@ -1,18 +1,21 @@
 """One model's tokenizer: whole texts to token ids and back."""
 
+import json
 import logging
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from baton.core.errors import ConfigError, shortened
-from baton.gateway.text.control_tokens import with_aliases
 from baton.gateway.text.detokenizer import Detokenizer, byte_tokens, token_texts
 from baton.gateway.text.text_pieces import PieceEncoder
-from baton.gateway.text.token_pieces import TokenPieces
 from baton.models.loading.tokenizer_files.find import OTHER_FORMS, tokenizer_json
 
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 log = logging.getLogger("baton")
 
 _IDS_MAX = 1 << 20  # as a model's vocabulary; tables are as long as the largest id
@@ -127,3 +130,110 @@ class TextTokenizer:
     def token_text(self, token_id: int) -> str:
         """As `token_bytes`, for display: bytes that are no whole characters are replaced."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class TokenPieces:
+    """The bytes of one tokenizer's tokens, read from the kind of its decoder."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        decoders = list(_decoders(json.loads(tokenizer.to_str())["decoder"]))
+        kinds = {decoder["type"] for decoder in decoders}
+        self._bytes = _byte_of_character() if "ByteLevel" in kinds else {}
+        self._has_byte_pieces = "ByteFallback" in kinds
+        self._spaces = _spaces(decoders)
+        self._continued = next((str(decoder["prefix"]) for decoder in decoders if decoder["type"] == "WordPiece"), "")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Empty for an id without token."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._bytes and all(character in self._bytes for character in piece):
+            return bytes(self._bytes[character] for character in piece)
+        if self._has_byte_pieces and (byte := _BYTE_PIECE.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        if self._continued:
+            piece = piece.removeprefix(self._continued) if piece.startswith(self._continued) else f" {piece}"
+        for mark in self._spaces:
+            piece = piece.replace(mark, " ")
+        return piece.encode()
+
+    @property
+    def longest_bytes(self) -> int:
+        """Upper limit of the bytes of one token."""
+        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
+
+
+def _decoders(decoder: "dict[str, object] | None") -> "Iterator[dict[str, object]]":
+    if decoder is None:
+        return
+    nested = decoder.get("decoders")
+    if isinstance(nested, list):
+        for each in nested:
+            yield from _decoders(each)
+    else:
+        yield decoder
+
+
+def _spaces(decoders: "list[dict[str, object]]") -> tuple[str, ...]:
+    """What pieces have in place of a space."""
+    marks = [str(decoder["replacement"]) for decoder in decoders if decoder["type"] == "Metaspace"]
+    for decoder in decoders:
+        pattern = decoder.get("pattern")
+        if decoder["type"] == "Replace" and decoder.get("content") == " " and isinstance(pattern, dict):
+            marks += [str(pattern["String"])] if "String" in pattern else []
+    return tuple(marks)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The characters by which byte-level pieces stand for bytes: printable ones for themselves, then from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def with_aliases(tokenizer: Tokenizer) -> tuple[Tokenizer, Mapping[str, str]]:
+    """The tokenizer, and the secret names of its special tokens by their own.
+
+    Raises:
+        ConfigError: a special token counts in some places only, such as between spaces.
+    """
+    content = json.loads(tokenizer.to_str())
+    special = [token for token in content["added_tokens"] if token["special"]]
+    secret = secrets.token_hex(16)
+    # Letters and digits, because normalizers change others.
+    aliases = {token["content"]: f"{secret}x{token['id']}x" for token in special}
+    for token in special:
+        token["content"] = aliases[token["content"]]
+    _rename(content["model"], aliases)
+    renamed = Tokenizer.from_str(json.dumps(content))
+    found = set(renamed.encode("a".join(("", *aliases.values(), "")), add_special_tokens=False).ids)
+    for name, token in zip(aliases, special, strict=True):
+        if token["id"] not in found:
+            raise ConfigError(
+                f"the tokenizer takes its special token {name!r} in some places only",
+                field="user_special_tokens",
+                value="text",
+                allowed=("allow",),
+                cure="with this tokenizer, clients' special tokens cannot be told apart",
+            )
+    return renamed, aliases
+
+
+def _rename(model: dict[str, Any], aliases: Mapping[str, str]) -> None:
+    """Renames them in the model's vocabulary, too: it would find them in ordinary text."""
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {aliases.get(piece, piece): number for piece, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram's, with scores
+        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") in aliases:
+        model["unk_token"] = aliases[model["unk_token"]]
+    if model.get("merges"):
+        merges = [(merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
+        model["merges"] = [merge for merge, pair in merges if not aliases.keys() & {*pair, "".join(pair)}]

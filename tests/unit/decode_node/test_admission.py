@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.types import SamplingParams
 from baton.engine.request import EngineRequest
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
 from decode_node.admission import BlockQueue
@@ -212,7 +212,7 @@ def test_a_request_without_a_deadline_does_not_wait_for_ever_for_those_with_one(
     enter(queue, "none", now_s=5.0)
     for number in range(3):
         enter(queue, f"due-{number}", now_s=5.0 + 6 * number, due_s=10.0 + 6 * number)
-    assert 10.0 < 5.0 + DEFAULT_FIRST_TOKEN_S < 16.0
+    assert 10.0 < 5.0 + DEFAULT_TTFT_S < 16.0
     assert order(queue) == ["due-0", "none", "due-1", "due-2"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from baton.core.costs import StepCosts
 from baton.core.errors import Overloaded
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.scheduling.slices import DEFAULT_FIRST_TOKEN_S
+from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from tests.unit.engine.scheduling import finish, make, request
 
 # A second for each token of a prompt.
@@ -56,8 +56,8 @@ def test_an_urgent_prompt_interrupts_a_long_one_that_runs() -> None:
 def test_a_request_without_a_deadline_is_due_after_a_bound() -> None:
     scheduler = make(tokens=4)
     scheduler.submit(request("none", 4, prefill_only=True), 0.0)
-    scheduler.submit(request("before", 4, prefill_only=True, due_s=DEFAULT_FIRST_TOKEN_S - 1), 0.0)
-    scheduler.submit(request("after", 4, prefill_only=True, due_s=DEFAULT_FIRST_TOKEN_S + 1), 0.0)
+    scheduler.submit(request("before", 4, prefill_only=True, due_s=DEFAULT_TTFT_S - 1), 0.0)
+    scheduler.submit(request("after", 4, prefill_only=True, due_s=DEFAULT_TTFT_S + 1), 0.0)
     assert list(order(scheduler, now=0.0)) == ["before", "none", "after"]
 
 
@@ -65,7 +65,7 @@ def test_a_late_request_goes_after_those_that_can_be_in_time_but_not_for_ever() 
     scheduler = make(tokens=4, costs=COSTS)
     scheduler.submit(request("late", 8, prefill_only=True, due_s=7.0), 0.0)
     scheduler.submit(request("in time", 4, prefill_only=True, due_s=8.0), 0.0)
-    scheduler.submit(request("later", 4, prefill_only=True, due_s=7.0 + DEFAULT_FIRST_TOKEN_S + 1), 0.0)
+    scheduler.submit(request("later", 4, prefill_only=True, due_s=7.0 + DEFAULT_TTFT_S + 1), 0.0)
     assert list(order(scheduler, now=2.0)) == ["in time", "late", "late", "later"]
 
 

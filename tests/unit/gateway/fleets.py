@@ -2,8 +2,9 @@
 
 from baton.core.types import LocalPolicy, SamplingParams
 from baton.gateway.core.request import Request, Rules
-from baton.gateway.fleet.fleet import Fleet, FleetCommand
+from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
+from baton.gateway.fleet.node_table import FleetCommand
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.v1 import node_status_pb2
 

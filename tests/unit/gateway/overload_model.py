@@ -10,9 +10,9 @@ from itertools import count
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import Overloaded
 from baton.gateway.fleet.router import NodeView
-from baton.gateway.serving.admission import Admission, AdmissionRequest
-from baton.gateway.serving.node_capacity import Room, Rooms
-from baton.gateway.serving.stream_limit import StreamProgress
+from baton.gateway.serving.admission import Admission
+from baton.gateway.serving.admission_pace import AdmissionRequest
+from baton.gateway.serving.node_capacity import CapacityReader, ClusterCapacity
 
 REPORT_S = 0.1
 MEASURE_S = 0.25
@@ -46,7 +46,6 @@ class _Job:
     started_s: float = 0.0
     first_s: float = 0.0
     left: int = 0
-    alone: bool = False
     seen_s: float = 0.0
     seen_left: int = 0
 
@@ -95,7 +94,7 @@ class World:
         self.now_s = 0.0
         self._admits = admits
         self._admissions = [Admission(most=1024, queue_s=queue_s) for _ in range(gateways)]
-        self._rooms = Rooms()
+        self._reader = CapacityReader()
         self._reported = nodes.report()
         self._sent = [0] * gateways
         self._waiting: list[dict[int, _Job]] = [{} for _ in range(gateways)]
@@ -127,14 +126,14 @@ class World:
     def _at(self, after_s: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (self.now_s + after_s, next(self._order), kind, what))
 
-    def _room(self, gateway: int) -> Room:
+    def _capacity(self, gateway: int) -> ClusterCapacity:
         view = self.nodes.view(self._sent[gateway], self._reported)
         wait_s = self._reported[3] + self._sent[gateway] * self.nodes.prompt_s
         prompts = 0 if self.nodes.mixed else round(self._reported[3] / self.nodes.prompt_s)
         prefill = NodeView("p", 2, "", True, 4096, 16, 160_000, prompts, 0, frozenset(), costs=self.nodes.costs)
         if self.nodes.mixed:
-            return self._rooms.of([view.with_queue(wait_s)], [])
-        return self._rooms.of([view], [prefill.with_queue(wait_s)])
+            return self._reader.of([view.with_queue(wait_s)], [])
+        return self._reader.of([view], [prefill.with_queue(wait_s)])
 
     # ---- events
 
@@ -158,7 +157,7 @@ class World:
             return
         self._here[gateway] += 1
         try:
-            if admission.offer(asked, self._room(gateway), self.now_s):
+            if admission.offer(asked, self._capacity(gateway), self.now_s):
                 self._start(gateway, job)
             else:
                 self._waiting[gateway][asked.key] = job
@@ -175,11 +174,11 @@ class World:
     def _look(self, gateway: int) -> None:
         admission = self._admissions[gateway]
         while True:
-            key = admission.take(self._room(gateway), self.now_s)
+            key = admission.take(self._capacity(gateway), self.now_s)
             if key is not None:
                 self._start(gateway, self._waiting[gateway].pop(key))
                 continue
-            refused = admission.shed(self._room(gateway), self.now_s)
+            refused = admission.shed(self._capacity(gateway), self.now_s)
             for each in refused:
                 job = self._waiting[gateway].pop(each.key)
                 self._leave(job)
@@ -189,13 +188,10 @@ class World:
 
     def _on_measure(self, _: object) -> None:
         for gateway, admission in enumerate(self._admissions):
-            progress = StreamProgress()
             for job in self.nodes.rows:
                 if job.first_s and self._gateway_of[job.asked.key] == gateway:
-                    progress.seconds += self.now_s - (job.seen_s or job.first_s)
-                    progress.tokens += (job.seen_left or job.client.output_tokens) - job.left
-                    job.seen_s, job.seen_left = self.now_s, job.left
-            admission.progressed(progress, self._room(gateway), self.now_s)
+                    self._progressed(job)
+            admission.progressed(0.0, 0, self._capacity(gateway), self.now_s)
         self._at(MEASURE_S, "measure", None)
 
     def _on_report(self, _: object) -> None:
@@ -217,8 +213,8 @@ class World:
             if job.first_s == 0.0:
                 job.first_s = self.now_s
                 gateway = self._gateway_of[job.asked.key]
-                waited_s, room = self.now_s - job.started_s, self._room(gateway)
-                self._admissions[gateway].pace.first_token(waited_s, PROMPT_TOKENS, room, self.now_s)
+                waited_s, capacity = self.now_s - job.started_s, self._capacity(gateway)
+                self._admissions[gateway].pace.first_token(waited_s, PROMPT_TOKENS, capacity, self.now_s)
             if not job.left:
                 self._ended(job)
         nodes.rows = [job for job in nodes.rows if job.left and not self._given_up(job)]
@@ -231,7 +227,7 @@ class World:
     # ----
 
     def _start(self, gateway: int, job: _Job) -> None:
-        job.started_s, job.alone = self.now_s, self._room(gateway).load <= 1
+        job.started_s = self.now_s
         self._sent[gateway] += 1
         self.nodes.prompts.append(job)
 
@@ -252,13 +248,19 @@ class World:
         self._measured(job, whole=True)
         self._close(job)
 
+    def _progressed(self, job: _Job) -> None:
+        gateway = self._gateway_of[job.asked.key]
+        seconds, tokens = (
+            self.now_s - (job.seen_s or job.first_s),
+            (job.seen_left or job.client.output_tokens) - job.left,
+        )
+        self._admissions[gateway].progressed(seconds, tokens, self._capacity(gateway), self.now_s)
+        job.seen_s, job.seen_left = self.now_s, job.left
+
     def _measured(self, job: _Job, *, whole: bool) -> None:
         gateway, most = self._gateway_of[job.asked.key], job.client.output_tokens
-        room, admission = self._room(gateway), self._admissions[gateway]
-        seconds = self.now_s - job.first_s
-        admission.pace.ended(most - job.left, most, seconds, room.step_s, self.now_s, whole=whole)
-        if job.alone and room.load <= 1 and not job.left:
-            admission.streams.ended_alone(seconds / (most - 1))
+        self._progressed(job)
+        self._admissions[gateway].pace.ended(most - job.left, most, whole=whole)
 
     def _close(self, job: _Job) -> None:
         if self._admits:

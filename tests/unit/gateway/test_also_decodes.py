@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import Draining, NoNode, Overloaded
 from baton.core.types import LocalPolicy
 from baton.gateway.core.events import FleetChanged, SessionLost, Started, TimePassed
-from baton.gateway.fleet.fleet import DropSession, LogLine
+from baton.gateway.fleet.node_table import DropSession, LogLine
 from baton.gateway.fleet.placement import Route
 from baton.gateway.fleet.router import RoutedRequest
 from baton.gateway.request.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.gateway.serving.chat_output import ChatOutput
+from baton.gateway.serving.output_run import ChatOutput
 from baton.gateway.text.chat.types import ParsedDelta, ToolCallDelta
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import ConfigError
-from baton.gateway.text.control_tokens import with_aliases
-from baton.gateway.text.tokenizer import TextTokenizer
+from baton.gateway.text.tokenizer import TextTokenizer, with_aliases
 from baton.settings.config import DEMO_MODELS
 from tests.unit.gateway.test_text_pieces import KINDS, SPECIAL
 from tests.unit.gateway.tokenizers import byte_level

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.types import LocalPolicy
-from baton.gateway.fleet.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
+from baton.gateway.fleet.fleet import Fleet
+from baton.gateway.fleet.node_table import ChangeRole, DropSession, FleetCommand, LogLine
 from baton.gateway.fleet.router import RoutedRequest
 from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status

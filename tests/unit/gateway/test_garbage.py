@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from baton.gateway.http.call import EventStream
+from baton.gateway.http.event_stream import EventStream
 from baton.gateway.observe.request_record import RequestRecord
 from baton.gateway.request.driver import RequestDriver
 from baton.gateway.request.machine import RequestMachine

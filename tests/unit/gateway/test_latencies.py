@@ -12,10 +12,10 @@ def test_a_percentile_lies_in_its_bucket_and_nothing_counted_has_none() -> None:
 
 
 def test_a_point_has_what_came_since_the_window_began() -> None:
-    board = SharedCounters()
-    latencies = Latencies(board)
+    counters = SharedCounters()
+    latencies = Latencies(counters)
     latencies.read()
-    RequestMeter(board.tally).first(0.2, 1, 10)
+    RequestMeter(counters.tally).first(0.2, 1, 10)
     latencies.read()
     first, second = latencies.points
     assert first.values == (None, None, None, None)

@@ -1,7 +1,7 @@
 """Which pairs are requested, and when they are requested again."""
 
 from baton.core.errors import NoNode
-from baton.gateway.fleet.fleet import LogLine
+from baton.gateway.fleet.node_table import LogLine
 from baton.gateway.request.pairing import ConnectNodes, Pairing, PairingCommand
 from baton.protos.v1 import node_status_pb2
 from tests.unit.gateway.fleets import SmallFleet, peer

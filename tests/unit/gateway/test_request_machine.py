@@ -22,7 +22,7 @@ from baton.core.types import LocalPolicy, Slo
 from baton.gateway.core import events
 from baton.gateway.core.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
 from baton.gateway.core.request import OutputEnd
-from baton.gateway.request.back_off import BackOff
+from baton.gateway.request.attempts import BackOff
 from baton.gateway.request.commands import (
     AskDecode,
     CallPrefill,

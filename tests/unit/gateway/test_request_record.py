@@ -16,8 +16,10 @@ class Recorded:
     """Records of one process, and what they have counted."""
 
     def __init__(self, *, access_log: bool = False) -> None:
-        self.board = SharedCounters()
-        self._records = RequestRecords(self.board, RequestMeter(self.board.tally), access_log=access_log)
+        self.shared_counters = SharedCounters()
+        self._records = RequestRecords(
+            self.shared_counters, RequestMeter(self.shared_counters.tally), access_log=access_log
+        )
 
     def begin(self) -> RequestRecord:
         return self._records.begin("mine", "alice")
@@ -25,7 +27,7 @@ class Recorded:
     @property
     def outcomes(self) -> dict[str, int]:
         """The outcomes that were counted."""
-        totals, first = self.board.totals(), self.board.layout.first
+        totals, first = self.shared_counters.totals(), self.shared_counters.layout.first
         counts = {outcome.value: totals[first("baton_requests_total", (outcome,))] for outcome in Outcome}
         return {outcome: count for outcome, count in counts.items() if count}
 
@@ -35,7 +37,7 @@ def test_a_client_that_left_while_it_was_written_to_has_cancelled(error: Excepti
     recorded = Recorded()
     recorded.begin().broken(error)
     assert recorded.outcomes == {"cancelled": 1}
-    assert recorded.board.total(Count.FAILED) == 0
+    assert recorded.shared_counters.total(Count.FAILED) == 0
 
 
 def test_a_defect_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,7 +54,7 @@ def test_every_output_of_a_request_counts_on_the_board() -> None:
         record = recorded.begin()
         record.outputs = 3
         end(record)
-    assert (recorded.board.total(Count.FINISHED), recorded.board.total(Count.FAILED)) == (3, 3)
+    assert (recorded.shared_counters.total(Count.FINISHED), recorded.shared_counters.total(Count.FAILED)) == (3, 3)
     assert recorded.outcomes == {"finished": 1, "failed": 1}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.stop import StopStrings
+from baton.gateway.text.reply import StopStrings
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)

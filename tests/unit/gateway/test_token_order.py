@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InternalError
-from baton.gateway.request.token_order import TokenOrder
+from baton.gateway.request.output import TokenOrder
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import common_pb2
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from baton.gateway.text.token_pieces import TokenPieces
+from baton.gateway.text.tokenizer import TokenPieces
 from tests.unit.gateway.test_text_pieces import byte_level_with_spaces, metaspace
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
 

@@ -17,7 +17,7 @@ class TlsSettings:
 
 
 @dataclass(frozen=True)
-class DoorSettings:
+class AuthenticatorSettings:
     api_keys: Path | None = None
     jwt_keys: Path | None = None
     jwt_audience: str | None = None

@@ -22,14 +22,14 @@ from baton.rpc.guard import Authorize, CertificateGuard, DoorGuard, Guard
 from baton.rpc.reflection import V1
 from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
+from baton.security.authenticator import Authenticator
 from baton.security.authorize import OPERATOR_PATHS, TABLE, UI_FILES, Right, check, rights_for, rights_for_path
 from baton.security.certificates import Authority
-from baton.security.door import Authenticator
 from baton.security.exposure import is_loopback
 from baton.security.keys import entry, new_key
 from baton.security.roles import Role
 from baton.security.tls import Dial, InternalTls
-from tests.unit.security.settings import DoorSettings, TlsSettings
+from tests.unit.security.settings import AuthenticatorSettings, TlsSettings
 
 GATEWAYS = (
     "baton.v1.Generation",
@@ -192,7 +192,7 @@ async def test_a_key_opens_what_its_owner_may_do_and_nothing_of_the_nodes(tmp_pa
     file = tmp_path / "keys.toml"
     file.write_text("".join(entry(name, keys[name], operator=name == "admin") for name in ("alice", "admin")))
     held = {"alice": {Right.CLIENT}, "admin": {Right.CLIENT, Right.OPERATOR}, "": set[Right]()}
-    async with serving(DoorGuard(Authenticator(DoorSettings(api_keys=file))), None) as address:
+    async with serving(DoorGuard(Authenticator(AuthenticatorSettings(api_keys=file))), None) as address:
         for name, rights in held.items():
             dial = Dial(metadata=(("authorization", f"Bearer {keys[name]}"),) if name else ())
             async with connect(address, dial=dial) as channel:

@@ -14,14 +14,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm
 
 from baton.core.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from baton.security.authenticator import Authenticator, bearer
 from baton.security.authorize import Right
-from baton.security.door import Authenticator, bearer
 from baton.security.identity import Caller
 from baton.security.keys import entry, new_key, read_keys
 from baton.security.limits import Budget, Limits
 from baton.security.tokens import read_tokens
 from baton.security.watched import Watched
-from tests.unit.security.settings import DoorSettings
+from tests.unit.security.settings import AuthenticatorSettings
 
 HASH = "0" * 64
 
@@ -92,7 +92,7 @@ def test_a_broken_file_leaves_the_keys_as_they_were(file: Path) -> None:
 
 def test_without_keys_this_machine_and_those_that_insecure_lets_in_are_operators() -> None:
     for insecure, host, operator in ((False, "127.0.0.1", True), (False, "10.0.0.9", False), (True, "10.0.0.9", True)):
-        caller = Authenticator(DoorSettings(insecure=insecure)).caller(None, host)
+        caller = Authenticator(AuthenticatorSettings(insecure=insecure)).caller(None, host)
         assert (caller.name, Right.OPERATOR in caller.rights, Right.CLIENT in caller.rights) == (host, operator, True)
         assert caller.salt("as given") == "as given"
 
@@ -101,14 +101,14 @@ def test_without_keys_this_machine_and_those_that_insecure_lets_in_are_operators
 def test_with_keys_only_they_open(file: Path, credential: str | None) -> None:
     file.write_text(entry("a", new_key(), operator=False))
     with pytest.raises(Unauthenticated) as caught:
-        Authenticator(DoorSettings(api_keys=file, insecure=True)).caller(credential, "127.0.0.1")
+        Authenticator(AuthenticatorSettings(api_keys=file, insecure=True)).caller(credential, "127.0.0.1")
     assert not credential or credential not in str(caught.value)
 
 
 def test_a_file_without_keys_lets_nobody_in(file: Path) -> None:
     file.write_text("")
     with pytest.raises(Unauthenticated):
-        Authenticator(DoorSettings(api_keys=file)).caller(new_key(), "127.0.0.1")
+        Authenticator(AuthenticatorSettings(api_keys=file)).caller(new_key(), "127.0.0.1")
 
 
 def test_the_header_is_a_bearers() -> None:
@@ -242,7 +242,7 @@ def test_a_client_has_one_budget_for_all_its_calls_and_keys(file: Path) -> None:
     old, new = new_key(), new_key()
     hashes = [entry("a", key, operator=False).split('"')[3] for key in (old, new)]
     file.write_text(f"[keys.a]\nsha256 = {json.dumps(hashes)}\nconcurrent = 1\n")
-    door = Authenticator(DoorSettings(api_keys=file))
+    door = Authenticator(AuthenticatorSettings(api_keys=file))
     with door.caller(old, "h").budget.request(), pytest.raises(Overloaded), door.caller(new, "i").budget.request():
         pass
 
@@ -276,7 +276,7 @@ def claims(**more: object) -> dict[str, object]:
 )
 def test_a_token_with_a_good_signature_names_its_subject(file: Path, content: bytes, key: Any, algorithm: str) -> None:
     file.write_bytes(content)
-    door = Authenticator(DoorSettings(jwt_keys=file))
+    door = Authenticator(AuthenticatorSettings(jwt_keys=file))
     caller = door.caller(jwt.encode(claims(), key, algorithm), "10.0.0.9")
     assert (caller.name, caller.proved, Right.OPERATOR in caller.rights) == ("jwt:alice", True, False)
     operator = door.caller(jwt.encode(claims(scope="other baton:operator"), key, algorithm), "10.0.0.9")
@@ -285,7 +285,7 @@ def test_a_token_with_a_good_signature_names_its_subject(file: Path, content: by
 
 def test_subjects_of_two_issuers_are_two_clients(file: Path) -> None:
     file.write_bytes(SECRET)
-    door = Authenticator(DoorSettings(jwt_keys=file))
+    door = Authenticator(AuthenticatorSettings(jwt_keys=file))
     given = [
         {},
         {"iss": "https://one.example"},
@@ -347,7 +347,7 @@ def forged_with(header: dict[str, str], body: dict[str, object], secret: bytes) 
 )
 def test_any_other_token_is_refused_and_not_repeated(file: Path, token: str) -> None:
     file.write_bytes(pem(RSA))
-    door = Authenticator(DoorSettings(jwt_keys=file, jwt_audience="baton", jwt_issuer="us"))
+    door = Authenticator(AuthenticatorSettings(jwt_keys=file, jwt_audience="baton", jwt_issuer="us"))
     assert door.caller(jwt.encode(claims(aud="baton", iss="us"), RSA, "RS256"), "h").name == "jwt:alice@us"
     with pytest.raises(Unauthenticated) as caught:
         door.caller(token, "127.0.0.1")
@@ -358,7 +358,7 @@ def test_any_other_token_is_refused_and_not_repeated(file: Path, token: str) -> 
 def test_a_file_without_a_usable_key_is_a_wrong_setting(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="BATON_JWT_KEYS"):
-        Authenticator(DoorSettings(jwt_keys=file))
+        Authenticator(AuthenticatorSettings(jwt_keys=file))
 
 
 def test_replaced_key_of_tokens_is_used(file: Path) -> None:

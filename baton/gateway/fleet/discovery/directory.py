@@ -6,6 +6,7 @@ A place that cannot be read keeps its last addresses, and so do all of them wher
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -13,11 +14,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from baton.gateway.fleet.discovery.address_file import AddressFile
+from baton.core.errors import ConfigError
+from baton.core.regular_file import read_regular_file
 from baton.gateway.fleet.discovery.cluster import ServiceWatch
 from baton.gateway.fleet.discovery.sources import ADDRESSES_MAX, ListFile, Place, ServicePort
 from baton.rpc.server import ListenAddress
 
+_BYTES_MAX = 1 << 20
 log = logging.getLogger("baton")
 
 _RESOLVE_AT_ONCE = 16
@@ -45,8 +48,10 @@ class Directory:
         self._watching: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Raises:
-        ConfigError: a Service is listed, and no cluster or no client for it is there.
+        """Begins to watch the Services.
+
+        Raises:
+            ConfigError: a Service is listed, and no cluster or no client for it is there.
         """
         for each in self._services:
             await each.connect()
@@ -110,8 +115,10 @@ class Directory:
 
 
 async def _addresses_of(name: ListenAddress) -> frozenset[str]:
-    """Raises:
-    OSError: the name has none.
+    """Resolves a name to addresses with its port, in a thread of its own.
+
+    Raises:
+        OSError: the name has none.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[Any] | OSError] = loop.create_future()
@@ -147,3 +154,37 @@ def _is_literal(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class AddressFile:
+    """A file's addresses. An unreadable or malformed file keeps the last ones, with one line in the log."""
+
+    def __init__(self, place: ListFile) -> None:
+        self._path = place.path
+        self._seen: tuple[int, ...] | str = ()
+        self._last: tuple[ListenAddress, ...] = ()
+
+    def read(self) -> tuple[ListenAddress, ...]:
+        """The addresses that the file has now."""
+        try:
+            self._read_if_changed()
+        except (OSError, ConfigError, UnicodeDecodeError) as error:
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            if self._seen != why:
+                log.warning("%s is not read, and its last %d addresses stay: %s", self._path, len(self._last), why)
+            self._seen = why
+        return self._last
+
+    def _read_if_changed(self) -> None:
+        # NOTE: Kubernetes changes a mounted file by changing a link to its folder, so the inode counts too.
+        found = os.stat(self._path)
+        stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if stamp != self._seen:
+            text = read_regular_file(self._path, bytes_max=_BYTES_MAX).decode()
+            lines = (line.partition("#")[0] for line in text.splitlines())
+            parts = [part.strip() for line in lines for part in line.split(",")]
+            listed = [part for part in parts if part]
+            if len(listed) > ADDRESSES_MAX:
+                raise ConfigError(f"it lists {len(listed)} addresses", allowed=(f"at most {ADDRESSES_MAX}",))
+            self._last = tuple(ListenAddress.parse(part, field=str(self._path)) for part in listed)
+            self._seen = stamp

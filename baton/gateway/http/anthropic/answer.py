@@ -1,4 +1,4 @@
-"""The object `message` and its content blocks. Pure."""
+"""The object `message` and its content blocks, in one piece or as a stream of events. Pure."""
 
 import hashlib
 import json
@@ -10,11 +10,19 @@ from typing import Any, Literal
 import orjson
 from pydantic_core import from_json
 
+from baton.core.errors import BatonError
+from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, OutputParts, event
+from baton.gateway.http.anthropic.errors import anthropic_error
 from baton.gateway.http.anthropic.models import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from baton.gateway.http.parts import AnswerPart, OutputParts
 from baton.gateway.text.chat.parsing.lenient_json import ArgumentReader, strict_json
 from baton.protos.v1 import common_pb2
 
+# Type of a block's deltas, and the field with their text.
+_DELTAS = {
+    "text": (b"text_delta", b"text"),
+    "reasoning": (b"thinking_delta", b"thinking"),
+    "tool_call": (b"input_json_delta", b"partial_json"),
+}
 StopReason = Literal["end_turn", "stop_sequence", "tool_use", "max_tokens", "model_context_window_exceeded"]
 WriteReceipt = Callable[[common_pb2.Receipt], dict[str, Any]]
 
@@ -118,3 +126,59 @@ def _object(arguments: str) -> dict[str, Any]:
     with suppress(ValueError):
         return dict(from_json(arguments, allow_partial=True))
     return {}
+
+
+class MessageStream(AnswerStream):
+    """Encodes one stream, from templates that are built once for each block."""
+
+    def __init__(self, message: MessageObject, request_id: str, *, token_ids: bool = False) -> None:
+        super().__init__(OutputParts(), token_ids=token_ids)
+        self._message = message
+        self._request_id = request_id
+        self._head = b""  # of the current block's deltas, up to their text
+
+    def finish(self) -> bytes:
+        answer = self._answer
+        events = self._begin_once()
+        if answer.parts:
+            events += self._stop(answer.parts[-1])
+        end = {"type": "message_delta", "delta": self._message.stop(answer), "usage": usage(answer)}
+        if self._message.write_receipt is not None:
+            end["baton"] = {"receipt": self._message.write_receipt(answer.receipt)}
+        events.append(event("message_delta", orjson.dumps(end)))
+        events.append(event("message_stop", b'{"type":"message_stop"}'))
+        return b"".join(events)
+
+    def error(self, error: BatonError) -> bytes:
+        return event("error", orjson.dumps(anthropic_error(error, self._request_id)))
+
+    def _begin(self) -> list[bytes]:
+        start = {"type": "message_start", "message": self._message.begun()}
+        return [event("message_start", orjson.dumps(start)), event("ping", b'{"type":"ping"}')]
+
+    def _next_part(self, part: AnswerPart) -> list[bytes]:
+        events = self._stop(self._answer.parts[part.position - 1]) if part.position else []
+        kind, text = _DELTAS[part.kind]
+        self._head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+            % (part.position, kind, text)
+        )
+        block = self._message.block(AnswerPart(part.kind, part.position, part.id, part.name))
+        if part.kind == "reasoning":
+            block["signature"] = ""
+        start = {"type": "content_block_start", "index": part.position, "content_block": block}
+        return [*events, event("content_block_start", orjson.dumps(start))]
+
+    def _delta(self, growth: Growth) -> bytes:
+        if growth.part.kind == "reasoning" and self._message.omits_thinking:
+            return b""
+        return b"%b%b}}\n\n" % (self._head, orjson.dumps(growth.text))
+
+    def _stop(self, part: AnswerPart) -> list[bytes]:
+        events = []
+        if part.kind == "reasoning":
+            signed = {"type": "signature_delta", "signature": signature(part)}
+            delta = {"type": "content_block_delta", "index": part.position, "delta": signed}
+            events.append(event("content_block_delta", orjson.dumps(delta)))
+        stop = {"type": "content_block_stop", "index": part.position}
+        return [*events, event("content_block_stop", orjson.dumps(stop))]

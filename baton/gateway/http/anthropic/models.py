@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from baton.gateway.http.checking import TEXT_OR_LIST, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
-from baton.gateway.http.extras import Extras
+from baton.gateway.http.common_fields import CommonFields
 
 THINKING_TOKENS_MIN = 1024
 
@@ -168,7 +168,7 @@ class Metadata(Model):
     user_id: str | None = None
 
 
-class CountTokensRequest(Extras):
+class CountTokensRequest(CommonFields):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str = ""

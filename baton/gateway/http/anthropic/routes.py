@@ -8,15 +8,15 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from baton.gateway.http.anthropic.answer import MessageObject
+from baton.gateway.http.answer_parts import OutputParts
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream
 from baton.gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
-from baton.gateway.http.anthropic.stream import MessageStream
 from baton.gateway.http.anthropic.translate import to_chat, to_message
-from baton.gateway.http.call import HttpCall, HttpJob
+from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
-from baton.gateway.http.parts import OutputParts
+from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import generation_pb2 as pb
 

@@ -25,7 +25,7 @@ from baton.gateway.http.anthropic.models import (
     ToolResult,
     ToolUse,
 )
-from baton.gateway.http.extras import fill, reasoning_variables
+from baton.gateway.http.common_fields import fill, reasoning_variables
 from baton.gateway.text.chat.types import ChatRequest, NamedTool, ToolChoice
 from baton.protos.v1 import generation_pb2 as pb
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import orjson
 
 from baton.core.errors import BatonError
+from baton.gateway.http.answer_parts import AnswerPart, OutputParts
 from baton.gateway.http.checking import Model
-from baton.gateway.http.parts import AnswerPart, OutputParts
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.protos.v1 import common_pb2
 

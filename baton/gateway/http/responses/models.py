@@ -17,7 +17,7 @@ from baton.gateway.http.checking import (
     tag,
     unsupported,
 )
-from baton.gateway.http.extras import Extras
+from baton.gateway.http.common_fields import CommonFields
 
 _STATELESS = "no answer is kept here: send the earlier items in `input`"
 
@@ -211,7 +211,7 @@ class StreamOptions(Model):
     include_obfuscation: bool | None = None  # never done
 
 
-class ResponsesRequest(Extras):
+class ResponsesRequest(CommonFields):
     """Body of `POST /v1/responses`."""
 
     model: str = ""

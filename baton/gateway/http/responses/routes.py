@@ -1,27 +1,28 @@
 """The handler of `POST /v1/responses`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from baton.core.errors import ContextOverflow
-from baton.gateway.http.call import HttpCall, HttpJob
+from baton.gateway.http.call import HttpCall
 from baton.gateway.http.checking import checked
 from baton.gateway.http.chunks import receipt_json
 from baton.gateway.http.counting import encode_chat
+from baton.gateway.http.event_stream import HttpJob
 from baton.gateway.http.logprobs import LogprobWriter
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.responses.stream import ResponsesStream
 from baton.gateway.http.responses.translate import to_chat, to_message, wants_logprobs
-from baton.gateway.http.responses.truncation import fit
 from baton.gateway.text.chat.types import ChatRequest, Json
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
+Count = Callable[[Sequence[Json]], Awaitable[int]]
 # What this API calls the fields of ours.
 _FIELD_NAMES = {
     "prompt": "input",
@@ -79,3 +80,24 @@ async def _fitting(call: HttpCall, request: ResponsesRequest, chat: ChatRequest)
     call.serving.check_name(request.model)
     tokens_max = call.context.fleet.max_context_tokens - (request.max_output_tokens or 1)
     return replace(chat, messages=await fit(chat.messages, count, tokens_max=tokens_max))
+
+
+async def fit(messages: Sequence[Json], count: Count, *, tokens_max: int) -> Sequence[Json]:
+    """The messages, or system messages at their start and as many of the last turns as have room; at least one turn.
+
+    A turn begins with a message of the user, so no output of a tool loses its call.
+    """
+    if await count(messages) <= tokens_max:
+        return messages
+    first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    turns = [index for index, message in enumerate(messages) if index > first and message["role"] == "user"]
+    if not turns:
+        return messages
+    low, high = 0, len(turns) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await count([*messages[:first], *messages[turns[middle] :]]) <= tokens_max:
+            high = middle
+        else:
+            low = middle + 1
+    return [*messages[:first], *messages[turns[low] :]]

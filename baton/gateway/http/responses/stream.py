@@ -5,9 +5,8 @@ from typing import Any
 import orjson
 
 from baton.core.errors import BatonError
-from baton.gateway.http.parts import AnswerPart, Growth, event, with_token_ids
+from baton.gateway.http.answer_parts import AnswerPart, AnswerStream, Growth, event
 from baton.gateway.http.responses.answer import ResponseObject, Status
-from baton.protos.v1 import generation_pb2 as pb
 
 _DELTAS = {
     "text": "response.output_text.delta",
@@ -16,48 +15,18 @@ _DELTAS = {
 }
 
 
-class ResponsesStream:
-    """Encodes one stream. The first event comes with the first message.
-
-    Args:
-        token_ids: deltas have the ids of their tokens, and the revision of the weights.
-    """
+class ResponsesStream(AnswerStream):
+    """Encodes one stream."""
 
     def __init__(self, response: ResponseObject, *, token_ids: bool = False) -> None:
-        self._returns_token_ids = token_ids
-        self._token_ids: list[int] = []  # of tokens that no event has yet
-        self._revision = ""  # of the weights
+        super().__init__(response.answer(), token_ids=token_ids)
         self._response = response
-        self._answer = response.answer()
         self._number = 0  # of the next event
         self._head = b""  # of the current part's deltas, up to their number
         self._tail = b""
 
-    def push(self, message: pb.GenerateResponse) -> bytes:
-        grown = self._answer.push(message)
-        if self._returns_token_ids:
-            self._token_ids += [token.token_id for token in message.tokens]
-            self._revision = message.revision or self._revision
-        elif self._number and len(grown) == 1 and not grown[0].begins:
-            return self._delta(grown[0])
-        events = [] if self._number else self._begin()
-        for growth in grown:
-            if growth.begins:
-                events += self._next_part(growth.part)
-            if growth.text:
-                events.append(self._delta(growth))
-        if self._token_ids and message.tokens and grown and grown[-1].text and events[-1]:
-            events[-1] = with_token_ids(events[-1], self._token_ids, self._revision)
-            self._token_ids = []
-        return b"".join(events)
-
-    def skip(self, message: pb.GenerateResponse) -> None:
-        """The client has the events for this message."""
-        self.push(message)
-        self._token_ids = []
-
     def finish(self) -> bytes:
-        events = [] if self._number else self._begin()
+        events = self._begin_once()
         status: Status = "incomplete" if self._answer.truncated else "completed"
         if self._answer.parts:
             events += self._close(self._answer.parts[-1], status)
@@ -65,7 +34,7 @@ class ResponsesStream:
         return b"".join(events)
 
     def error(self, error: BatonError) -> bytes:
-        events = [] if self._number else self._begin()
+        events = self._begin_once()
         events.append(self._whole("response.failed", self._response.failed(self._answer, error)))
         return b"".join(events)
 

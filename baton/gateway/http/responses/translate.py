@@ -7,7 +7,7 @@ import orjson
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Grammar, GrammarKind
-from baton.gateway.http.extras import fill, reasoning_variables
+from baton.gateway.http.common_fields import fill, reasoning_variables
 from baton.gateway.http.responses.models import (
     AllowedTools,
     FunctionCall,

@@ -1,4 +1,4 @@
-"""Spans as OTLP has them: bytes of an ExportTraceServiceRequest, of which any number may be joined.
+"""Spans as OTLP has them: bytes of ExportTraceServiceRequests, which may be joined.
 
 OpenTelemetry's own messages are used without its SDK: that keeps each span as an object until a thread encodes it,
 which costs several times as much, and holds the interpreter while tokens wait.

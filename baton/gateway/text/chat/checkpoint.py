@@ -9,7 +9,8 @@ TOOL_USE = "tool_use"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """
+    """What a checkpoint's files say about its chat format.
+
     Attributes:
         templates: texts by name; "default" is the one without a name.
         variables: special tokens as templates know them, such as `bos_token`.

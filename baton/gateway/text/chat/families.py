@@ -19,7 +19,8 @@ NO_MARKS: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class ChatFamily:
-    """
+    """A chat format: how its answers are read, and how calls are forced.
+
     Attributes:
         name: for people.
         read: the format's reader, given the schemas of the tools' arguments by their names.

@@ -175,14 +175,18 @@ class _Dialect:
         )
 
     def check(self) -> None:
-        """Raises:
-        ConfigError: the text is no jinja template.
+        """Checks that the texts are templates.
+
+        Raises:
+            ConfigError: the text is no jinja template.
         """
         _ = self.template.compiled, self._form
 
     def check_tools(self, request: ChatRequest) -> None:
-        """Raises:
-        InvalidRequest: the model would never see the tools.
+        """Checks that the template shows tools to the model.
+
+        Raises:
+            InvalidRequest: the model would never see the tools.
         """
         if request.tools and request.tool_choice == "auto" and not self._takes_tools:
             raise InvalidRequest(

@@ -116,8 +116,10 @@ class ChatRenderer:
         return await self._turns.run(_LONG, client, partial(self._ask, _LONG, request))
 
     async def _ask(self, lane: int, request: ChatRequest | None) -> tuple[Answer, bytes]:
-        """Args:
-        request: None: the check of the templates.
+        """Asks the lane's process to render.
+
+        Args:
+            request: None: the check of the templates.
         """
         pickled = await asyncio.to_thread(pickle.dumps, request) if lane == _LONG else pickle.dumps(request)
         bounds = self._bounds

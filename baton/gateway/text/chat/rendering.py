@@ -16,8 +16,10 @@ from baton.gateway.text.chat.prepared import packed
 
 
 def renders(facts: Mapping[str, Any]) -> Work:
-    """Args:
-    facts: the fields of a `Checkpoint`, and `aliases` as of `ChatModel`.
+    """Makes the work of a process that renders chats.
+
+    Args:
+        facts: the fields of a `Checkpoint`, and `aliases` as of `ChatModel`.
     """
     fields = {**facts, "special": frozenset(facts["special"])}
     aliases = fields.pop("aliases")

@@ -55,16 +55,20 @@ class ChatTemplate:
 
     @cached_property
     def tree(self) -> nodes.Template:
-        """Raises:
-        ConfigError: the text is no jinja template.
+        """The syntax tree of a template.
+
+        Raises:
+            ConfigError: the text is no jinja template.
         """
         with self._compiling():
             return self._environment.parse(self.text)
 
     @cached_property
     def compiled(self) -> jinja2.Template:
-        """Raises:
-        ConfigError: the text is no jinja template.
+        """The template, ready to render.
+
+        Raises:
+            ConfigError: the text is no jinja template.
         """
         with self._compiling():
             return self._environment.from_string(self.text)

@@ -1,7 +1,7 @@
 """What clients write stays text: special tokens in a conversation are told apart from those that the template writes.
 
 With `--user-special-tokens text`, the tokenizer knows special tokens by secret names only
-(`baton.gateway.text.control_tokens`). A mark inside each one that a client wrote goes through the template; the
+(`baton.gateway.text.tokenizer`). A mark inside each one that a client wrote goes through the template; the
 unmarked ones are the template's, and get their secret names.
 """
 

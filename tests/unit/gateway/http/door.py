@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import baton.security.door as security
+import baton.security.authenticator as security
 from baton.gateway.http.call import Context
 from baton.gateway.http.server import HttpServer, bind
 from baton.gateway.http.view import View

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.gateway.http.browsers import check_not_a_page
+from baton.gateway.http.app import check_not_a_page
 from baton.gateway.http.errors import HttpRefusal
 from tests.unit.gateway.http.door import Door, open_door
 

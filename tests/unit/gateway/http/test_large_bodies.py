@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import baton.gateway.http.call
-from baton.gateway.http.body import parse_object
+from baton.gateway.http.checking import parse_object
 from baton.gateway.http.routes import ROUTES
 from tests.unit.gateway.http.door import BOUND_S, open_door
 

@@ -10,22 +10,20 @@ from typing import Any
 
 import pytest
 
-from baton.gateway.http.anthropic.answer import MessageObject
+from baton.gateway.http.answer_parts import OutputParts
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream
 from baton.gateway.http.anthropic.models import MessagesRequest
-from baton.gateway.http.anthropic.stream import MessageStream
 from baton.gateway.http.anthropic.translate import to_chat as messages_chat
 from baton.gateway.http.bodies import ChatBody
-from baton.gateway.http.body import parse_object
-from baton.gateway.http.checking import checked
+from baton.gateway.http.checking import checked, parse_object
 from baton.gateway.http.chunks import ChatChunks, StreamShape
-from baton.gateway.http.parts import OutputParts
 from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.responses.stream import ResponsesStream
 from baton.gateway.http.responses.translate import to_chat as responses_chat
 from baton.gateway.http.translate import chat_request
-from baton.gateway.serving.chat_output import ChatOutput
 from baton.gateway.serving.collected import AnswerCollector
+from baton.gateway.serving.output_run import ChatOutput
 from baton.gateway.text.chat.json_request import chat_of_message
 from baton.gateway.text.chat.model import ChatModel, read_chat_model
 from baton.gateway.text.chat.types import ChatRequest

@@ -5,7 +5,7 @@ import pytest
 from baton.core.types import Slo
 from baton.gateway.http.baton_options import BatonOptions, set_slo
 from baton.gateway.http.bodies import CompletionBody
-from baton.gateway.http.extras import Extras, fill
+from baton.gateway.http.common_fields import CommonFields, fill
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import slo_from_proto
 
@@ -15,7 +15,7 @@ OPTIONS = BatonOptions(ttft_s=0.25, tpot_s=0.0125, session_id="s")
 def test_the_object_baton_has_bounds_in_seconds_and_a_session() -> None:
     for given in (
         CompletionBody(prompt="x", baton=OPTIONS),
-        Extras(baton=OPTIONS),
+        CommonFields(baton=OPTIONS),
     ):
         message = pb.GenerateRequest()
         fill(message, given)
@@ -25,7 +25,7 @@ def test_the_object_baton_has_bounds_in_seconds_and_a_session() -> None:
 
 def test_absent_fields_leave_the_gateways_bounds() -> None:
     message = pb.GenerateRequest()
-    fill(message, Extras())
+    fill(message, CommonFields())
     assert slo_from_proto(message.slo).over(Slo(0.5, 0.01)) == Slo(0.5, 0.01)
 
 

@@ -17,8 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.core.errors import ConfigError
 from baton.gateway.picker.choice import GatewayChoice
 from baton.gateway.picker.gateways import Gateways, read_report
-from baton.gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
-from baton.gateway.picker.service import SERVICE_NAME
+from baton.gateway.picker.process import SERVICE_NAME, new_choice, serve_picks, set_ready, start_serving
 from baton.metrics.declared import ProcessRole
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import Page, join

@@ -21,7 +21,8 @@ FUNCTIONS = "functions."
 
 
 def harmony(header: str | None, *, tools: bool) -> Callable[[Cursor, Collector], Reading[None]]:
-    """
+    """Reads the Harmony format of gpt-oss.
+
     Args:
         header: of the message that the prompt has opened, and `<|message|>` after it; None: the prompt ends before.
         tools: whether calls are allowed; otherwise they are content.

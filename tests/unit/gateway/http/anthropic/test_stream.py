@@ -17,13 +17,12 @@ from baton.core.errors import (
     Overloaded,
     UnknownModel,
 )
-from baton.gateway.http.anthropic.answer import MessageObject
+from baton.gateway.http.answer_parts import OutputParts
+from baton.gateway.http.anthropic.answer import MessageObject, MessageStream
 from baton.gateway.http.anthropic.errors import anthropic_error
 from baton.gateway.http.anthropic.models import MessagesRequest
-from baton.gateway.http.anthropic.stream import MessageStream
 from baton.gateway.http.checking import checked
 from baton.gateway.http.errors import HttpRefusal
-from baton.gateway.http.parts import OutputParts
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.http.said import Event, called, ended, events, said
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.gateway.http.responses.truncation import fit
+from baton.gateway.http.responses.routes import fit
 from baton.gateway.text.chat.types import Json
 
 SYSTEM = {"role": "system", "content": "s"}

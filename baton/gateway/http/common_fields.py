@@ -18,7 +18,7 @@ _SAME_NAME = (
 )  # fmt: skip
 
 
-class Extras(Model):
+class CommonFields(Model):
     """Sampling numbers have their ranges in `baton.core.types.SamplingParams`; absent ones are the model's defaults."""
 
     temperature: float | None = None
@@ -41,7 +41,7 @@ class Extras(Model):
     baton: BatonOptions = BatonOptions()
 
 
-def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_pb2.SamplingParams:
+def fill(message: pb.GenerateRequest, given: CommonFields | GenerationBody) -> common_pb2.SamplingParams:
     """Writes to the message what all APIs have under the same names; returns its sampling parameters."""
     sampling = message.sampling
     for name in _SAME_NAME:

@@ -1,5 +1,6 @@
 """An answer as an ordered list of parts: reasoning, text and tool calls, put together from its messages. Pure."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -127,6 +128,63 @@ class OutputParts:
         self._pending_count = 0
         if self._pending:
             self._pending = []
+
+
+class AnswerStream(ABC):
+    """Encodes a chat's answer, part by part, as one API's events. The first event comes with the first message.
+
+    Args:
+        token_ids: deltas have the ids of their tokens, and the revision of the weights.
+    """
+
+    def __init__(self, answer: OutputParts, *, token_ids: bool) -> None:
+        self._answer = answer
+        self._returns_token_ids = token_ids
+        self._token_ids: list[int] = []  # of tokens that no event has yet
+        self._revision = ""  # of the weights
+        self._begun = False
+
+    def push(self, message: pb.GenerateResponse) -> bytes:
+        """The events for this message; may be empty."""
+        grown = self._answer.push(message)
+        if self._returns_token_ids:
+            self._token_ids += [token.token_id for token in message.tokens]
+            self._revision = message.revision or self._revision
+        elif self._begun and len(grown) == 1 and not grown[0].begins:
+            return self._delta(grown[0])
+        events = self._begin_once()
+        for growth in grown:
+            if growth.begins:
+                events += self._next_part(growth.part)
+            if growth.text:
+                events.append(self._delta(growth))
+        if self._token_ids and message.tokens and grown and grown[-1].text and events[-1]:
+            events[-1] = with_token_ids(events[-1], self._token_ids, self._revision)
+            self._token_ids = []
+        return b"".join(events)
+
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the events for this message."""
+        self.push(message)
+        self._token_ids = []
+
+    def _begin_once(self) -> list[bytes]:
+        if self._begun:
+            return []
+        self._begun = True
+        return self._begin()
+
+    @abstractmethod
+    def _begin(self) -> list[bytes]:
+        """The events before the first part."""
+
+    @abstractmethod
+    def _next_part(self, part: AnswerPart) -> list[bytes]:
+        """The events that end the part before this one, and begin this one."""
+
+    @abstractmethod
+    def _delta(self, growth: Growth) -> bytes:
+        """The event for what a message adds to the current part; may be empty."""
 
 
 def with_token_ids(event: bytes, token_ids: Sequence[int], revision: str) -> bytes:

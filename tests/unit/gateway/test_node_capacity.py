@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from baton.core.costs import StepCosts
 from baton.gateway.fleet.router import NodeView
-from baton.gateway.serving.node_capacity import Rooms, enough_rows
+from baton.gateway.serving.node_capacity import CapacityReader, enough_rows
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))
 DECODE = NodeView(
@@ -15,7 +15,7 @@ PREFILL = NodeView("p", 2, "", True, 4096, 16, 1600, 0, 0, frozenset(), costs=CO
 
 
 def test_a_decode_node_takes_as_many_as_it_has_seats_and_some_whose_prompts_are_computed() -> None:
-    (node,) = Rooms().of([DECODE], [PREFILL]).decodes
+    (node,) = CapacityReader().of([DECODE], [PREFILL]).decodes
     assert (node.load, node.most, node.slots) == (8, 20, 1600)
     assert node.most_shared <= node.most
 
@@ -23,28 +23,28 @@ def test_a_decode_node_takes_as_many_as_it_has_seats_and_some_whose_prompts_are_
 def test_what_was_sent_since_the_report_and_what_is_on_its_way_counts() -> None:
     sent = replace(DECODE, requests_since=3, room_tokens=1000)
     busy = replace(PREFILL, requests=5, decode_rows=1)
-    (node,) = Rooms().of([sent], [busy]).decodes
+    (node,) = CapacityReader().of([sent], [busy]).decodes
     assert (node.load, node.slots) == (8 + 3 + 4, 1000)
 
 
 def test_the_prefill_node_that_is_free_first_counts_and_unknown_ones_do_not() -> None:
     slow, unknown = replace(PREFILL, backlog_s=5.0), replace(PREFILL, costs=None)
-    room = Rooms().of([DECODE], [slow, PREFILL, unknown])
+    room = CapacityReader().of([DECODE], [slow, PREFILL, unknown])
     assert room.prefill_wait_s == 0.2
-    assert Rooms().of([DECODE], [unknown]).prefill_wait_s == 0.0
-    assert Rooms(ttft_s=2.0).of([DECODE], [PREFILL]).prefill_most_s == 1.0
+    assert CapacityReader().of([DECODE], [unknown]).prefill_wait_s == 0.0
+    assert CapacityReader(ttft_s=2.0).of([DECODE], [PREFILL]).prefill_most_s == 1.0
 
 
 def test_without_prefill_nodes_the_decode_nodes_prompts_wait() -> None:
-    room = Rooms().of([replace(DECODE, backlog_s=0.5)], [])
+    room = CapacityReader().of([replace(DECODE, backlog_s=0.5)], [])
     assert room.prefill_wait_s == 0.5
     assert not room.has(10, 1, shared=False)
 
 
 def test_step_times_are_those_of_one_more_request_on_the_least_loaded_node() -> None:
-    room = Rooms().of([replace(DECODE, requests=30), DECODE], [PREFILL])
+    room = CapacityReader().of([replace(DECODE, requests=30), DECODE], [PREFILL])
     assert room.step_s == COSTS.dense_s(9)
-    assert Rooms().of([replace(DECODE, costs=None)], [PREFILL]).step_s is None
+    assert CapacityReader().of([replace(DECODE, costs=None)], [PREFILL]).step_s is None
 
 
 def test_rows_are_enough_where_more_of_them_gain_next_to_nothing() -> None:
@@ -57,20 +57,20 @@ def test_rows_are_enough_where_more_of_them_gain_next_to_nothing() -> None:
 
 
 def test_new_costs_are_looked_at_again() -> None:
-    rooms = Rooms()
-    before = rooms.of([replace(DECODE, max_batch_requests=64)], []).decodes[0].most_shared
+    reader = CapacityReader()
+    before = reader.of([replace(DECODE, max_batch_requests=64)], []).decodes[0].most_shared
     steep = StepCosts(((1, 0.01), (4, 0.01), (512, 1.28)))
-    after = rooms.of([replace(DECODE, max_batch_requests=64, costs=steep)], []).decodes[0].most_shared
+    after = reader.of([replace(DECODE, max_batch_requests=64, costs=steep)], []).decodes[0].most_shared
     assert after == 6 < before
 
 
 def test_a_cluster_without_nodes_decides_nothing() -> None:
-    room = Rooms().of([], [])
+    room = CapacityReader().of([], [])
     assert room.has(10_000, 5, shared=True)
     assert room.is_light
 
 
 def test_a_few_requests_wait_for_blocks_on_the_node() -> None:
     full = replace(DECODE, room_tokens=0, max_batch_requests=64)
-    assert Rooms().of([full], [PREFILL]).has(100, 1, shared=False)
-    assert not Rooms().of([replace(full, requests=16)], [PREFILL]).has(100, 1, shared=False)
+    assert CapacityReader().of([full], [PREFILL]).has(100, 1, shared=False)
+    assert not CapacityReader().of([replace(full, requests=16)], [PREFILL]).has(100, 1, shared=False)

@@ -16,7 +16,7 @@ from attention.parameters import AttentionParameters, AttentionType
 
 
 @dataclass(frozen=True)
-class Sight:
+class KeyVisibility:
     """Which keys a layer's queries see. Layers with equal values share a plan.
 
     Attributes:
@@ -30,7 +30,7 @@ class Sight:
     attention_chunk_size: int | None
 
     @classmethod
-    def of(cls, layer: AttentionParameters, *, causal: bool) -> "Sight":
+    def of(cls, layer: AttentionParameters, *, causal: bool) -> "KeyVisibility":
         return cls(
             causal=causal and layer.attn_type is AttentionType.DECODER,
             own_keys=layer.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY),

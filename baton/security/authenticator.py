@@ -21,7 +21,7 @@ _BUDGETS_MAX = 10_000
 _CURE = "send `authorization: Bearer KEY`; for `baton` and its client set BATON_API_KEY"
 
 
-class DoorSettings(Protocol):
+class AuthenticatorSettings(Protocol):
     """The gateway's settings that say who may come in."""
 
     @property
@@ -37,11 +37,13 @@ class DoorSettings(Protocol):
 
 
 class Authenticator:
-    """Raises:
-    ConfigError: a file of the settings cannot be used.
+    """Finds the client that a credential belongs to.
+
+    Raises:
+        ConfigError: a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: DoorSettings) -> None:
+    def __init__(self, settings: AuthenticatorSettings) -> None:
         self._insecure = settings.insecure
         self._keys: Watched[KeyFile] | None = None
         self._tokens: Watched[Tokens] | None = None

@@ -26,7 +26,7 @@ def report(running: Running, *, requests: int) -> None:
 
 
 def waiting(serving: Serving) -> int:
-    return serving._waiting_room._admission.num_waiting
+    return serving._admission_queue._admission.num_waiting
 
 
 async def until_waiting(running: Running, number: int) -> None:
@@ -70,9 +70,9 @@ async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(runni
 
 async def test_a_request_that_cannot_be_in_time_is_refused_and_counted(running: Running) -> None:
     report(running, requests=4)
-    pace = running.serving._waiting_room._admission.pace
-    room = running.serving._waiting_room._room(0.0)
-    pace.first_token(1e9, 0, room, asyncio.get_running_loop().time())
+    pace = running.serving._admission_queue._admission.pace
+    capacity = running.serving._admission_queue._capacity(0.0)
+    pace.first_token(1e9, 0, capacity, asyncio.get_running_loop().time())
     with pytest.raises(Overloaded, match="it would take") as refused:
         await asyncio.wait_for(running.generate(Client(), budget_s=30.0), BOUND_S)
     assert refused.value.retry_after_s is not None
@@ -91,8 +91,8 @@ async def test_a_request_that_may_not_wait_is_refused_before_its_text_is_read(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report(running, requests=4)
-    pace = running.serving._waiting_room._admission.pace
-    pace.first_token(1e9, 0, running.serving._waiting_room._room(0.0), asyncio.get_running_loop().time())
+    pace = running.serving._admission_queue._admission.pace
+    pace.first_token(1e9, 0, running.serving._admission_queue._capacity(0.0), asyncio.get_running_loop().time())
     monkeypatch.setattr(running.serving, "texts", Unread())
     message = pb.GenerateRequest(text="a text " * 50)
     with pytest.raises(Overloaded, match="it would take") as refused:
@@ -103,7 +103,7 @@ async def test_a_request_that_may_not_wait_is_refused_before_its_text_is_read(
 
 
 async def test_a_broken_node_is_no_room_while_another_one_serves(running: Running) -> None:
-    fleet, room = running.connections.fleet, running.serving._waiting_room
+    fleet, room = running.connections.fleet, running.serving._admission_queue
     now_s = asyncio.get_running_loop().time()
     for _ in range(3):
         fleet.breakers.failed(fleet.decodes[running.decode.address].incarnation, now_s)

@@ -12,10 +12,10 @@ def test_every_process_sees_the_sum_of_all_rows() -> None:
     workers[0].add(Count.RUNNING, 3)
     workers[1].add(Count.RUNNING, 2)
     workers[1].add(Count.FINISHED, 1)
-    for board in (parent, *workers):
-        assert board.total(Count.RUNNING) == 5
-        assert board.total(Count.FINISHED) == 1
-        assert board.total(Count.REMOTE) == 0
+    for counters in (parent, *workers):
+        assert counters.total(Count.RUNNING) == 5
+        assert counters.total(Count.FINISHED) == 1
+        assert counters.total(Count.REMOTE) == 0
 
 
 def test_what_ran_in_a_process_that_is_gone_has_failed_and_its_counts_stay() -> None:
@@ -24,5 +24,5 @@ def test_what_ran_in_a_process_that_is_gone_has_failed_and_its_counts_stay() -> 
     os.close(fd)
     worker.add(Count.RUNNING, 3)
     worker.add(Count.FINISHED, 4)
-    parent.bury(1)
+    parent.retire_row(1)
     assert [parent.total(count) for count in (Count.RUNNING, Count.FAILED, Count.FINISHED)] == [0, 3, 4]

@@ -1,0 +1,179 @@
+"""What a gateway measures for its admission: how long requests take on the nodes, how many streams they bear, and how
+fast the queue moves. Pure."""
+
+from dataclasses import dataclass
+from math import inf
+
+from baton.gateway.fleet.router import OUTPUT_TOKENS
+from baton.gateway.serving.node_capacity import ClusterCapacity
+
+_MEMORY_S = 3.0  # measurements lose half of their weight in so long
+_WEIGHT = 0.2  # of one more measurement
+_OUTPUT_QUANTILE = 0.8  # of the requests have no more tokens than expected
+_PROMPT_TOKENS_PER_OUTPUT = 8  # cost a node about as much as a decoded token
+_SLOWER = 2.0  # at most so many times slower than one alone may streams be, next to a client with few requests
+_CHANGE = 1.25  # of the streams' bound at most, in one interval: what was started before still shows in the times
+
+
+@dataclass(frozen=True)
+class AdmissionRequest:
+    """What a request wants."""
+
+    key: int
+    client: str
+    prompt_tokens: int
+    output_tokens: int  # the most that each output may have
+    certain_tokens: int  # that each output will have, unless a stop string ends it
+    arrived_s: float
+    outputs: int = 1  # drawn
+    priority: int = 0
+    deadline_s: float | None = None  # when its client gives up; None: later than any queue is long
+    first_due_s: float | None = None  # refuse it if its first token comes later
+
+    def cost(self, tokens: int) -> float:
+        """What the request costs the nodes with so many tokens in all, as a number of decoded tokens."""
+        return tokens + self.outputs * self.prompt_tokens / _PROMPT_TOKENS_PER_OUTPUT
+
+
+class Estimate:
+    """A mean of the last measurements, which fades while nothing is measured, so that no old measurement keeps requests
+    out for ever."""
+
+    def __init__(self) -> None:
+        self._value, self._at_s = 0.0, -inf
+
+    def observe(self, value: float, now_s: float) -> None:
+        fresh = now_s - self._at_s <= _MEMORY_S
+        self._value += (value - self._value) * (_WEIGHT if fresh else 0.5 if self._value else 1.0)
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """0 where nothing was measured."""
+        kept: float = 0.5 ** min(60.0, max(0.0, (now_s - self._at_s) / _MEMORY_S - 1))
+        return self._value * kept
+
+
+class AdmissionPace:
+    """How long requests take on the nodes."""
+
+    def __init__(self) -> None:
+        self._first_s = Estimate()
+        self._token_s = Estimate()
+        self._slowdown = Estimate()  # measured by predicted time per token
+        self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
+
+    def expected_tokens(self, asked: AdmissionRequest) -> int:
+        expected = self._output_tokens.get(asked.output_tokens.bit_length(), OUTPUT_TOKENS)
+        return max(asked.certain_tokens, min(asked.output_tokens, round(expected)))
+
+    def first_s(self, now_s: float) -> float:
+        """Predicted time to the first token of a request that starts now, less what its own prompt takes."""
+        return self._first_s.at(now_s)
+
+    def service_s(self, asked: AdmissionRequest, capacity: ClusterCapacity, now_s: float) -> float:
+        """Predicted time of a request that starts now."""
+        token_s = self._token_s.at(now_s)
+        if capacity.step_s is not None:
+            token_s = capacity.step_s * max(1.0, self._slowdown.at(now_s))
+        first_s = max(self.first_s(now_s), capacity.prefill_wait_s) + asked.prompt_tokens * capacity.prompt_token_s
+        return first_s + self.expected_tokens(asked) * token_s
+
+    def first_token(self, seconds: float, prompt_tokens: int, capacity: ClusterCapacity, now_s: float) -> None:
+        """A request has got its first token so long after its start, or has waited so long without one."""
+        self._first_s.observe(max(0.0, seconds - prompt_tokens * capacity.prompt_token_s), now_s)
+
+    def progressed(self, token_s: float, capacity: ClusterCapacity, now_s: float) -> None:
+        """Streams took so long per token: running ones show a change of the nodes' speed seconds before they end."""
+        self._token_s.observe(token_s, now_s)
+        if capacity.step_s:
+            self._slowdown.observe(token_s / capacity.step_s, now_s)
+
+    def ended(self, tokens: int, most: int, *, whole: bool) -> None:
+        """An output has ended with so many tokens, of at most `most`; `whole`: it is complete."""
+        size = most.bit_length()
+        expected = self._output_tokens.get(size, min(OUTPUT_TOKENS, most))
+        if whole or tokens > expected:
+            share = _OUTPUT_QUANTILE - (tokens <= expected)
+            self._output_tokens[size] = max(1.0, expected + share * max(1.0, _WEIGHT * expected / 2))
+
+
+class StreamBound:
+    """How many streams run while a client with few requests is next to one with many.
+
+    All streams of a node take part in its steps, so a large client's slow a small one's down. Step costs do not show by
+    how much: they leave out the prompts between, the host's work, and other processes of the machine. So times per
+    token are measured, for one gateway, whose bound counts other gateways' streams too.
+    """
+
+    def __init__(self) -> None:
+        self._bound: float | None = None  # None: not needed, or nothing is measured
+        self._alone_s: float | None = None
+        self._was_alone = False
+
+    def most(self, capacity: ClusterCapacity) -> float:
+        """Streams of clients with many requests start only while fewer than this number run."""
+        return min(capacity.most_shared, self._bound or _SLOWER * capacity.spare_requests)
+
+    def measured(self, token_s: float, capacity: ClusterCapacity, *, spares: bool) -> None:
+        """The streams took so long per token since the last call; `spares`: they are to be kept fast now."""
+        is_alone = capacity.load <= 1
+        if is_alone and self._was_alone:
+            known_s = self._alone_s or token_s
+            self._alone_s = known_s + _WEIGHT * (token_s - known_s)
+        self._was_alone = is_alone
+        alone_s = self._alone_s or capacity.alone_s
+        if not spares or not alone_s:
+            self._bound = None
+            return
+        faster, bound = _SLOWER * alone_s / token_s, self.most(capacity)
+        if faster < 1:
+            bound = min(bound, capacity.load) * max(1 / _CHANGE, faster)
+        elif faster > 1 and capacity.load >= bound / _CHANGE:
+            bound = max(bound + 1, bound * min(_CHANGE, faster))
+        self._bound = max(capacity.spare_requests, bound)
+
+
+class StartRate:
+    """Cost that is started per second, while requests wait."""
+
+    def __init__(self) -> None:
+        self._cost = self._busy_s = 0.0
+        self._at_s: float | None = None  # None: nobody waits
+
+    def waits(self, now_s: float, *, waits: bool = True) -> None:
+        self._pass(now_s)
+        self._at_s = now_s if waits else None
+
+    def started(self, cost: float, now_s: float) -> None:
+        self._pass(now_s)
+        self._cost += cost
+
+    def at(self, now_s: float, least_s: float) -> float | None:
+        """None: not known, because less time than `least_s` has passed or nothing was started."""
+        self._pass(now_s)
+        return self._cost / self._busy_s if self._cost and self._busy_s >= least_s else None
+
+    def _pass(self, now_s: float) -> None:
+        if self._at_s is not None:
+            passed_s = max(0.0, now_s - self._at_s)
+            kept = 0.5 ** (passed_s / _MEMORY_S)
+            self._cost, self._busy_s, self._at_s = self._cost * kept, self._busy_s * kept + passed_s, now_s
+
+
+class StandingQueue:
+    """Whether a queue stands, as CoDel (RFC 8289) finds it: the shortest wait of an interval was over the target, and
+    since then none was under half of it."""
+
+    def __init__(self, target_s: float, interval_s: float) -> None:
+        self.stands = False
+        self._target_s, self._interval_s = target_s, interval_s
+        self._shortest_s, self._ends_s = inf, -inf
+
+    def look(self, now_s: float, *, waited_s: float = inf) -> None:
+        """Time has passed; `waited_s`: a request has started after so long, 0: nobody waits."""
+        if now_s >= self._ends_s:
+            limit_s = self._target_s * (0.5 if self.stands else 1.0)
+            self.stands = self._ends_s > -inf and self._shortest_s > limit_s
+            self._shortest_s, self._ends_s = inf, now_s + self._interval_s
+        self._shortest_s = min(self._shortest_s, waited_s)
+        self.stands = self.stands and waited_s > 0

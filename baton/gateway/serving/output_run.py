@@ -1,0 +1,214 @@
+"""One output of a request: from its preparation to its last message, as text or as the parts of a chat."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from baton.core.errors import BatonError, DeadlineExceeded
+from baton.core.types import Path
+from baton.gateway.core.request import Request, Rules
+from baton.gateway.core.shared_counters import Count, SharedCounters
+from baton.gateway.observe.meter import RequestMeter
+from baton.gateway.observe.request_record import RequestRecord
+from baton.gateway.request.connections import Connections
+from baton.gateway.request.driver import RequestDriver, Write
+from baton.gateway.request.journal import Journal
+from baton.gateway.request.machine import RequestMachine
+from baton.gateway.request.write_scheduler import WriteScheduler
+from baton.gateway.serving.admission_queue import AdmissionQueue
+from baton.gateway.serving.preparation import Prepared
+from baton.gateway.text.chat.types import OutputParser, ParsedDelta
+from baton.gateway.text.model import ServedModel
+from baton.protos.v1 import common_pb2
+from baton.protos.v1 import generation_pb2 as pb
+from baton.security import identity
+from baton.settings.gateway_config import GatewaySettings
+
+Skip = Callable[[pb.GenerateResponse], object]
+
+
+class RunningRequest:
+    """One client's request, from its admission to its end."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.request_id = record.request_id
+        self.client = record.client
+        self.drivers: set[RequestDriver] = set()
+        self.tokens = 0  # of the outputs that have ended
+        self.ended_by: BatonError | None = None
+        self._turn: asyncio.Future[None] | None = None  # while it waits for its turn
+
+    def end(self, error: BatonError) -> None:
+        """Ends all its outputs with this error, also those that have not begun."""
+        self.ended_by = self.ended_by or error
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(self.ended_by)
+        for driver in self.drivers:
+            driver.end(self.ended_by)
+
+    async def until(self, turn: "asyncio.Future[None] | None") -> None:
+        """Waits for the request's turn; None: it has come.
+
+        Raises:
+            BatonError: the request may not run, or was ended.
+        """
+        if self.ended_by is not None:
+            raise self.ended_by
+        if turn is not None:
+            self._turn = turn
+            await turn
+            self._turn = None
+
+
+class OutputRunner:
+    """Runs the outputs of one process's requests."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ServedModel,
+        connections: Connections,
+        queue: AdmissionQueue,
+        counters: SharedCounters,
+        meter: RequestMeter,
+    ) -> None:
+        self._model, self._connections, self._queue = model, connections, queue
+        self._counters, self._meter, self._turns = counters, meter, WriteScheduler()
+        self._rules = Rules(
+            local_policy=settings.local_policy,
+            max_attempts=settings.max_attempts,
+            queue_s=settings.queue_s,
+            prefill_stall_s=settings.prefill_stall_s,
+            decode_stall_s=settings.decode_stall_s,
+            failover_wait_s=settings.failover_wait_s,
+            slo=settings.slo,
+            refuse_late=settings.refuse_late,
+        )
+
+    async def run(
+        self, running: RunningRequest, prepared: Prepared, skip: Skip | None, index: int, request: Request, write: Write
+    ) -> None:
+        """Serves one output in the current task."""
+        if running.ended_by is not None:
+            raise running.ended_by
+        hides_special = request.sampling.skip_special_tokens
+        detokenizer = self._model.tokenizer.detokenizer(request.prompt, skip_special_tokens=hides_special)
+        machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer, self._meter)
+        chat: ChatOutput | None = None
+        if prepared.parser is not None:
+            chat = ChatOutput(prepared.parser(f"{request.request_id}/{index}"), tokens_last=skip is not None)
+            write = partial(_write_chat, chat, write)
+        if request.output:
+            await asyncio.to_thread(_resume, machine, request.output, chat, skip)
+            if running.ended_by is not None:
+                raise running.ended_by
+        output = self._queue.begins(machine)
+        journal = Journal(index)
+        driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
+        running.drivers.add(driver)
+        whole, in_time = False, True
+        try:
+            await driver.run()
+            whole = True
+        except DeadlineExceeded:
+            in_time = False
+            raise
+        finally:
+            running.drivers.discard(driver)
+            identity.current().budget.spend(machine.new_tokens)
+            running.tokens += machine.new_tokens
+            self._queue.ran(output, whole=whole, in_time=in_time)
+            running.record.output_ended(machine, journal)
+        # The first part of a split prompt is remote.
+        self._counters.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
+
+
+class ChatOutput:
+    """The messages of one output, with `chat` filled in.
+
+    A message has reasoning before answer before tool calls. Where the model has them in another order, the message is
+    followed by others that have only `chat`.
+
+    Args:
+        tokens_last: the last of these messages has the tokens, not the first one: a client that has tokens then has all
+            of what they say.
+    """
+
+    def __init__(self, parser: OutputParser, *, tokens_last: bool = False) -> None:
+        self._parser = parser
+        self._tokens_last = tokens_last
+
+    def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
+        """The message as the client gets it. The last one has how the output ended."""
+        deltas = self._parser.push(message.text) if message.text else []
+        if message.finish_reason:
+            cut = message.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            deltas = [*deltas, *self._parser.finish(cut=cut)]
+        if not deltas:
+            return [message]
+        if len(deltas) == 1 and not (deltas[0].reasoning or deltas[0].tool_calls):  # nearly every message
+            message.chat.content = deltas[0].content
+            return [message]
+        parts = [pb.ChatDelta()]
+        for delta in deltas:
+            if not _follows(parts[-1], delta):
+                parts.append(pb.ChatDelta())
+            _append(parts[-1], delta)
+        if len(parts) == 1:
+            message.chat.CopyFrom(parts[0])
+            return [message]
+        return _spread(message, parts, tokens_last=self._tokens_last)
+
+
+def _follows(part: pb.ChatDelta, delta: ParsedDelta) -> bool:
+    """Whether the delta may join the part, which keeps no order between its fields."""
+    after_reasoning = bool(part.content or part.tool_calls)
+    after_content = bool(part.tool_calls)
+    return not (delta.reasoning and after_reasoning) and not (delta.content and after_content)
+
+
+def _append(part: pb.ChatDelta, delta: ParsedDelta) -> None:
+    if delta.content:
+        part.content += delta.content
+    if delta.reasoning:
+        part.reasoning += delta.reasoning
+    for call in delta.tool_calls:
+        last = part.tool_calls[-1] if part.tool_calls else None
+        if last is not None and last.index == call.index and not call.id and not call.name:
+            last.arguments += call.arguments
+        else:
+            part.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
+def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta], *, tokens_last: bool) -> list[pb.GenerateResponse]:
+    """The first message has the text, the last one how the output ended."""
+    messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
+    first, last = messages[0], messages[-1]
+    first.text, first.request_id, first.revision = message.text, message.request_id, message.revision
+    (last if tokens_last else first).tokens.extend(message.tokens)
+    first.prompt_logprobs.extend(message.prompt_logprobs)
+    last.finish_reason, last.stop_reason = message.finish_reason, message.stop_reason
+    if message.HasField("usage"):
+        last.usage.CopyFrom(message.usage)
+    if message.HasField("receipt"):
+        last.receipt.CopyFrom(message.receipt)
+    return messages
+
+
+def _resume(machine: RequestMachine, token_ids: Sequence[int], chat: ChatOutput | None, skip: Skip | None) -> None:
+    """Goes on after the tokens that the client has; `skip` gets their messages."""
+    texts = machine.resume()
+    if chat is None:
+        return
+    texts += [""] * (len(token_ids) - len(texts))
+    for token_id, text in zip(token_ids, texts, strict=True):
+        tokens = [common_pb2.Token(token_id=token_id)]
+        for each in chat.messages(pb.GenerateResponse(text=text, tokens=tokens)):
+            if skip is not None:
+                skip(each)
+
+
+async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:
+    for each in output.messages(message):
+        await write(each)

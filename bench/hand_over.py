@@ -18,7 +18,7 @@ import torch
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.client.outputs import Finished
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.engine.build import build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from baton.core.types import LocalPolicy, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import LocalPolicy
 from baton.gateway.core.events import DecodeReplied, Event, PrefillEnded, PrefillReplied, Started, TokensCame
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet

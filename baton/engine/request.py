@@ -6,7 +6,8 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError, InvalidRequest
-from baton.core.types import AdapterRef, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import AdapterRef, TokenOutput
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
 # the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
@@ -81,7 +82,7 @@ class EngineRequest:
 
     request_id: str
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     output: tuple[int, ...] = ()
     cache_salt: str = ""
     prefill_only: bool = False

@@ -33,7 +33,7 @@ _GRAMMAR_SIZE = 100_000
 _SCHEMA_ITEMS, _SCHEMA_ROW_ITEMS = 50_000, 2000
 _MIXED_ITEMS, _MIXED_ROW_ITEMS = 50_000, 1000
 _RULE_ITEMS, _RULE_ROW_ITEMS = 20_000, 500
-_WITH_RULES = {GrammarKind.LARK, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG}
+_WITH_RULES = {GrammarKind.LARK, GrammarKind.GBNF, GrammarKind.STRUCTURAL_TAG}
 _CACHED_GRAMMARS = 64
 # Otherwise the library writes out what the grammar forces before each mask, and tokenizes it: 70 ms for each token of a
 # text of 200 kB, and without end where the grammar forces one byte for ever: of `a+ a+`, the first part takes all.
@@ -334,7 +334,7 @@ _READERS: Mapping[GrammarKind, Callable[[str, _Tokenizer], str]] = MappingProxyT
         GrammarKind.REGEX: _regex,
         GrammarKind.CHOICE: _choice,
         GrammarKind.LARK: _lark,
-        GrammarKind.EBNF: _ebnf,
+        GrammarKind.GBNF: _ebnf,
         GrammarKind.STRUCTURAL_TAG: _structural_tag,
     }
 )

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.core.types import MAX_LOGPROBS, PromptLogprob
+from baton.core.sampling import MAX_LOGPROBS
+from baton.core.types import PromptLogprob
 from baton.protos.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _TOKEN_BYTES = 5  # of any uint32 as a varint

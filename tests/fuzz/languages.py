@@ -162,7 +162,7 @@ GRAMMARS: Mapping[GrammarKind, Rules] = {
     GrammarKind.REGEX: _REGEX,
     GrammarKind.JSON_SCHEMA: _SCHEMA,
     GrammarKind.LARK: _LARK,
-    GrammarKind.EBNF: _GBNF,
+    GrammarKind.GBNF: _GBNF,
     GrammarKind.STRUCTURAL_TAG: _TAGS,
     GrammarKind.CHOICE: _CHOICES,
 }

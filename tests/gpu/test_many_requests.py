@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate

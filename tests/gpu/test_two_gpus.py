@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.engine.device.profile import profile_runner
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate

@@ -6,8 +6,8 @@ from copy import copy
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.rpc.server import connect

@@ -15,8 +15,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overloaded
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub

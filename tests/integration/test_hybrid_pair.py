@@ -8,8 +8,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from tests.integration.cluster import LLAMA, Machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference

@@ -10,8 +10,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.models.families.reader import read_config
 from baton.models.loading.needs import kv_cache_spec
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status

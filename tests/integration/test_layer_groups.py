@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from baton.cli.processes import Process
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from prefill_node import driver
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import generate

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.cli.processes import Process
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, status, until_status

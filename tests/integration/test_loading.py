@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import Draining, NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1 import generation_pb2, node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error

@@ -5,7 +5,7 @@ import time
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status

@@ -7,7 +7,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb

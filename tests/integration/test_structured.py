@@ -8,7 +8,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.errors import InvalidRequest
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
@@ -93,7 +94,7 @@ async def test_the_ranks_of_a_node_draw_the_same_constrained_tokens(start: Machi
 async def test_a_request_whose_grammar_becomes_too_expensive_ends_typed_and_its_neighbours_go_on(
     start: Machines,
 ) -> None:
-    ambiguous = Grammar(GrammarKind.EBNF, "root ::= s\ns ::= s s | [a-z ]")
+    ambiguous = Grammar(GrammarKind.GBNF, "root ::= s\ns ::= s s | [a-z ]")
     expensive = SamplingParams(max_tokens=90, temperature=1.0, seed=1, grammar=ambiguous, ignore_eos=True)
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE))
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")

@@ -11,7 +11,8 @@ import pytest
 from baton.cli.processes import Process, Processes
 from baton.cli.status import to_json
 from baton.client.client import Client
-from baton.core.types import Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path
 from baton.node import assembly
 from baton.protos.v1 import common_pb2
 from baton.rpc.revisions import revision_of

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.core.sampling import SamplingParams
+from baton.core.types import FinishReason, Path, Receipt, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
 from baton.rpc import convert
 

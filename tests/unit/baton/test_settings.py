@@ -13,7 +13,7 @@ from typer.main import get_command
 from baton.cli import program
 from baton.cli.program import new_app
 from baton.core.limits import DURATION_S_MIN, PERIOD_S_MIN
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.load.command import bench
 from baton.planner.command import plan
 from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest, Overloaded
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.request import PATIENCE_S, EngineRequest
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
@@ -32,7 +32,7 @@ def refuse(scene: Scene, key: int) -> list[Command]:
 
 
 def enter(queue: BlockQueue, engine_id: str, *, queue_s: float = 1.0, now_s: float = 0.0, **given: Any) -> None:
-    request = EngineRequest(engine_id, (1,), SamplingParams(max_tokens=9), **given)
+    request = EngineRequest(engine_id, (1,), ResolvedSampling(max_tokens=9), **given)
     queue.enter(request, queue_s=queue_s, now_s=now_s)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.gateway.core.request import Outputs, Request
 from baton.gateway.request.driver import Write
 from baton.gateway.serving.fan_out import fan_out
@@ -74,7 +74,7 @@ class Client:
 
 
 def sampled(seed: int | None = 5, logprobs: int | None = None) -> Request:
-    return replace(request(), sampling=SamplingParams(seed=seed, logprobs=logprobs, prompt_logprobs=0))
+    return replace(request(), sampling=ResolvedSampling(seed=seed, logprobs=logprobs, prompt_logprobs=0))
 
 
 async def draw(outcomes: Outcomes, n: int, best_of: int | None = None, of: Request | None = None) -> Client:

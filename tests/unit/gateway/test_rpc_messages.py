@@ -67,7 +67,7 @@ def test_numbers_of_32_bits_are_those_that_the_client_wrote() -> None:
     [
         ({"json_schema": "{}"}, Grammar(GrammarKind.JSON_SCHEMA, "{}")),
         ({"regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
-        ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
+        ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.GBNF, 'root ::= "a"')),
         ({"grammar": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
         ({"structural_tag": "{}"}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
         ({"json_object": True}, Grammar(GrammarKind.JSON_OBJECT)),

@@ -39,13 +39,13 @@ ACCEPTED: list[tuple[GrammarKind, str, list[str], list[str]]] = [
     (GrammarKind.LARK, 'start: "a" B\nB: /[0-9]+/', ["a12"], ["a", "a1b"]),
     (GrammarKind.LARK, 'start: "x" %json {"type": "integer"}', ["x12"], ['x"a"']),
     (
-        GrammarKind.EBNF,
+        GrammarKind.GBNF,
         'root ::= "a" num | "\\u00e9" "\\x41"\nnum ::= [0-9]+ ("." [0-9]+)?',
         ["a12.5", "éA"],
         ["a", "é"],
     ),
-    (GrammarKind.EBNF, NESTED, ["1+(2+3)"], ["(1", "+"]),
-    (GrammarKind.EBNF, 'root ::= word "abc"\nword ::= [a-z]*\n', ["defabc"], ["ab"]),
+    (GrammarKind.GBNF, NESTED, ["1+(2+3)"], ["(1", "+"]),
+    (GrammarKind.GBNF, 'root ::= word "abc"\nword ::= [a-z]*\n', ["defabc"], ["ab"]),
 ]
 
 
@@ -77,11 +77,11 @@ REFUSED = [
     (GrammarKind.LARK, "start: " + "(" * 20000 + '"a"' + ")" * 20000, "deeply nested"),
     (GrammarKind.LARK, "\n".join(f'r{i}: "x" r{i + 1}' for i in range(3000)), "3000 rules"),
     (GrammarKind.LARK, 'start: x{1000000000}\nx: "a"', "repetitions"),
-    (GrammarKind.EBNF, 'root ::= "a" nope', "nope"),
-    (GrammarKind.EBNF, 'root ::= "a', "line 1"),
-    (GrammarKind.EBNF, 'x ::= "a"', "root"),
-    (GrammarKind.EBNF, 'root = "a"', "line 1 of the grammar is not GBNF"),
-    (GrammarKind.EBNF, "root ::= " + "(" * 20000 + '"a"' + ")" * 20000, "nested"),
+    (GrammarKind.GBNF, 'root ::= "a" nope', "nope"),
+    (GrammarKind.GBNF, 'root ::= "a', "line 1"),
+    (GrammarKind.GBNF, 'x ::= "a"', "root"),
+    (GrammarKind.GBNF, 'root = "a"', "line 1 of the grammar is not GBNF"),
+    (GrammarKind.GBNF, "root ::= " + "(" * 20000 + '"a"' + ")" * 20000, "nested"),
     (GrammarKind.JSON_SCHEMA, "[" * 100_000, "JSON"),
     (GrammarKind.JSON_SCHEMA, '{"description": "' + "a" * MOST_BYTES + '"}', "bytes"),
 ]

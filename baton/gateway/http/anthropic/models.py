@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from baton.core.sampling_field import Door
 from baton.gateway.http.checking import TEXT_OR_LIST, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
 from baton.gateway.http.extras import Extras
+from baton.gateway.http.sampling import takes_sampling
 
 THINKING_TOKENS_MIN = 1024
 
@@ -168,6 +170,7 @@ class Metadata(Model):
     user_id: str | None = None
 
 
+@takes_sampling(Door.MESSAGES)
 class CountTokensRequest(Extras):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -189,7 +192,6 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: PositiveU32
     stream: bool | None = None
-    stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None

@@ -273,7 +273,7 @@ def answer(grammar: Grammar) -> str:
             return regex(grammar.text)
         case GrammarKind.LARK if not grammar.text.lstrip().startswith("{"):
             return f"%lark {{\n{grammar.text}\n}}"
-        case GrammarKind.EBNF:
+        case GrammarKind.GBNF:
             return f"%lark {{\n{lark_from_gbnf(grammar.text)}\n}}"
         case _:
             raise InvalidRequest(

@@ -241,7 +241,7 @@ ANSWERS = [
     (Grammar(GrammarKind.CHOICE, '["yes", "n\\"o"]'), 'n"o', "maybe"),
     (Grammar(GrammarKind.REGEX, r"^[a-z]+\/\\/\d+$"), "ab/\\/12", "ab//12"),
     (Grammar(GrammarKind.LARK, 'start: "x" y\ny: "y"+'), "xyy", "xx"),
-    (Grammar(GrammarKind.EBNF, 'root ::= "a" b\nb ::= "b" | "\\x63"'), "ac", "ad"),
+    (Grammar(GrammarKind.GBNF, 'root ::= "a" b\nb ::= "b" | "\\x63"'), "ac", "ad"),
 ]
 
 

@@ -158,7 +158,7 @@ def test_a_tool_choice_that_names_no_function_is_refused(choice: dict[str, Any])
         ({"guided_regex": "a+"}, GrammarKind.REGEX, "a+", "guided_regex"),
         ({"guided_choice": ["a", "b"]}, GrammarKind.CHOICE, ["a", "b"], "guided_choice"),
         ({"guided_grammar": "start: /a+/"}, GrammarKind.LARK, "start: /a+/", "guided_grammar"),
-        ({"guided_grammar": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"', "guided_grammar"),
+        ({"guided_grammar": 'root ::= "a"'}, GrammarKind.GBNF, 'root ::= "a"', "guided_grammar"),
         ({"structured_outputs": {"regex": "a"}}, GrammarKind.REGEX, "a", "structured_outputs.regex"),
         ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, "", "structured_outputs.json_object"),

@@ -38,8 +38,8 @@ def takes_sampling_flags(door: Door) -> Callable[[Callable[Concatenate[SamplingP
 
 def _parameter(field: SamplingField) -> inspect.Parameter:
     flag = f"--{field.name.replace('_', '-')}"
-    option = typer.Option(flag, help=_help(field))
-    annotation = Annotated[_TYPES[field.kind] | None, option]
+    kind = _TYPES[field.kind]
+    annotation = Annotated[kind | None, typer.Option(flag, help=_help(field))]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

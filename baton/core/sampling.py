@@ -51,7 +51,7 @@ class ResolvedSampling:
         int,
         SamplingField(
             "most tokens of the output",
-            Bounds(1, U32_MAX, "an integer of at least 1"),
+            Bounds(1, U32_MAX, "1 to 2**32 - 1"),
             renamed={Door.CHAT: "max_completion_tokens", Door.RESPONSES: "max_output_tokens"},
             by_hand=HTTP,
             unset="16; in a conversation, what the context leaves",
@@ -75,7 +75,7 @@ class ResolvedSampling:
         int,
         SamplingField(
             "draw from this many most probable tokens",
-            Bounds(0, U32_MAX, "0 (off) or more"),
+            Bounds(0, U32_MAX, "0 (off) to 2**32 - 1"),
             _MODELS_OWN,
             lenient=Lenient(-1),
         ),

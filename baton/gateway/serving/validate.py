@@ -105,7 +105,7 @@ def check_lengths(given: object, names: Mapping[str, SamplingField]) -> None:
     for name, field in names.items():
         if field.items_max is not None and (count := len(getattr(given, name))) > field.items_max:
             message, allowed = f"{name} has {count} elements", (f"up to {field.items_max}",)
-            raise InvalidRequest(message, field=f"sampling.{name}", value=count, allowed=allowed)
+            raise InvalidRequest(message, field=name, value=count, allowed=allowed)
 
 
 def check_sampling(

@@ -169,7 +169,7 @@ class _OwnEngine:
     async def time(self, prompt: list[int], index: int) -> list[float]:
         self._stamps = [time.perf_counter()]
         self._over.clear()
-        self.engine.submit(EngineRequest(str(index), tuple(prompt), _params(OUTPUT_TOKENS)))
+        self.engine.submit(EngineRequest(str(index), tuple(prompt), _params(OUTPUT_TOKENS).resolved()))
         await self._over.wait()
         return self._stamps
 

@@ -164,7 +164,7 @@ async def test_a_prefill_node_that_answers_and_computes_nothing_is_replaced(
 
 async def until_remote(gateway: Process, prompt: list[int], reference: Reference) -> None:
     """Every answer is right, and after some time one comes from a prefill node again."""
-    expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    expected = reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     async with asyncio.timeout(DEADLINE_S):
         while True:
             result = await generate(gateway, prompt, GREEDY)
@@ -201,7 +201,7 @@ async def test_a_decode_node_killed_while_decoding_is_continued_elsewhere(
     other = second if killed is first else first
     start.let_go(other)
     await request
-    assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompts[0], LONG.resolved().max_tokens).token_ids
     await until_released(prefill, other)
 
 
@@ -453,5 +453,5 @@ async def test_a_drained_decode_node_out_of_time_hands_its_requests_over(
     start.let_go(other)
     assert await asyncio.to_thread(start.end, drained) == 0
     await request
-    assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompts[0], LONG.resolved().max_tokens).token_ids
     await until_released(prefill, other)

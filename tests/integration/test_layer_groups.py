@@ -75,7 +75,7 @@ async def test_tokens_are_those_of_one_process(
     for _ in range(2):  # the second time with hits in both prefix caches
         results = await asyncio.gather(*(generate(gateway, prompt, GREEDY) for prompt in prompts()))
         for prompt, result in zip(prompts(), results, strict=True):
-            assert_same(result, reference.greedy(prompt, GREEDY.max_tokens), f"{len(prompt)} tokens")
+            assert_same(result, reference.greedy(prompt, GREEDY.resolved().max_tokens), f"{len(prompt)} tokens")
             receipt = result.proof
             assert receipt.bytes_sent == receipt.prompt_tokens_sent * TOKEN_BYTES
             if not result.cached_tokens:

@@ -80,7 +80,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         held.release()
         result = await early
         assert result.error is None
-        assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+        assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its
     async with Client(gateway.address) as client:
         await until_reported(client, "starting, it sends no status yet")
     held.release()
-    assert (await early).token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert (await early).token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
 
 
 async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_cannot_do_yet(

@@ -66,7 +66,7 @@ async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: R
         assert len(set(at.values())) == 2, "idle nodes take turns"
         for conversation in (second, first, first, second, first):
             await until_known(gateway, *prefills)
-            computed = len(conversation.tokens) - GREEDY.max_tokens
+            computed = len(conversation.tokens) - GREEDY.resolved().max_tokens
             proof = (await conversation.turn(1, 2, 3)).proof
             assert proof.prefill_node == at[conversation]
             assert proof.prefill_cached_tokens == computed // 16 * 16

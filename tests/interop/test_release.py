@@ -72,7 +72,7 @@ def old_gateway(mixed: Mixed, prefill: Sequence[Process], decode: Sequence[Proce
 async def hands_over(gateway: Process, reference: Reference, prefill: Process, decode: Process) -> None:
     (prompt,) = reference.prompts([150])
     result = await generate(gateway, prompt, GREEDY)
-    assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     assert (result.proof.path, result.proof.attempts) == (Path.REMOTE, 1)
     assert result.proof.prompt_tokens_sent == len(prompt)
     for node in (prefill, decode):
@@ -132,7 +132,7 @@ async def test_versions_without_a_common_wire_are_refused_with_the_reason(mixed:
     )  # fmt: skip
     (prompt,) = reference.prompts([60])
     result = await generate(gateway, prompt, GREEDY)
-    assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     assert result.proof.path is Path.LOCAL
 
 
@@ -140,7 +140,7 @@ async def test_versions_without_a_common_wire_are_refused_with_the_reason(mixed:
 async def test_an_upgrade_of_every_role_under_load_loses_nothing(mixed: Mixed, reference: Reference) -> None:
     """Last: it ends the old nodes."""
     prompts = reference.prompts([40 + 17 * number for number in range(8)])
-    answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
+    answers = [reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids for prompt in prompts]
     old, new = mixed.old, mixed.new
     both = [old.prefill, new.prefill], [old.decode, new.decode]
     gateways = [old_gateway(mixed, *both, local_policy="prefer", listen=free_address()) for _ in range(2)]

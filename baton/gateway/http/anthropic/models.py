@@ -180,6 +180,7 @@ class CountTokensRequest(Extras):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Annotated[None, unsupported("there is one speed: leave it out", "standard")] = None

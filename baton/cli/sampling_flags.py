@@ -39,7 +39,7 @@ def takes_sampling_flags(door: Door) -> Callable[[Callable[Concatenate[SamplingP
 def _parameter(field: SamplingField) -> inspect.Parameter:
     flag = f"--{field.name.replace('_', '-')}"
     kind = _TYPES[field.kind]
-    annotation: Any = Annotated[kind | None, typer.Option(flag, help=_help(field))]  # type: ignore[valid-type]
+    annotation: Any = Annotated[kind | None, typer.Option(flag, help=_help(field))]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

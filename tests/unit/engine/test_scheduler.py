@@ -318,7 +318,7 @@ def test_more_than_max_waiting_requests_are_refused_unless_there_is_room() -> No
         (request("a", (1, -1)), "prompt"),
         (request("a", 3, output=(VOCAB_SIZE,)), "output"),
         (request("a", 3, output=(1, 2), sampling=ResolvedSampling(max_tokens=2)), "output"),
-        (request("a", 3, sampling=ResolvedSampling(stop_token_ids=(-4,))), "stop_token_ids"),
+        (request("a", 3, sampling=ResolvedSampling(stop_token_ids=(2**31,))), "stop_token_ids"),
         (request("a", 3, sampling=ResolvedSampling(logit_bias={VOCAB_SIZE: 1.0})), "logit_bias"),
     ],
 )

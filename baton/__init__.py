@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from baton.core.errors import Unauthenticated as Unauthenticated
     from baton.core.errors import UnknownLease as UnknownLease
     from baton.core.errors import UnknownModel as UnknownModel
+    from baton.core.sampling import SamplingParams as SamplingParams
     from baton.core.types import AdapterRef as AdapterRef
     from baton.core.types import FinishReason as FinishReason
     from baton.core.types import Grammar as Grammar
     from baton.core.types import GrammarKind as GrammarKind
     from baton.core.types import LocalPolicy as LocalPolicy
     from baton.core.types import Receipt as Receipt
-    from baton.core.types import SamplingParams as SamplingParams
     from baton.core.types import Slo as Slo
     from baton.core.types import Usage as Usage
 
@@ -53,9 +53,9 @@ _HOMES = MappingProxyType(
             "InternalError", "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied",
             "Unauthenticated", "UnknownLease", "UnknownModel",
         ),
+        "baton.core.sampling": ("SamplingParams",),
         "baton.core.types": (
-            "AdapterRef", "FinishReason", "Grammar", "GrammarKind", "LocalPolicy", "Receipt", "SamplingParams", "Slo",
-            "Usage",
+            "AdapterRef", "FinishReason", "Grammar", "GrammarKind", "LocalPolicy", "Receipt", "Slo", "Usage",
         ),
     }
 )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 from baton.cli.processes import Processes
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.engine.build import build_runner, calibrate
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -121,7 +121,7 @@ def of_the_engine(model: Path) -> float:
         async with Engine(built.runner, limits, on_step=on_step, grammars=built.grammars) as engine:
             start_s = time.perf_counter()
             for index, request in enumerate(requests):
-                engine.submit(EngineRequest(str(index), request.prompt, request.params))
+                engine.submit(EngineRequest(str(index), request.prompt, request.params.resolved()))
             async with asyncio.timeout(_TIMEOUT_S):
                 await over.wait()
             return time.perf_counter() - start_s

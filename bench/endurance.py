@@ -18,7 +18,8 @@ import psutil
 
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
-from baton.core.types import Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect

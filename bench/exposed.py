@@ -24,8 +24,9 @@ import torch
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.client.outputs import Finished
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as Route
-from baton.core.types import Receipt, SamplingParams
+from baton.core.types import Receipt
 from baton.settings.config import DEMO_MODELS
 from bench.table import Row
 

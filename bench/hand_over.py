@@ -18,7 +18,7 @@ import torch
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.client.outputs import Finished
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.engine.build import build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -169,7 +169,7 @@ class _OwnEngine:
     async def time(self, prompt: list[int], index: int) -> list[float]:
         self._stamps = [time.perf_counter()]
         self._over.clear()
-        self.engine.submit(EngineRequest(str(index), tuple(prompt), _params(OUTPUT_TOKENS)))
+        self.engine.submit(EngineRequest(str(index), tuple(prompt), _params(OUTPUT_TOKENS).resolved()))
         await self._over.wait()
         return self._stamps
 

@@ -16,7 +16,7 @@ import torch
 
 from baton.cli.processes import Processes
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from bench.exposed import Setup, on_cpu, on_gpus, write_model
 from bench.table import Row
 

@@ -29,7 +29,7 @@ from baton.cli.processes import Processes
 from baton.client.client import Client
 from baton.client.outputs import Finished
 from baton.core.errors import BatonError
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.settings.config import DEMO_MODELS, MIB
 from bench.table import Row, print_rows
 

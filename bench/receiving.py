@@ -17,7 +17,8 @@ from statistics import median
 
 import torch
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -241,7 +242,7 @@ class _Decoding:
         blocks: tuple[int, ...] = ()
         while tokens > 0:
             part = min(tokens, self._context - 1)
-            request = EngineRequest(f"aside-{next(self._names)}", (1,) * part, SamplingParams(max_tokens=1))
+            request = EngineRequest(f"aside-{next(self._names)}", (1,) * part, ResolvedSampling(max_tokens=1))
             blocks += self._engine.reserve(request).block_ids
             tokens -= part
         return blocks
@@ -249,7 +250,7 @@ class _Decoding:
     @asynccontextmanager
     async def requests(self) -> AsyncIterator[None]:
         """The setup's requests decode, from its context on."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=self.setup.room - self.setup.context, ignore_eos=True)
+        sampling = ResolvedSampling(temperature=0.0, max_tokens=self.setup.room - self.setup.context, ignore_eos=True)
         names = [f"bench-{next(self._names)}" for _ in range(self.setup.requests)]
         for name in names:
             self._engine.reserve(EngineRequest(name, (1,) * self.setup.context, sampling))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from baton.core.types import LocalPolicy, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import LocalPolicy
 from baton.gateway.core.events import DecodeReplied, Event, PrefillEnded, PrefillReplied, Started, TokensCame
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet
@@ -140,7 +141,7 @@ _RULES = Rules(
 
 
 def _request() -> Request:
-    sampling = SamplingParams(max_tokens=_TOKENS, temperature=0.0)
+    sampling = ResolvedSampling(max_tokens=_TOKENS, temperature=0.0)
     return Request("request", _PROMPT, sampling, "", started_at_s=0.0, timeout_s=100.0)
 
 

@@ -15,7 +15,12 @@ from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2 as pb
-from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.rpc.convert import (
+    adapter_from_proto,
+    finish_reason_to_proto,
+    resolved_sampling_from_proto,
+    token_to_proto,
+)
 from baton.rpc.error_detail import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
@@ -216,7 +221,7 @@ class DecodeMachine:
             request_id=f"{session}.{submit.key}",
             prompt=tuple(submit.prompt_token_ids),
             output=tuple(submit.output_token_ids),
-            sampling=sampling_from_proto(submit.sampling),
+            sampling=resolved_sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
             adapter=adapter_from_proto(submit.adapter),
             priority=submit.priority,

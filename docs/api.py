@@ -1,18 +1,16 @@
 """Writes the tables of docs/api.md, which stand between comments, from the code; `make docs` calls it."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from baton.core.errors import InvalidRequest
-from baton.core.types import SamplingParams
+from baton.core.sampling import SAMPLING_FIELDS
+from baton.core.sampling_field import COMMANDS, HTTP, Door, Kind, SamplingField
 from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.bodies import IGNORED, ChatBody, CompletionBody
@@ -43,24 +41,8 @@ _MEANINGS = {
     "max_output_tokens": "default: what the context leaves",
     "stream": "answer as server-sent events",
     "stream_options": "`include_usage`, `continuous_usage_stats`; `include_obfuscation` is ignored",
-    "seed": "the same seed draws the same tokens",
-    "temperature": "divides logits",
     "max_tokens": "chat: older name of `max_completion_tokens`; completions: default 16; messages: required",
-    "top_p": "draw from the most probable tokens of this total probability",
-    "min_p": "draw from tokens of at least this share of the best one's probability",
-    "presence_penalty": "subtracted from logits of tokens that the output has",
-    "frequency_penalty": "subtracted for each time that the output has the token",
-    "repetition_penalty": "divides logits of tokens that prompt or output have",
-    "logit_bias": "added to logits; up to 1024 token ids as strings, -100 to 100",
-    "stop": "texts that end the output; up to 16",
-    "stop_sequences": "texts that end the output; up to 16",
-    "stop_token_ids": "tokens that end the output",
-    "include_stop_str_in_output": "keep the text or token that ended the output",
-    "min_tokens": "no end before this many tokens; up to the limit of tokens",
-    "ignore_eos": "go on after the token that ends a text",
-    "skip_special_tokens": "leave special tokens out of the text",
     "truncate_prompt_tokens": "keep this many tokens of the prompt's end",
-    "prompt_logprobs": "alternatives for each prompt token; not with `stream`",
     "response_format": "what the output must be",
     "structured_outputs": "what the output must be, in vLLM's words",
     "guided_json": "older form of `structured_outputs.json`",
@@ -102,6 +84,7 @@ def page() -> str:
     tables = {
         "endpoints": _endpoints(),
         "parameters": _parameters(),
+        "sampling": _sampling(),
         "refused_parameters": _refused(),
         "keywords": _names(schema.SUPPORTED),
         "refused_keywords": _names(schema.REFUSED),
@@ -153,31 +136,52 @@ def _of(body: type[BaseModel]) -> Iterator[_Parameter]:
 
 def _parameters() -> str:
     taken: dict[str, dict[str, _Parameter]] = {}
+    sampling = {each.name_at(door) for each in SAMPLING_FIELDS.values() for door in HTTP if door not in each.by_hand}
     for column, body in _BODIES.items():
         for parameter in _of(body):
-            if not parameter.refusal and parameter.name not in ("model", *_REFUSED):
+            if not parameter.refusal and parameter.name not in ("model", *_REFUSED, *sampling):
                 taken.setdefault(parameter.name, {})[column] = parameter
     ignored = [name for name, of in taken.items() if all(each.meaning == IGNORED for each in of.values())]
     rows = []
     for name, of in taken.items():
         marks = " | ".join("x" if column in of else "" for column in _BODIES)
-        meaning = "; ".join(filter(None, [next(iter(of.values())).meaning, _range(name)]))
         if name not in ignored:
-            rows.append(f"| `{name}` | {marks} | {meaning} |")
+            rows.append(f"| `{name}` | {marks} | {next(iter(of.values())).meaning} |")
     head = [f"| parameter | {' | '.join(_BODIES)} | meaning |", "|---|" + ":-:|" * len(_BODIES) + "---|"]
     return "\n".join([*head, *rows, "", f"Accepted and ignored, because they change no token: {_names(ignored)}."])
 
 
-def _range(name: str) -> str:
-    """What all doors allow, as the error says it."""
-    if name not in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"):
-        return "0 to 20" if name in ("prompt_logprobs", "top_logprobs") else ""
-    wrong: dict[str, Any] = {name: math.nan}
-    try:
-        SamplingParams(**wrong)
-    except InvalidRequest as error:
-        return error.allowed[0]
-    raise AssertionError(name)
+def _sampling() -> str:
+    doors = [door for door in Door if door is not Door.GENERATION_CONFIG]
+    rows = []
+    for field in SAMPLING_FIELDS.values():
+        cells = " | ".join(_cell(field, door) for door in doors)
+        rows.append(f"| `{field.name}` | {cells} | {_meaning(field)} | {_unset(field)} |")
+    head = [f"| parameter | {' | '.join(doors)} | meaning | if unset |", "|---|" + ":-:|" * len(doors) + "---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def _cell(field: SamplingField, door: Door) -> str:
+    if door not in field.doors:
+        return ""
+    if door in COMMANDS:
+        return f"`--{field.name.replace('_', '-')}`"
+    return "x" if field.name_at(door) == field.name else f"`{field.name_at(door)}`"
+
+
+def _meaning(field: SamplingField) -> str:
+    most = "" if field.items_max is None else f"up to {field.items_max}"
+    return "; ".join(filter(None, [field.meaning, field.bounds and field.bounds.text, most]))
+
+
+def _unset(field: SamplingField) -> str:
+    if Door.GENERATION_CONFIG in field.doors:
+        return f"generation_config.json's, else {field.default:g}"
+    if field.kind is Kind.FLAG:
+        return "true" if field.default else "false"
+    return field.unset or (
+        f"{field.default:g}" if field.kind in (Kind.INTEGER, Kind.NUMBER) and field.default is not None else "none"
+    )
 
 
 def _refused() -> str:

@@ -16,7 +16,12 @@ from baton.kvcache.spec import KVCacheSpec
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from baton.protos.internal.v1 import prefill_pb2 as pb
-from baton.rpc.convert import adapter_from_proto, finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.rpc.convert import (
+    adapter_from_proto,
+    finish_reason_to_proto,
+    resolved_sampling_from_proto,
+    token_to_proto,
+)
 from baton.rpc.error_detail import to_detail
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, SegmentPiece
@@ -50,7 +55,7 @@ class PrefillTask:
         self.ticket = request.ticket
         self.phase = Phase.RUNNING
         self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
-        sampling = sampling_from_proto(request.sampling)
+        sampling = resolved_sampling_from_proto(request.sampling)
         self._request = EngineRequest(
             request_id=str(called.call),
             prompt=tuple(request.prompt_token_ids),

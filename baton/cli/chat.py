@@ -12,34 +12,25 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.sampling_flags import takes_sampling_flags
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.outputs import Event, Notice
 from baton.core.errors import BatonError
-from baton.core.limits import TOKENS_MAX
 from baton.core.logs import write_line
+from baton.core.sampling import SamplingParams
+from baton.core.sampling_field import Door
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 Message = dict[str, object]
 
 
+@takes_sampling_flags(Door.CHAT_COMMAND)
 def chat(
+    sampling: SamplingParams,
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model; default: the one that is served.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, max=TOKENS_MAX, help="Most tokens of each answer.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, max=100, help="0 is greedy. Default: of the model's generation_config.json.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same answers.")
-    ] = None,
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
@@ -48,14 +39,6 @@ def chat(
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
     use(api_key, tls_ca)
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "ignore_eos": ignore_eos,
-        "seed": seed,
-    }
-    sampling = {name: value for name, value in given.items() if value is not None}
     questions = Questions(target, model, sampling, _read_object(template_kwargs))
     failed = _converse(Conversation(system), questions)
     raise typer.Exit(1 if failed else 0)
@@ -166,7 +149,7 @@ class Questions:
 
     target: str
     model: str
-    sampling: Mapping[str, float]
+    sampling: SamplingParams
     template_kwargs: Mapping[str, object]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Unpack
@@ -14,20 +14,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
+from baton.cli.sampling_flags import takes_sampling_flags
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.messages import Options, Sampling
 from baton.client.outputs import Completion, Finished, Notice
-from baton.core.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton.core.errors import BatonError, InternalError, Overloaded
 from baton.core.limits import DURATION_S_MIN, SECONDS_MAX
 from baton.core.log_lines import escaped
 from baton.core.logs import write_line
-from baton.core.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
+from baton.core.sampling import SamplingParams
+from baton.core.sampling_field import Door
+from baton.core.types import Receipt, TokenOutput, Usage
 from baton.rpc.revisions import describe_revision
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 
 
+@takes_sampling_flags(Door.GENERATE_COMMAND)
 def generate(
+    sampling: SamplingParams,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids instead of PROMPT.")] = None,
@@ -53,50 +58,11 @@ def generate(
         float | None,
         typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected mean time per further token."),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help=f"Most tokens of output. Default: {SamplingParams.max_tokens}.")
-    ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of output.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own, else 1.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0 is off.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens with at least this share of the highest probability.")
-    ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 makes repeated tokens less likely.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same output.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
-    ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help=f"Alternatives to show for each token, 0 to {MAX_LOGPROBS}.")
-    ] = None,
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
     """Send prompts to a gateway and print the output."""
     use(api_key, tls_ca)
-    given = {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": tuple(stop) if stop else None,
-        "ignore_eos": ignore_eos,
-        "logprobs": logprobs,
-    }
-    sampling = _sampling(given)
     if sum(way is not None for way in (prompt, token_ids, file)) != 1:
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
     options: Options = {"timeout_s": timeout, "ttft_s": _seconds(ttft_ms), "tpot_s": _seconds(tpot_ms)}
@@ -262,22 +228,6 @@ def _progress() -> Progress:
         transient=True,
         redirect_stdout=sys.stdout.isatty(),
     )
-
-
-def _sampling(given: Mapping[str, object]) -> Sampling:
-    """What was given; all else is up to the model.
-
-    Raises:
-        BadParameter: a value is out of range.
-    """
-    set_values = {name: value for name, value in given.items() if value is not None}
-    make: Callable[..., SamplingParams] = SamplingParams
-    try:
-        make(**set_values)
-    except InvalidRequest as error:
-        hint = f"--{error.field.replace('_', '-')}"
-        raise typer.BadParameter(f"{error.value} is not allowed: {', '.join(error.allowed)}", param_hint=hint) from None
-    return set_values
 
 
 def _one_prompt(prompt: str | None, token_ids: str | None) -> Prompt:

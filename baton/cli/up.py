@@ -21,7 +21,8 @@ from baton.core.errors import BatonError, ConfigError, PermissionDenied, Unauthe
 from baton.core.limits import TOKENS_MAX
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
-from baton.core.types import LocalPolicy, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import LocalPolicy
 from baton.protos.v1 import node_status_pb2
 from baton.settings.config import DEMO_MODELS, NodeSettings
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus

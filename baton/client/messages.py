@@ -6,12 +6,11 @@ from typing import Any, TypedDict
 
 from baton.client.outputs import ChatDelta, Event, Finished, Notice, Piece, ToolCall
 from baton.core.errors import InvalidRequest
-from baton.core.types import Grammar, SamplingParams
-from baton.protos.v1 import common_pb2, operations_pb2
+from baton.core.sampling import SamplingParams
 from baton.protos.v1 import generation_pb2 as pb
+from baton.protos.v1 import operations_pb2
 from baton.rpc.convert import (
     finish_reason_from_proto,
-    grammar_to_proto,
     prompt_logprobs_from_proto,
     receipt_from_proto,
     sampling_to_proto,
@@ -19,8 +18,7 @@ from baton.rpc.convert import (
     usage_from_proto,
 )
 
-# What to draw by. A mapping gives some numbers only, by the names of SamplingParams; the others, and all for None, are
-# the model's own.
+# How to choose tokens; a mapping has the names of SamplingParams. What is unset is up to the gateway.
 Sampling = SamplingParams | Mapping[str, Any] | None
 
 
@@ -47,18 +45,12 @@ def request_message(sampling: Sampling, options: Options) -> pb.GenerateRequest:
 
     Raises:
         InvalidRequest: a value cannot be sent.
+        TypeError: there is no such sampling parameter.
     """
     request = pb.GenerateRequest()
-    if isinstance(sampling, SamplingParams):
-        request.sampling.CopyFrom(sampling_to_proto(sampling))
-    elif sampling is not None:
-        given: dict[str, Any] = {
-            name: grammar_to_proto(value) if isinstance(value, Grammar) else value for name, value in sampling.items()
-        }
-        try:
-            request.sampling.CopyFrom(common_pb2.SamplingParams(**given))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
+    if sampling is not None:
+        params = sampling if isinstance(sampling, SamplingParams) else SamplingParams(**sampling)
+        request.sampling.CopyFrom(sampling_to_proto(params))
     for name, value in options.items():
         if isinstance(value, str):
             set_text(request, **{name: value})

@@ -1,15 +1,10 @@
 """Plain values that client, gateway, engine and command line share."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.core.errors import InvalidRequest
-
-MAX_LOGPROBS = 20
 
 
 class FinishReason(StrEnum):
@@ -61,67 +56,6 @@ class AdapterRef(NamedTuple):
 
     name: str
     revision: str
-
-
-def _empty_bias() -> Mapping[int, float]:
-    return MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens. With `seed` None the gateway draws one, so that any node can continue the request.
-
-    Raises:
-        InvalidRequest: a value is not a number or is out of range; names it.
-    """
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=_empty_bias)
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    include_stop: bool = False
-    grammar: Grammar | None = None
-    skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "an integer of at least 1")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
-        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, up to 1")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
-        _require(
-            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "a number above 0"
-        )
-        _require("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "-2 to 2")
-        _require("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "-2 to 2")
-        for token_id, bias in self.logit_bias.items():
-            _require(f"logit_bias[{token_id}]", bias, token_id >= 0 and -100 <= bias <= 100, "-100 to 100")
-        if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
-        if self.logprobs is not None:
-            _require("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
-        if self.prompt_logprobs is not None:
-            ok = 0 <= self.prompt_logprobs <= MAX_LOGPROBS
-            _require("prompt_logprobs", self.prompt_logprobs, ok, f"0 to {MAX_LOGPROBS}")
-        for text in self.stop:
-            _require("stop", repr(text), text != "", "non-empty strings")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
 
 
 def _require(name: str, value: object, ok: bool, allowed: str) -> None:

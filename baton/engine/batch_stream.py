@@ -10,12 +10,12 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.request import IntArray, int_array
 from baton.engine.sampling.row import SampleRow
 
-_PARAMS = tuple(field.name for field in fields(SamplingParams))
+_PARAMS = tuple(field.name for field in fields(ResolvedSampling))
 _params_of = attrgetter(*_PARAMS)
 _NO_ROW = BatchRow("", int_array(), 0, int_array(), None)
 
@@ -100,7 +100,7 @@ def _decode_sample(encoded: Sequence[Any], known: SampleRow | None) -> SampleRow
         assert known is not None, "the writer leaves params out only where the known row has them"
         params = known.params
     else:
-        params = SamplingParams(**dict(zip(_PARAMS, params, strict=True)))
+        params = ResolvedSampling(**dict(zip(_PARAMS, params, strict=True)))
     history = _decode_tail(history, int_array() if known is None else known.history)
     return SampleRow(params, output_index, forbidden, history, prompt_tokens, _array(output))
 

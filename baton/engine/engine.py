@@ -6,7 +6,6 @@ only batches and results with it.
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -112,7 +111,7 @@ class Engine:
         self._check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
-        self._scheduler.submit(_with_seed(request), self._clock())
+        self._scheduler.submit(request, self._clock())
         self._wake.set()
 
     def reserve(self, request: EngineRequest, *, arriving_tokens: int = 0) -> Reservation:
@@ -130,7 +129,7 @@ class Engine:
         self._check_alive()
         request = self._with_slot(request)
         self._prepare_grammar(request)
-        return self._scheduler.reserve(_with_seed(request), self._clock(), arriving_tokens=arriving_tokens)
+        return self._scheduler.reserve(request, self._clock(), arriving_tokens=arriving_tokens)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
         """The reserved request got more tokens elsewhere. `output` is its whole output so far; blocks may be added.
@@ -319,10 +318,3 @@ def _internal(message: str, cause: Exception) -> InternalError:
     error = InternalError(f"{message}: {type(cause).__name__}: {cause}", cure="see the node's log")
     error.__cause__ = cause
     return error
-
-
-def _with_seed(request: EngineRequest) -> EngineRequest:
-    sampling = request.sampling
-    if sampling.greedy or sampling.seed is not None:
-        return request
-    return replace(request, sampling=replace(sampling, seed=secrets.randbits(64)))

@@ -6,7 +6,8 @@ from math import inf
 from typing import NamedTuple, Self, TypeAlias
 
 from baton.core.errors import ConfigError
-from baton.core.types import AdapterRef, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import AdapterRef
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 
 # NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
@@ -79,7 +80,7 @@ class EngineRequest:
 
     request_id: str
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     output: tuple[int, ...] = ()
     cache_salt: str = ""
     prefill_only: bool = False

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.core.types import MAX_LOGPROBS, PromptLogprob
+from baton.core.sampling import MAX_LOGPROBS
+from baton.core.types import PromptLogprob
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import common_pb2
 

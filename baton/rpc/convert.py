@@ -12,6 +12,7 @@ from typing import Any
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest, PeerRefused, shortened
 from baton.core.expert_load import ExpertLoad, LayerLoad
+from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
 from baton.core.types import (
     AdapterRef,
     FinishReason,
@@ -20,7 +21,6 @@ from baton.core.types import (
     Path,
     PromptLogprob,
     Receipt,
-    SamplingParams,
     Slo,
     TokenOutput,
     Usage,
@@ -73,49 +73,50 @@ def expert_load_from_proto(message: node_pb2.GetExpertLoadResponse) -> ExpertLoa
     return ExpertLoad(model=message.model, redundant_experts=message.redundant_experts, layers=tuple(layers))
 
 
-def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Raises:
-    InvalidRequest: a number is too large for the wire.
+def sampling_to_proto(sampling: SamplingParams | ResolvedSampling) -> pb.SamplingParams:
+    """The parameters that are set.
+
+    Raises:
+        InvalidRequest: a text cannot be sent.
     """
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(sampling, name)) is not None}
+    if sampling.grammar is not None:
+        given["grammar"] = grammar_to_proto(sampling.grammar)
     try:
-        return pb.SamplingParams(
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=params.logit_bias,
-            seed=params.seed,
-            stop_token_ids=params.stop_token_ids,
-            stop=params.stop,
-            ignore_eos=params.ignore_eos,
-            logprobs=params.logprobs,
-            include_stop=params.include_stop,
-            grammar=None if params.grammar is None else grammar_to_proto(params.grammar),
-            skip_special_tokens=params.skip_special_tokens,
-            prompt_logprobs=params.prompt_logprobs,
-        )
+        return pb.SamplingParams(**given)
     except ValueError as error:
         raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults.
+    """What a client set.
 
     Raises:
         InvalidRequest: a value is not a number or is out of range; names it.
     """
-    # NOTE: message and dataclass use the same field names; ListFields yields the fields that are set.
-    given = {field.name: value for field, value in message.ListFields()}
-    given["logit_bias"] = dict(message.logit_bias)
-    given["stop_token_ids"] = tuple(message.stop_token_ids)
-    given["stop"] = tuple(message.stop)
-    given["grammar"] = grammar_from_proto(message.grammar) if message.HasField("grammar") else None
-    return SamplingParams(**given)
+    return SamplingParams(**_set_fields(message))
+
+
+def resolved_sampling_from_proto(message: pb.SamplingParams) -> ResolvedSampling:
+    """What a gateway decided. Fields that it leaves out have their neutral defaults.
+
+    Raises:
+        InvalidRequest: as `sampling_from_proto`.
+    """
+    return ResolvedSampling(**_set_fields(message))
+
+
+def _set_fields(message: pb.SamplingParams) -> dict[str, Any]:
+    # NOTE: message and dataclasses use the same field names; ListFields yields the fields that are set.
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(message.logit_bias)
+    if "grammar" in given:
+        given["grammar"] = grammar_from_proto(message.grammar)
+    return given
 
 
 def grammar_to_proto(grammar: Grammar) -> pb.Grammar:

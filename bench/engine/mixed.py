@@ -9,14 +9,15 @@ from statistics import median
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner
 from baton.engine.request import EngineLimits, EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
 from bench.engine.steps import GREEDY
 from bench.table import Row
 
-ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+ONE_TOKEN = ResolvedSampling(temperature=0.0, max_tokens=1, ignore_eos=True)
 _WARM_STEPS = 6
 _STEPS = 30
 _PROFILED_STEPS = 8

@@ -10,7 +10,8 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from baton.core.errors import BatonError
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow, RowResult
 from baton.engine.build import BuiltRunner
 from baton.engine.device.runner import ModelRunner
@@ -18,7 +19,7 @@ from baton.engine.request import EngineLimits, EngineRequest, IntArray, int_arra
 from baton.engine.sampling.row import SampleRow
 from baton.engine.scheduling.scheduler import Scheduler
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 _WARM_STEPS = 4
 # Least duration of `decode_ms`, so that a disturbance of some milliseconds does not decide the result.
 _MEASURED_S = 0.4
@@ -43,7 +44,7 @@ def decode_ms(
     requests: int,
     context: int,
     steps: int = 24,
-    params: Sequence[SamplingParams] | None = None,
+    params: Sequence[ResolvedSampling] | None = None,
     adapters: Sequence[int] | None = None,
 ) -> float:
     """Milliseconds of a decode step: the median over `steps` steps around the context, or over more if they are short.
@@ -161,7 +162,7 @@ def _decode_steps(
     requests: int,
     context: int,
     steps: int,
-    params: Sequence[SamplingParams] | None = None,
+    params: Sequence[ResolvedSampling] | None = None,
     adapters: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Yields when a step's tokens are on the host; the next step is already launched."""
@@ -232,7 +233,7 @@ def _tokens(runner: ModelRunner, count: int) -> IntArray:
     return int_array(np.random.default_rng(1).integers(0, runner.facts.vocab_size, count).tolist())
 
 
-def _sample(output_index: int, params: SamplingParams = GREEDY) -> SampleRow:
+def _sample(output_index: int, params: ResolvedSampling = GREEDY) -> SampleRow:
     return SampleRow(params, output_index, (), int_array(), 0)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from bench.goodput.deployments import Deployment, colocated, disaggregated, this_machine
 from bench.table import Row
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import Grammar, GrammarKind
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.grammar.compiler import GrammarCompiler
@@ -33,7 +34,7 @@ def steps(path: Path, *, vocab_size: int) -> Iterator[Row]:
     torch.set_num_threads(torch.get_num_threads() if on_gpu else 1)
     built.runner.prepare()
     context = _CONTEXT if on_gpu else 64
-    drawn = [SamplingParams(temperature=1.0, seed=seed, max_tokens=1 << 20) for seed in range(_ROWS)]
+    drawn = [ResolvedSampling(temperature=1.0, seed=seed, max_tokens=1 << 20) for seed in range(_ROWS)]
     # Arrays of outputs, so that no output ends while it is measured.
     schemas = [work.schema for work in WORKS if "$ref" not in work.schema]
     texts = [json.dumps({"type": "array", "items": schema, "minItems": 10_000}) for schema in schemas]

@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from random import Random
 
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind
 
 _TOKENS = range(10, 2000)
 _SCHEMA = {

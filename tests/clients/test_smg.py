@@ -12,7 +12,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.clients.install import CLIENTS
 from tests.clients.page import free_port
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines

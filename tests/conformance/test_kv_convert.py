@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.core.errors import ConfigError
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.fp8 import quantize
@@ -39,7 +40,7 @@ from tests.unit.engine.tiny import prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
 E4M3, E5M2 = FP8_DTYPES
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = ResolvedSampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
 CHUNK_TOKENS = 16
 # A token on either side of an edge of every node's blocks, and several chunks.
 LENGTHS = (15, 17, 41)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import DEMO_MODELS, NodeSettings
 from kvtransfer.leases import LeaseGrant
@@ -13,7 +14,7 @@ from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
 from tests.unit.engine.tiny import request, running
 
 NUM_TOKENS = 8
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = ResolvedSampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 # A token on either side of an edge of every node's blocks, and several chunks.
 LENGTHS = (63, 65, 150)
 CHUNK_TOKENS = 64

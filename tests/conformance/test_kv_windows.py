@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.settings.config import NodeSettings
@@ -22,7 +22,7 @@ from tests.unit.models.tiny import save_tiny
 # some that read others' KV; two of three, with other heads.
 MODELS = ("mistral-window", "gemma2", "gemma3", "gpt-oss", "gemma3n", "gemma4-wide-mlps")
 BLOCK_SIZE, CHUNK_TOKENS, NUM_TOKENS = 4, 16, 8
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+GREEDY = ResolvedSampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 def built(directory: Path, layout: str, block_size: int) -> BuiltRunner:

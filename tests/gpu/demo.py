@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.core.types import FinishReason, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -29,7 +30,7 @@ def build_demo(directory: Path, **options: Any) -> BuiltRunner:
 def generate(
     built: BuiltRunner,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: ResolvedSampling,
     *,
     known: Sequence[Sequence[int]] = (),
     **limits: Any,
@@ -45,7 +46,7 @@ def generate(
 async def _generate(
     built: BuiltRunner,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: ResolvedSampling,
     known: Sequence[Sequence[int]],
     limits: dict[str, Any],
 ) -> list[Output]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.build import BuiltRunner
 from baton.engine.device.runner import ModelRunner
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 RANK = 8
 # Of six requests; -1: none.
 ADAPTERS = (-1, 0, 1, 2, 0, -1)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0.0, max_tokens=64, ignore_eos=True)
 BLOCKS_EACH = 8
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.models.kernels.matmul.matmul import (
     TILES,
     choose_tile,
@@ -32,7 +32,7 @@ SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 409
 SIZES = (2, 7, 33)
 LENGTHS = Lengths(prompt=700, outputs=12, chunk=256, longest=900)
 CHUNK = 64
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = ResolvedSampling(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

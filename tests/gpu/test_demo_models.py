@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import build_common_metadata
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner
 from baton.models.layers.step_context import StepContext
 from baton.settings.config import DEMO_MODELS
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 MODELS = (DEMO_MODELS / "llama", DEMO_MODELS / "deepseek")
 LENGTHS = [3, 33, 63, 64, 65, 97, 128, 160, 255, 256, 300]
 MAX_TOKENS = 32
-GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
-SEEDED = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, min_p=0.02, seed=7, ignore_eos=True)
+GREEDY = ResolvedSampling(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+SEEDED = ResolvedSampling(max_tokens=MAX_TOKENS, temperature=0.8, min_p=0.02, seed=7, ignore_eos=True)
 LOGPROB_TOLERANCE = 2e-3
 # Error of bf16 logits against fp32 ones, relative to the norm: 8 bits of mantissa through every layer. On a CPU the
 # median of these prompts' tokens is at most 0.008 in our bf16 and 0.009 in transformers'.
@@ -67,7 +67,7 @@ def test_logits_in_bf16_are_near_those_in_fp32(model: Path, reference: Reference
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_change_no_token(model: Path, reference: Reference, dtype: str, params: SamplingParams) -> None:
+def test_graphs_change_no_token(model: Path, reference: Reference, dtype: str, params: ResolvedSampling) -> None:
     """In batch-invariant bf16: otherwise a padded step's products may be summed in another order, and logits of 8 bits
     are often equal."""
     prompts = reference.prompts(LENGTHS)

@@ -4,7 +4,7 @@ runs, also for a stream that is not ordered after the step's stream."""
 import pytest
 import torch
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.device.layer_marks import LayerMark
 from baton.engine.request import int_array
@@ -25,7 +25,7 @@ def test_marked_layers_are_complete_while_later_ones_compute(model: str) -> None
     runner.prepare()
     num_blocks = -(-TOKENS // runner.facts.block_size)
     blocks = list(range(num_blocks))
-    sample = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), TOKENS)
+    sample = SampleRow(ResolvedSampling(temperature=0.0), 0, (), int_array(), TOKENS)
     row = BatchRow("", int_array(prompt_of(TOKENS)), 0, int_array(blocks), sample)
 
     def written(layer_stop: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1.node_status_pb2 import ROLE_DECODE, ROLE_PREFILL
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_one_engine_while_nodes_switch_and_die(model: str) -
     directory = DEMO_MODELS / model
     prompts = Reference(directory).prompts(LENGTHS)
     built = build_demo(directory, dtype="bfloat16", batch_invariant=True, num_blocks=4096, max_batch_tokens=1024)
-    expected = [output.token_ids for output in generate(built, prompts, PARAMS, chunk_align_tokens=512)]
+    expected = [output.token_ids for output in generate(built, prompts, PARAMS.resolved(), chunk_align_tokens=512)]
     with machines() as start:
         roles = ("prefill", "prefill", "decode", "decode")
         prefill, switching, dying, decode = start.nodes(*((role, {"model": directory, **NODE}) for role in roles))

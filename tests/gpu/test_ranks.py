@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.settings.config import DEMO_MODELS
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.request import int_array
 from baton.engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from baton.engine.sampling.row import SampleRow
@@ -14,22 +15,22 @@ pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 128256
 PARAMS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(top_k=50),
-    SamplingParams(top_k=5000, top_p=0.999, temperature=2.0),
-    SamplingParams(min_p=0.05),
-    SamplingParams(top_p=0.95, temperature=10.0),
+    ResolvedSampling(temperature=0.0),
+    ResolvedSampling(),
+    ResolvedSampling(temperature=0.6, top_k=20, top_p=0.95),
+    ResolvedSampling(temperature=0.7, top_p=0.9),
+    ResolvedSampling(top_k=50),
+    ResolvedSampling(top_k=5000, top_p=0.999, temperature=2.0),
+    ResolvedSampling(min_p=0.05),
+    ResolvedSampling(top_p=0.95, temperature=10.0),
 )
-PENALISED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 3.0}, logprobs=5, top_p=0.9)
+PENALISED = ResolvedSampling(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 3.0}, logprobs=5, top_p=0.9)
 
 
-def rows_of(params: tuple[SamplingParams, ...], *, index: int) -> list[SampleRow]:
+def rows_of(params: tuple[ResolvedSampling, ...], *, index: int) -> list[SampleRow]:
     return [
         SampleRow(
-            SamplingParams(**{**vars(one), "seed": 2**63 + i}),
+            ResolvedSampling(**{**vars(one), "seed": 2**63 + i}),
             index,
             (7, 8) if one is PENALISED else (),
             int_array([3, 4, 4, 5]) if one is PENALISED else int_array(),

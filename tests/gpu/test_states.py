@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from tests.gpu.demo import build_demo, generate
 from tests.unit.models.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0.0, max_tokens=24, ignore_eos=True)
 LATENT = ("kimi-linear", "deepseek-v32")  # steps with prompts are not captured
 MODELS = ("lfm2", "qwen3-next", "granite-hybrid", "nemotron-h-experts", "falcon-h1", *LATENT)
 LENGTHS = (1, 7, 66, 130, 200)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.engine.device.profile import profile_runner
 from baton.settings.config import DEMO_MODELS
 from tests.gpu.demo import build_demo, generate
@@ -32,7 +32,7 @@ NODE: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": "on", "num_bl
 
 def on_one_gpu(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     built = build_demo(model, dtype="bfloat16", batch_invariant=True, max_batch_tokens=1024)
-    return [output.token_ids for output in generate(built, prompts, PARAMS, chunk_align_tokens=512)]
+    return [output.token_ids for output in generate(built, prompts, PARAMS.resolved(), chunk_align_tokens=512)]
 
 
 async def handed_over(gateway: Process | str, prompts: list[list[int]]) -> list[list[int]]:

@@ -7,7 +7,8 @@ import grpc
 
 from baton.cli.processes import Process
 from baton.core.errors import BatonError
-from baton.core.types import Receipt, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Receipt
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb

@@ -10,7 +10,7 @@ import grpc
 
 from baton.cli.processes import Process
 from baton.core.errors import BatonError
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.node import waiting
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc

@@ -12,8 +12,8 @@ import pytest
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import BatonError, InvalidRequest, NoNode, UnknownModel
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error

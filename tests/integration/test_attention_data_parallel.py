@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from tests.integration.cluster import (
     DEADLINE_S,
     DEEPSEEK,

@@ -6,8 +6,8 @@ from copy import copy
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.v1 import operations_pb2 as pb
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
 from baton.rpc.server import connect
@@ -54,7 +54,7 @@ async def test_a_reset_between_the_only_prefill_and_decode_node_fails_no_strict_
         start.let_go(prefill)
         results = await asyncio.gather(*requests)
         for prompt, result in zip(prompts, results, strict=True):
-            assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+            assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
             assert result.proof.path is RequestPath.REMOTE
             assert result.proof.attempts > 1
         await until_status(prefill, nothing_held)
@@ -88,7 +88,7 @@ async def test_requests_of_a_node_behind_a_cut_link_go_on_elsewhere_and_it_may_c
         behind[busy].cut()
         start.let_go(second if busy is first else first)
         await request
-        assert result.token_ids == reference.greedy(prompts[0], GREEDY.max_tokens).token_ids
+        assert result.token_ids == reference.greedy(prompts[0], GREEDY.resolved().max_tokens).token_ids
         behind[busy].mend()
         start.let_go(busy)
         for node in (first, second, other):

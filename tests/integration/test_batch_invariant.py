@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.integration.cluster import LLAMA, Flags, Machines, first_of, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

@@ -15,8 +15,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overloaded
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
@@ -169,7 +169,7 @@ async def test_a_prefill_node_that_answers_and_computes_nothing_is_replaced(
 
 async def until_remote(gateway: Process, prompt: list[int], reference: Reference) -> None:
     """Every answer is right, and after some time one comes from a prefill node again."""
-    expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    expected = reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     async with asyncio.timeout(DEADLINE_S):
         while True:
             result = await generate(gateway, prompt, GREEDY)
@@ -208,7 +208,7 @@ async def test_a_decode_node_killed_while_decoding_is_continued_elsewhere(
     other = second if killed is first else first
     start.let_go(other)
     await request
-    assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompts[0], LONG.resolved().max_tokens).token_ids
     await until_released(prefill, other)
 
 
@@ -464,5 +464,5 @@ async def test_a_drained_decode_node_out_of_time_hands_its_requests_over(
     start.let_go(other)
     assert await asyncio.to_thread(start.end, drained) == 0
     await request
-    assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompts[0], LONG.resolved().max_tokens).token_ids
     await until_released(prefill, other)

@@ -13,7 +13,8 @@ import pytest
 from baton.client.client import Client
 from baton.client.outputs import Event, Finished, Notice, collect
 from baton.core.errors import NoNode
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import SamplingParams
+from baton.core.types import TokenOutput
 from baton.node.waiting import until
 from tests.clients.page import blocks
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, nothing_held, until_status

@@ -22,7 +22,8 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.client.outputs import Finished, Piece, collect, collect_all
 from baton.core.errors import Cancelled, InvalidRequest, UnknownModel
-from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import FinishReason, Grammar, GrammarKind
 from baton.gateway.grpc.services import SERVICE_NAMES
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.inference import open_inference_pb2_grpc

@@ -10,8 +10,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.models.families.reader import read_config
 from baton.models.loading.needs import kv_cache_spec
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
@@ -49,14 +49,14 @@ async def test_a_turn_sends_its_new_blocks_and_one_state(start: Machines, direct
     prompt, cached = PROMPT, 0
     for _ in range(3):
         result = await generate(gateway, prompt, GREEDY)
-        assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+        assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
         proof = result.proof
         assert proof.path is RequestPath.REMOTE
         assert proof.transport != "loopback"
         assert proof.prompt_tokens_sent == len(prompt) - cached
         assert proof.bytes_sent == proof.prompt_tokens_sent * spec.bytes_per_token + spec.bytes_per_slot
         # The KV of an answer's last token is never computed.
-        cached = (len(prompt) + GREEDY.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        cached = (len(prompt) + GREEDY.resolved().max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
         prompt = [*prompt, *result.token_ids, *NEW_TEXT]
     for each in (prefill, decode):
         await until_status(each, nothing_held)
@@ -70,7 +70,7 @@ async def test_a_prompt_that_comes_again_is_computed_from_its_last_kept_state_on
     gateway = start.gateway([prefill], [decode], model=directory, local_policy="strict")
     prompt = PROMPT[:66]
     results = [await generate(gateway, prompt, GREEDY) for _ in range(2)]
-    expected = Reference(directory).greedy(prompt, GREEDY.max_tokens).token_ids
+    expected = Reference(directory).greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     assert [result.token_ids for result in results] == [expected, expected]
     assert [result.proof.prefill_cached_tokens for result in results] == [0, 64]
     assert [result.proof.prompt_tokens_sent for result in results] == [66, 2]
@@ -96,6 +96,6 @@ async def test_a_turn_whose_prefill_node_is_killed_is_computed_on_the_decode_nod
     start.kill(prefill)
     await request
     assert result.proof.path is RequestPath.LOCAL
-    assert result.token_ids == reference.greedy(turn, GREEDY.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(turn, GREEDY.resolved().max_tokens).token_ids
     assert result.cached_tokens == 128
     await until_status(decode, nothing_held)

@@ -9,7 +9,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path
 from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from baton.cli.processes import Process
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from prefill_node import driver
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import generate
@@ -75,7 +75,7 @@ async def test_tokens_are_those_of_one_process(
     for _ in range(2):  # the second time with hits in both prefix caches
         results = await asyncio.gather(*(generate(gateway, prompt, GREEDY) for prompt in prompts()))
         for prompt, result in zip(prompts(), results, strict=True):
-            assert_same(result, reference.greedy(prompt, GREEDY.max_tokens), f"{len(prompt)} tokens")
+            assert_same(result, reference.greedy(prompt, GREEDY.resolved().max_tokens), f"{len(prompt)} tokens")
             receipt = result.proof
             assert receipt.bytes_sent == receipt.prompt_tokens_sent * TOKEN_BYTES
             if not result.cached_tokens:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.cli.processes import Process
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.errors import Draining, NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.rpc.server import connect
@@ -81,7 +81,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         held.release()
         result = await early
         assert result.error is None
-        assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+        assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its
     async with Client(gateway.address) as client:
         await until_reported(client, "starting, it sends no status yet")
     held.release()
-    assert (await early).token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert (await early).token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
 
 
 async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_cannot_do_yet(

@@ -13,7 +13,7 @@ from prometheus_client import parser
 from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, ProcessRole, metrics_of
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.client.client import Client
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.integration.up import BATON
 from tests.unit.models.lora import save_adapter

@@ -10,7 +10,8 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.client.outputs import Completion
 from baton.core.costs import StepCosts, StepWork
-from baton.core.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind, LocalPolicy, Path
 from baton.engine.step_meter import StepMeter
 from baton.gateway.fleet import fleet
 from baton.gateway.fleet.placement import Placement, Route, place

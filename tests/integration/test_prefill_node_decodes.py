@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from baton.cli.processes import Process
 from baton.core.errors import Draining, InvalidRequest
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind
 from baton.core.types import Path as RequestPath
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc

@@ -5,7 +5,7 @@ import time
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import connect
@@ -67,7 +67,7 @@ async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: R
         assert len(set(at.values())) == 2, "idle nodes take turns"
         for conversation in (second, first, first, second, first):
             await until_known(gateway, *prefills)
-            computed = len(conversation.tokens) - GREEDY.max_tokens
+            computed = len(conversation.tokens) - GREEDY.resolved().max_tokens
             proof = (await conversation.turn(1, 2, 3)).proof
             assert proof.prefill_node == at[conversation]
             assert proof.prefill_cached_tokens == computed // 16 * 16

@@ -5,7 +5,7 @@ from functools import partial
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.reference import Reference

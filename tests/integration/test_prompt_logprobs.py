@@ -11,8 +11,8 @@ import torch
 from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.client.outputs import Completion
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, first_of, machines, nothing_held, until_status
 from tests.integration.reference import Reference, References
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.supervisor import Supervisor
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.node.ranks.group import start_ranks
 from baton.security.roles import Role
 from baton.settings.config import DecodeSettings

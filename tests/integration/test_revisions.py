@@ -14,7 +14,7 @@ from baton.cli.status import to_json
 from baton.client.client import Client
 from baton.client.outputs import Notice
 from baton.core.errors import NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, machines, until_status
 from tests.integration.reference import Reference

@@ -29,7 +29,7 @@ async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gat
 ) -> None:
     """With mutual TLS: the node's certificate is for both roles, the decode node's is not."""
     prompts = reference.prompts([40, 57, 74])
-    answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
+    answers = [reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids for prompt in prompts]
     write_set(tmp_path, hosts=["127.0.0.1"], days=1)
     nodes = start.nodes(
         *((role, NODE | shown(tmp_path, name)) for role, name in (("prefill", "prefill"), ("prefill", "node"))),
@@ -98,7 +98,8 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
         assert (await client.switch_role(second.address, PREFILL, grace_s=0.0)).info.role == PREFILL
         start.let_all_go()
         completion = await asking
-    assert [token.token_id for token in completion.tokens] == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    expected = reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
+    assert [token.token_id for token in completion.tokens] == expected
     for node in (prefill, *decodes):
         await until_status(node, nothing_held)
 
@@ -120,7 +121,7 @@ async def test_a_gateway_moves_an_idle_decode_node_to_where_prompts_wait(start: 
     rules: dict[str, Any] = {"balance_backlog_s": 0.001, "balance_hold_s": 0.05, "balance_cool_down_s": 0.0}
     gateway = start.gateway([prefill], decodes, model=LLAMA, balance_roles=True, **rules)
     prompts = reference.prompts([60, 70])
-    answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
+    answers = [reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids for prompt in prompts]
     async with Client(gateway.address) as client:
         start.let_go(prefill)  # it learns what steps cost, and then reports seconds
         first = await client.complete(prompts[0], GREEDY)

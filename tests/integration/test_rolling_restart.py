@@ -7,7 +7,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1 import operations_pb2 as pb
@@ -84,7 +84,7 @@ async def test_a_rolling_restart_of_everything_under_load_loses_nothing(
     """With time to finish what runs, and without: then requests go on elsewhere."""
     node_flags: Flags = {**NODE, "drain_grace_s": grace_s}
     prompts = reference.prompts([40 + 17 * number for number in range(PROMPTS)])
-    answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
+    answers = [reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids for prompt in prompts]
     nodes = start.nodes(*((role, node_flags) for role in ("prefill", "prefill", "decode", "decode")))
     prefills, decodes = nodes[:2], nodes[2:]
 

@@ -1,13 +1,18 @@
 """What the gateway's core promises to every door, between real processes."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from baton.cli.processes import Process
+from baton.client.client import Client
+from baton.client.outputs import collect
 from baton.core.errors import NoNode
+from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -91,6 +96,23 @@ async def test_a_chat_is_answered(gateway: Process) -> None:
     answer = await ask(gateway, pb.GenerateRequest(chat=chat, sampling=sampled(temperature=0)))
     assert answer.error is None
     assert "".join(message.chat.content for message in answer.messages)
+
+
+async def test_a_chat_with_only_a_seed_draws_as_the_checkpoint_says_and_goes_on_to_the_contexts_end(
+    start: Machines, tmp_path: Path
+) -> None:
+    tuned = tmp_path / LLAMA.name
+    shutil.copytree(LLAMA, tuned)
+    (tuned / "generation_config.json").write_text('{"temperature": 0.0}')
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", {**NODE, "max_context_tokens": 128}))
+    async with Client(start.gateway([prefill], [decode], model=tuned).address) as client:
+        hello = [{"role": "user", "content": "Write a function."}]
+        of_params = await collect(client.chat(hello, SamplingParams(seed=1, ignore_eos=True)))
+        of_mapping = await collect(client.chat(hello, {"seed": 2, "ignore_eos": True}))
+        greedy = await collect(client.chat(hello, SamplingParams(temperature=0.0, ignore_eos=True)))
+    assert [token.token_id for token in of_params.tokens] == [token.token_id for token in of_mapping.tokens]
+    assert [token.token_id for token in of_params.tokens] == [token.token_id for token in greedy.tokens]
+    assert of_params.usage.prompt_tokens + of_params.usage.completion_tokens == 128
 
 
 async def test_a_stream_that_lost_its_only_decode_node_says_so_and_fails_after_a_bounded_wait(start: Machines) -> None:

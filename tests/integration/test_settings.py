@@ -9,7 +9,7 @@ import pytest
 
 from baton.cli.processes import module_of
 from baton.client.client import Client
-from baton.core.types import SamplingParams
+from baton.core.sampling import SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.warm import run_warm
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from tests.integration.cluster import LLAMA, Machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
@@ -48,7 +48,7 @@ async def test_tokens_are_transformers_also_after_a_prefix_is_reused(
     for prompt in (first, first[:70] + [5, 9, 4, 8] * 8):
         result = await generate(gateway, prompt, GREEDY)
         assert result.proof.path is RequestPath.REMOTE
-        assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+        assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     for each in (prefill, decode):
         await until_status(each, nothing_held)
 
@@ -60,6 +60,6 @@ async def test_its_index_is_sent_with_each_group_of_layers(start: Machines, dire
     prompt = [3 + token % 40 for token in range(0, 7 * 90, 7)]
     result = await generate(gateway, prompt, GREEDY)
     assert result.proof.layer_groups == -(-MODELS[NAME][1]["num_hidden_layers"] // LAYERS_PER_GROUP)
-    assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     for each in (prefill, decode):
         await until_status(each, nothing_held)

@@ -8,7 +8,8 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.core.errors import InvalidRequest
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Grammar, GrammarKind
 from baton.core.types import Path as RequestPath
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import Result, generate

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.cli.processes import Process
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Expected, References

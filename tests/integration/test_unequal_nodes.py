@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
-from baton.core.types import SamplingParams
 from baton.protos.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.rpc.server import connect
 from tests.integration.cluster import LLAMA, Machines, nothing_held, status, until_status
@@ -45,7 +45,7 @@ async def test_a_request_that_ends_at_one_decode_node_does_not_affect_requests_a
     assert (await status(second)).blocks_leased > 0
     start.let_go(prefill)
     result = await kept
-    assert result.token_ids == reference.greedy(prompts[1], GREEDY.max_tokens).token_ids
+    assert result.token_ids == reference.greedy(prompts[1], GREEDY.resolved().max_tokens).token_ids
     assert result.proof.attempts == 1
     for each in (prefill, first, second):
         await until_status(each, nothing_held)
@@ -62,7 +62,7 @@ async def test_the_output_ends_where_the_decode_nodes_context_is_full(
     result = await generate(gateway, prompt, GREEDY)
     assert result.proof.path is RequestPath.REMOTE
     assert result.finish_reason == "FINISH_REASON_LENGTH"
-    expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    expected = reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
     assert result.token_ids == (expected if smaller == "prefill" else expected[:short_of_it])
     for each in (prefill, decode):
         await until_status(each, nothing_held)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.client.client import Client
-from baton.core.types import Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path
 from baton.gateway.fleet import fleet
 from baton.gateway.fleet.placement import Placement, Route, place
 from baton.gateway.fleet.router import NodeView, RoutedRequest, usable_decodes

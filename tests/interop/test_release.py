@@ -11,7 +11,8 @@ import pytest
 from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.core.errors import NoNode, PeerRefused
-from baton.core.types import Path, SamplingParams
+from baton.core.sampling import SamplingParams
+from baton.core.types import Path
 from baton.rpc.describe import describe
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error

@@ -6,7 +6,8 @@ from functools import partial
 from typing import TypeAlias
 
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
-from baton.core.types import LocalPolicy, SamplingParams, Slo
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import LocalPolicy, Slo
 from baton.gateway.core import events as e
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet
@@ -128,7 +129,7 @@ class GatewayProcess:
         request = Request(
             request_id=call.name,
             prompt=list(client.prompt),
-            sampling=SamplingParams(
+            sampling=ResolvedSampling(
                 max_tokens=client.max_tokens, temperature=0.0, prompt_logprobs=client.prompt_logprobs
             ),
             cache_salt="",

@@ -5,7 +5,7 @@ from functools import partial
 from random import Random
 
 from baton.core.errors import NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import common_pb2
 from baton.rpc.convert import sampling_to_proto
@@ -90,7 +90,7 @@ def _any_message(random: Random) -> pb.SessionRequest:
         request_id="r1",
         prompt_token_ids=prompt,
         output_token_ids=output,
-        sampling=sampling_to_proto(SamplingParams(max_tokens=random.randint(1, 8), temperature=0.0)),
+        sampling=sampling_to_proto(ResolvedSampling(max_tokens=random.randint(1, 8), temperature=0.0)),
         policy=random.choice((pb.LOCAL_POLICY_STRICT, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_LOCAL)),
         placement=random.choice(
             (pb.PLACEMENT_UNSPECIFIED, pb.PLACEMENT_REMOTE, pb.PLACEMENT_LOCAL, pb.PLACEMENT_SPLIT)

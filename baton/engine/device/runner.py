@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from baton.engine.device.capture import Progress, Recorder
 from baton.engine.device.drawing import TokenDrawing
@@ -262,7 +262,7 @@ def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     of their inputs differs. They cover drawn and greedy sampling, and prompt logprobs."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
-    drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
+    drawn = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
     decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))

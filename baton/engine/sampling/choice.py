@@ -77,7 +77,6 @@ def _numbers(row: SampleRow) -> tuple[float, float, int, float, int, int]:
     params = row.params
     if params.greedy:
         return _GREEDY
-    assert params.seed is not None, "the engine draws a seed for every request that has none"
     return (
         max(params.temperature, _LEAST_TEMPERATURE),
         math.log(params.min_p) if params.min_p > 0 else -math.inf,

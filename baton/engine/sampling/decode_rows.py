@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.sampling.choice import SamplingArrays
 from baton.engine.sampling.row import GREEDY_ROW, SampleRow
 
@@ -24,7 +24,7 @@ class DecodeSampling:
         self.unsampled: set[int] = set()
         self.edited: set[int] = set()
         self.with_logprobs: set[int] = set()
-        self._params: list[SamplingParams] = [GREEDY_ROW.params] * len(arrays.temperature_R)
+        self._params: list[ResolvedSampling] = [GREEDY_ROW.params] * len(arrays.temperature_R)
 
     def write(self, places: Sequence[int], rows: Sequence[SampleRow | None]) -> None:
         """Puts `rows` at `places`; None is a row that is not sampled."""

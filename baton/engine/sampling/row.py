@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.request import IntArray, int_array
 
 # Shared by all rows without penalties; nobody writes to it.
@@ -23,7 +23,7 @@ class SampleRow(NamedTuple):
             output is known where it is drawn.
     """
 
-    params: SamplingParams
+    params: ResolvedSampling
     output_index: int
     forbidden: tuple[int, ...]
     history: IntArray
@@ -37,7 +37,7 @@ class SampleRow(NamedTuple):
 
 
 # For warm-up steps, for profiles, and for rows whose token is discarded: greedy draws are the fastest.
-GREEDY_ROW = SampleRow(SamplingParams(temperature=0.0), 0, (), _NO_HISTORY, 0)
+GREEDY_ROW = SampleRow(ResolvedSampling(temperature=0.0), 0, (), _NO_HISTORY, 0)
 
 
 class SampleRows:
@@ -47,7 +47,7 @@ class SampleRows:
         end_token_ids: forbidden until the output has `min_tokens` tokens.
     """
 
-    def __init__(self, params: SamplingParams, *, prompt_tokens: int, end_token_ids: frozenset[int]) -> None:
+    def __init__(self, params: ResolvedSampling, *, prompt_tokens: int, end_token_ids: frozenset[int]) -> None:
         self._params = params
         self._prompt_tokens = prompt_tokens
         self._min_tokens = params.min_tokens

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from baton.core.errors import DeadlineExceeded
-from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, SamplingParams, Slo
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import NO_SLO, AdapterRef, LocalPolicy, Slo
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.protos.v1 import common_pb2
 
@@ -36,7 +37,7 @@ class Request:
 
     request_id: str
     prompt: list[int]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     cache_salt: str
     started_at_s: float
     timeout_s: float

@@ -13,6 +13,7 @@ from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.convert import sampling_to_proto
 
 SERVICE_NAME = "baton.v1.Generation"
 
@@ -101,7 +102,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 model=self._card(),
                 eos_token_ids=model.eos_token_ids,
                 bos_token_id=model.bos_token_id,
-                default_sampling=model.default_sampling,
+                default_sampling=sampling_to_proto(model.default_sampling),
                 has_chat_template=model.chat.has_template,
                 tokenizer_sha256=archive.sha256,
                 grammar_kinds=[common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind],

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto.generated import common_pb2 as smg
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
@@ -149,9 +148,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             pad_token_id=config["pad_token_id"] if isinstance(config.get("pad_token_id"), int) else 0,
             bos_token_id=model.bos_token_id or 0,
             max_req_input_len=max_context_tokens - 1,
-            default_sampling_params_json=json.dumps(
-                MessageToDict(model.default_sampling, preserving_proto_field_name=True)
-            ),
+            default_sampling_params_json=json.dumps(model.default_sampling.set_values()),
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:

@@ -4,16 +4,22 @@ vLLM reads absent numbers as its own defaults, not as the model's, so every numb
 wire; their shortest decimal form gives the same outputs as the same numbers through the other doors.
 """
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling import SAMPLING_FIELDS, SamplingParams
+from baton.core.sampling_field import Door, Kind, SamplingField
+from baton.core.types import Grammar, GrammarKind
 from baton.gateway.serving.validate import check_lengths
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
-from baton.rpc.convert import finish_reason_from_proto
+from baton.rpc.convert import finish_reason_from_proto, sampling_to_proto
 
+_NAMES = {each.name_at(Door.VLLM): each for each in SAMPLING_FIELDS.values() if Door.VLLM in each.doors}
 _REFUSED_FIELDS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
 
@@ -25,7 +31,7 @@ def to_generate(request: vllm.GenerateRequest, prompt: Sequence[int], max_contex
     """
     _check_fields(request)
     params = request.sampling_params
-    check_lengths(params)
+    check_lengths(params, _NAMES)
     message = pb.GenerateRequest(request_id=request.request_id, token_ids=pb.TokenIds(ids=prompt), n=params.n)
     kept = len(prompt)
     if params.HasField("truncate_prompt_tokens"):
@@ -63,64 +69,51 @@ def _truncation(given: int, max_context_tokens: int) -> int:
 
 
 def _sampling(params: vllm.SamplingParams, *, room: int) -> common_pb2.SamplingParams:
-    sampling = common_pb2.SamplingParams(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else room,
-        min_tokens=params.min_tokens,
-        temperature=_number(params.temperature) if params.HasField("temperature") else 1.0,
-        top_p=_number(params.top_p) or 1.0,
-        top_k=params.top_k,
-        min_p=_number(params.min_p),
-        repetition_penalty=_number(params.repetition_penalty) or 1.0,
-        presence_penalty=_number(params.presence_penalty),
-        frequency_penalty=_number(params.frequency_penalty),
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        logit_bias={_not_negative("logit_bias", key): _number(bias) for key, bias in params.logit_bias.items()},
-    )
-    if params.HasField("seed") and params.seed != -1:  # -1: vLLM draws one
-        sampling.seed = _not_negative("seed", params.seed)
-    if params.HasField("logprobs"):
-        sampling.logprobs = _not_negative("logprobs", params.logprobs)
-    if params.HasField("prompt_logprobs"):
-        sampling.prompt_logprobs = _not_negative("prompt_logprobs", params.prompt_logprobs)
-    grammar = _grammar(params)
-    if grammar is not None:
-        sampling.grammar.CopyFrom(grammar)
-    return sampling
+    given = {
+        field.name: _value(params, name, field) for name, field in _NAMES.items() if Door.VLLM not in field.by_hand
+    }
+    if not params.HasField("max_tokens"):
+        given["max_tokens"] = room
+    return sampling_to_proto(SamplingParams(**given, grammar=_grammar(params)))
 
 
-def _grammar(params: vllm.SamplingParams) -> common_pb2.Grammar | None:
+def _value(params: vllm.SamplingParams, name: str, field: SamplingField) -> Any:
+    """One parameter in Baton's form; None: unset."""
+    value = getattr(params, name)
+    match field.kind:
+        case Kind.TEXTS | Kind.TOKENS:
+            return tuple(value)
+        case Kind.BIASES:
+            return {token_id: _number(bias) for token_id, bias in value.items()}
+    if params.DESCRIPTOR.fields_by_name[name].has_presence:
+        if not params.HasField(name) or (name == "seed" and value == -1):  # -1: vLLM draws one
+            return field.default if field.kind is Kind.NUMBER else None
+    elif not value and field.bounds is not None and not field.bounds.hold(value):
+        return field.default  # such as a top_p of 0, which is an absent one
+    return _number(value) if field.kind is Kind.NUMBER else value
+
+
+def _grammar(params: vllm.SamplingParams) -> Grammar | None:
     match params.WhichOneof("constraint"):
         case "json_schema":
-            return common_pb2.Grammar(json_schema=params.json_schema)
+            return Grammar(GrammarKind.JSON_SCHEMA, params.json_schema)
         case "regex":
-            return common_pb2.Grammar(regex=params.regex)
+            return Grammar(GrammarKind.REGEX, params.regex)
         case "grammar":
             # vLLM takes both languages here. Only GBNF defines its rules with "::=".
-            if "::=" in params.grammar:
-                return common_pb2.Grammar(gbnf=params.grammar)
-            return common_pb2.Grammar(lark=params.grammar)
+            return Grammar(GrammarKind.GBNF if "::=" in params.grammar else GrammarKind.LARK, params.grammar)
         case "structural_tag":
-            return common_pb2.Grammar(structural_tag=params.structural_tag)
+            return Grammar(GrammarKind.STRUCTURAL_TAG, params.structural_tag)
         case "choice":
-            return common_pb2.Grammar(choice=common_pb2.Choices(texts=params.choice.choices))
+            return Grammar(GrammarKind.CHOICE, json.dumps(list(params.choice.choices), ensure_ascii=False))
         case "json_object" if params.json_object:
-            return common_pb2.Grammar(json_object=common_pb2.JsonObject())
+            return Grammar(GrammarKind.JSON_OBJECT)
     return None
 
 
 def _number(value: float) -> float:
     """The shortest decimal number whose nearest 32-bit float is this one."""
     return float(f"{value:.7g}")
-
-
-def _not_negative(name: str, value: int) -> int:
-    if value < 0:
-        raise InvalidRequest(f"{name} has {value}", field=name, value=value, allowed=("0 or more",))
-    return value
 
 
 def to_chunk(

@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from baton.core.sampling import MAX_LOGPROBS
+from baton.core.sampling_field import Door
 from baton.gateway.http.baton_options import BatonOptions
-from baton.gateway.http.checking import TEXT_OR_OBJECT, Biases, Items, Model, Stops, by_shape, tag
+from baton.gateway.http.checking import TEXT_OR_OBJECT, Items, Model, by_shape, tag
+from baton.gateway.http.sampling import takes_sampling
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
@@ -92,30 +95,16 @@ class StructuredOutputs(Model):
 
 
 class GenerationBody(Model):
-    """Fields of every request for an output."""
+    """Fields of every request for an output, but for those of sampling that no other field depends on."""
 
     model: str = Field("", description="default: the served model")
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=_OUTPUTS_MAX, description="outputs for each prompt")
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, lt=1 << 32, description="-1 or 0: off")
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Biases | None = None
-    stop: Stops | None = None
-    stop_token_ids: Items[Uint32] | None = None
-    include_stop_str_in_output: bool = False
-    min_tokens: Uint32 | None = None
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 32)
-    prompt_logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="among waiting requests lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
     response_format: ResponseFormat | None = None
@@ -155,6 +144,7 @@ class GenerationBody(Model):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+@takes_sampling(Door.CHAT)
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
@@ -162,7 +152,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="default: what the context leaves")
     max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="older name of max_completion_tokens")
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Items[dict[str, Any]] = Field([])
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -191,12 +181,13 @@ class ChatBody(GenerationBody):
         return self
 
 
+@takes_sampling(Door.COMPLETIONS)
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: Prompt
     max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="begin with the prompt")
     best_of: int | None = Field(None, ge=1, le=_OUTPUTS_MAX)
     add_special_tokens: bool = True

@@ -60,8 +60,6 @@ M = TypeVar("M", bound=BaseModel)
 Items = Annotated[list[T], Field(fail_fast=True)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
-_BIASES_MAX = 1024  # as `baton.gateway.serving.validate`
-
 
 def at_most(most: int) -> BeforeValidator:
     """An object of that many keys. pydantic would first describe each one that is wrong."""
@@ -74,7 +72,6 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Biases = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(_BIASES_MAX)]
 PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 

@@ -5,35 +5,18 @@ from typing import Annotated
 
 from pydantic import Field
 
+from baton.core.sampling_field import Door
 from baton.gateway.http.baton_options import BatonOptions
 from baton.gateway.http.bodies import GenerationBody
-from baton.gateway.http.checking import U32, Biases, Items, JsonObject, Model
+from baton.gateway.http.checking import JsonObject, Model
+from baton.gateway.http.sampling import fill_sampling
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
-# Sampling numbers with the same name in the request and on the wire.
-_SAME_NAME = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "ignore_eos",
-)  # fmt: skip
-
 
 class CommonFields(Model):
-    """Sampling numbers have their ranges in `baton.core.types.SamplingParams`; absent ones are the model's defaults."""
+    """What these APIs take besides their own parameters and those of sampling."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None  # -1 and 0: off
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    logit_bias: Biases | None = None
-    min_tokens: U32 | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Items[U32] | None = None
-    include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     return_token_ids: bool | None = None
@@ -41,26 +24,13 @@ class CommonFields(Model):
     baton: BatonOptions = BatonOptions()
 
 
-def fill(message: pb.GenerateRequest, given: CommonFields | GenerationBody) -> common_pb2.SamplingParams:
-    """Writes to the message what all APIs have under the same names; returns its sampling parameters."""
-    sampling = message.sampling
-    for name in _SAME_NAME:
-        value = getattr(given, name)
-        if value is not None:
-            setattr(sampling, name, value)
-    if given.seed is not None:
-        sampling.seed = given.seed % 2**64
-    if given.top_k is not None:
-        sampling.top_k = max(given.top_k, 0)
-    if given.include_stop_str_in_output is not None:
-        sampling.include_stop = given.include_stop_str_in_output
-    for token_id, bias in (given.logit_bias or {}).items():
-        sampling.logit_bias[int(token_id)] = bias
-    sampling.stop_token_ids.extend(given.stop_token_ids or ())
+def fill(message: pb.GenerateRequest, given: CommonFields | GenerationBody, door: Door) -> common_pb2.SamplingParams:
+    """Writes to the message what all APIs have; returns its sampling parameters."""
+    fill_sampling(message.sampling, given, door)
     given.baton.write(message)
     message.cache_salt = given.cache_salt or ""
     message.priority = given.priority or 0
-    return sampling
+    return message.sampling
 
 
 def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from baton.gateway.http.common_fields import fill, reasoning_variables
@@ -42,7 +43,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
     """The rest of a chat's request, besides the conversation."""
-    message = _message(body, request_id)
+    message = _message(body, request_id, Door.CHAT)
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is not None:
         message.sampling.max_tokens = max_tokens
@@ -55,7 +56,7 @@ def completion_messages(body: CompletionBody, request_id: str) -> list[pb.Genera
     """One request for each prompt; their ids have a number where there are several."""
     prompts = body.prompts
     grammar, _ = grammar_of(body)
-    first = _message(body, request_id)
+    first = _message(body, request_id, Door.COMPLETIONS)
     first.add_special_tokens = body.add_special_tokens
     first.best_of = body.best_of or 0
     if body.max_tokens is not None:
@@ -96,15 +97,11 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
     return grammar, field
 
 
-def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
+def _message(body: GenerationBody, request_id: str, door: Door) -> pb.GenerateRequest:
     message = pb.GenerateRequest(request_id=request_id, model=body.model, n=body.n)
     if body.truncate_prompt_tokens is not None:
         message.truncate_prompt_tokens = body.truncate_prompt_tokens
-    sampling = fill(message, body)
-    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
-    sampling.skip_special_tokens = body.skip_special_tokens
-    if body.prompt_logprobs is not None:
-        sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)
+    fill(message, body, door)
     return message
 
 

@@ -59,8 +59,7 @@ def output_of(request: Request, index: int, *, ranked: bool) -> Request:
     if ranked and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     if index:
-        seed = None if sampling.seed is None else (sampling.seed + index) % _SEEDS
-        sampling = replace(sampling, seed=seed, prompt_logprobs=None)
+        sampling = replace(sampling, seed=(sampling.seed + index) % _SEEDS, prompt_logprobs=None)
     return request if sampling is request.sampling else replace(request, sampling=sampling)
 
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 import orjson
 
 from baton.core.errors import ContextOverflow
-from baton.core.types import AdapterRef, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import AdapterRef
 from baton.gateway.core.prompt_blocks import PromptBlocks
 from baton.gateway.core.request import Request, deadline_exceeded
 from baton.gateway.serving.validate import (
@@ -30,7 +31,6 @@ from baton.gateway.serving.validate import (
 )
 from baton.gateway.text.chat.json_request import chat_of_message
 from baton.gateway.text.chat.types import ChatRequest, OutputParser, PreparedChat
-from baton.gateway.text.generation_defaults import with_defaults
 from baton.gateway.text.model import ServedModel
 from baton.gateway.text.text_work import TextWork
 from baton.protos.v1 import generation_pb2 as pb
@@ -74,7 +74,7 @@ class Prepared:
 @dataclass(frozen=True)
 class _Prompt:
     token_ids: list[int]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     parser: Callable[[str], OutputParser] | None = None
 
 
@@ -101,12 +101,9 @@ async def prepare(
     if chat is None:
         check_prompt_given(message)
     keep = check_truncation(message)
-    given = with_defaults(message.sampling, model.default_sampling)
     is_chat = chat is not None or message.WhichOneof("prompt") == "chat"
-    fills_context = is_chat and not given.HasField("max_tokens")
-    if fills_context:
-        given.max_tokens = max_context_tokens
-    sampling = check_sampling(given, model)
+    fills_context = is_chat and not message.sampling.HasField("max_tokens")
+    sampling = check_sampling(message.sampling, model, max_tokens=max_context_tokens if fills_context else None)
     if not is_chat and message.WhichOneof("prompt") == "token_ids":
         ids = message.token_ids.ids
         kept = len(ids) if keep is None else min(keep, len(ids))
@@ -166,7 +163,7 @@ async def _in_time(work: Awaitable[T], call: RequestCall) -> T:
 async def _prompt_of_chat(
     message: pb.GenerateRequest,
     chat: ChatRequest | None,
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     model: ServedModel,
     texts: TextWork,
     max_context_tokens: int,

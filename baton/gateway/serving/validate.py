@@ -4,22 +4,20 @@ import re
 import secrets
 import unicodedata
 import uuid
-from collections.abc import Sequence, Sized
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from baton.core.errors import ContextOverflow, InvalidRequest
-from baton.core.types import AdapterRef, SamplingParams
+from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
+from baton.core.sampling_field import SamplingField
+from baton.core.types import AdapterRef
 from baton.gateway.core.request import OutputEnd, Outputs
 from baton.gateway.text.model import ServedModel
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.rpc.convert import sampling_from_proto
 
-_STOP_STRINGS_MAX = 16
 _STOP_STRING_CHARACTERS_MAX = 256
 _REQUEST_ID_BYTES_MAX = 256
-_LISTED_TOKENS_MAX = 1024  # every decode step edits the logits of each
 _OUTPUTS_MAX = 128
 
 _REVISION = re.compile(r"(?P<weights>[0-9a-f]{12})(?:\+(?P<adapter>[0-9a-f]{1,64}))?")
@@ -99,48 +97,41 @@ def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
     return Outputs(drawn, n)
 
 
-class Lists(Protocol):
-    """Sampling parameters of Baton's or of vLLM's messages: those that are lists."""
+def check_lengths(given: object, names: Mapping[str, SamplingField]) -> None:
+    """Refuses long lists of a message before anything reads them.
 
-    @property
-    def stop(self) -> Sized: ...
-
-    @property
-    def stop_token_ids(self) -> Sized: ...
-
-    @property
-    def logit_bias(self) -> Sized: ...
-
-
-def check_lengths(given: Lists) -> None:
-    """Refuses long lists before anything reads them.
+    Args:
+        names: what the message calls the sampling parameters.
 
     Raises:
         InvalidRequest: names the list.
     """
-    for name, listed in (("logit_bias", given.logit_bias), ("stop_token_ids", given.stop_token_ids)):
-        if len(listed) > _LISTED_TOKENS_MAX:
-            message, allowed = f"{name} has {len(listed)} tokens", (f"up to {_LISTED_TOKENS_MAX}",)
-            raise InvalidRequest(message, field=f"sampling.{name}", value=len(listed), allowed=allowed)
-    if len(given.stop) > _STOP_STRINGS_MAX:
-        allowed = (f"up to {_STOP_STRINGS_MAX}",)
-        raise InvalidRequest(f"{len(given.stop)} stop strings", field="stop", value=len(given.stop), allowed=allowed)
+    for name, field in names.items():
+        if field.items_max is not None and (count := len(getattr(given, name))) > field.items_max:
+            message, allowed = f"{name} has {count} elements", (f"up to {field.items_max}",)
+            raise InvalidRequest(message, field=name, value=count, allowed=allowed)
 
 
-def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
-    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
+def check_sampling(
+    message: common_pb2.SamplingParams, model: ServedModel, *, max_tokens: int | None = None
+) -> ResolvedSampling:
+    """What the client set, then what the model's files say, then the neutral defaults. A random seed is drawn where
+    the client gave none, so that any node can continue.
+
+    Args:
+        max_tokens: the limit where neither the client nor the model's files give one; None: the neutral default.
 
     Raises:
         InvalidRequest: names the field, its value, and what is allowed.
     """
-    check_lengths(given)
-    sampling = sampling_from_proto(given)
+    check_lengths(message, SAMPLING_FIELDS)
+    given = sampling_from_proto(message)
+    drawn = SamplingParams(max_tokens=max_tokens, seed=secrets.randbits(64))
+    sampling = given.over(model.default_sampling).over(drawn).resolved()
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
     _check_stops(sampling.stop)
-    if sampling.greedy or sampling.seed is not None:
-        return sampling
-    return replace(sampling, seed=secrets.randbits(64))
+    return sampling
 
 
 def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field: str) -> None:
@@ -205,7 +196,7 @@ def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
 
 
 def check_output(
-    request: pb.GenerateRequest, sampling: SamplingParams, model: ServedModel, *, prompt_tokens: int, max_tokens: int
+    request: pb.GenerateRequest, sampling: ResolvedSampling, model: ServedModel, *, prompt_tokens: int, max_tokens: int
 ) -> tuple[int, ...]:
     """The tokens that the client has already.
 
@@ -234,7 +225,7 @@ def check_output(
     return tuple(output)
 
 
-def end_of(output: Sequence[int], sampling: SamplingParams, model: ServedModel, *, most: int) -> OutputEnd | None:
+def end_of(output: Sequence[int], sampling: ResolvedSampling, model: ServedModel, *, most: int) -> OutputEnd | None:
     """How the output ends with its last token, by the rules of `baton.engine.scheduling.state`, which know no stop
     strings; None: more tokens are due.
 

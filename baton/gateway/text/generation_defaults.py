@@ -1,53 +1,48 @@
 """What a checkpoint says about generating: default sampling numbers and the beginning-of-text token."""
 
-import math
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
+from pydantic import create_model
 
+from baton.core.sampling import SAMPLING_FIELDS, SamplingParams
+from baton.core.sampling_field import Door, Kind
 from baton.models.config.fields import Fields, Integers
 from baton.models.config.file import ConfigFile
-from baton.protos.v1 import common_pb2 as pb
-
-_Finite: TypeAlias = Annotated[float, Gt(0), Lt(math.inf)]
-
-
-class _Defaults(Fields):
-    """The numbers of generation_config.json that vLLM takes too; like vLLM, `do_sample` is ignored."""
-
-    temperature: Annotated[float, Ge(0), Le(100)] | None = None
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    top_k: Annotated[int, Ge(-1), Lt(2**31)] | None = None  # -1 and 0: off
-    min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    repetition_penalty: _Finite | None = None
 
 
 class _BeginOfText(Fields):
     bos_token_id: Integers = ()
 
 
-def read_default_sampling(directory: Path) -> pb.SamplingParams:
-    """The sampling numbers that generation_config.json gives; the others are absent.
+def read_default_sampling(directory: Path) -> SamplingParams:
+    """The sampling numbers that generation_config.json gives; the others are unset. Like vLLM, `do_sample` is ignored.
 
     Raises:
         ConfigError: a number is wrong; names the file.
     """
     path = directory / "generation_config.json"
     if not path.exists():
-        return pb.SamplingParams()
-    given = _Defaults.read(ConfigFile.read(path)).model_dump(exclude_none=True)
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    return pb.SamplingParams(**given)
+        return SamplingParams()
+    given = _defaults_of_files().read(ConfigFile.read(path)).model_dump(exclude_none=True)
+    for name, value in given.items():
+        lenient = SAMPLING_FIELDS[name].lenient
+        given[name] = value if lenient is None else lenient.read(value)
+    return SamplingParams(**given)
 
 
-def with_defaults(sampling: pb.SamplingParams, defaults: pb.SamplingParams) -> pb.SamplingParams:
-    """A request's parameters, with `defaults` where it gives no number."""
-    merged = pb.SamplingParams()
-    merged.CopyFrom(defaults)
-    merged.MergeFrom(sampling)
-    return merged
+def _defaults_of_files() -> type[Fields]:
+    """The sampling parameters that the file may have."""
+    taken: dict[str, Any] = {}
+    for name, field in SAMPLING_FIELDS.items():
+        if Door.GENERATION_CONFIG in field.doors:
+            assert field.bounds is not None, "the file has numbers only"
+            least = field.lenient.low if field.lenient is not None else field.bounds.low
+            limits = (Gt(least) if field.bounds.above else Ge(least), Le(field.bounds.high))
+            kind = int if field.kind is Kind.INTEGER else float
+            taken[name] = (Annotated[kind, *limits] | None, None)
+    return create_model("DefaultSampling", __base__=Fields, **taken)
 
 
 def read_bos_token_id(directory: Path) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.core.errors import InvalidRequest, UnknownModel
+from baton.core.sampling import SamplingParams
 from baton.gateway.text.chat.checkpoint_files import read_checkpoint
 from baton.gateway.text.chat.model import ChatModel
 from baton.gateway.text.chat.renderer import ChatRenderer
@@ -14,7 +15,7 @@ from baton.grammar.checker import GrammarChecker
 from baton.models.families.reader import read_config
 from baton.models.loading.identity import config_digest
 from baton.models.loading.tokenizer_files.find import tokenizer_json
-from baton.protos.v1 import common_pb2, node_status_pb2
+from baton.protos.v1 import node_status_pb2
 from baton.settings.model_source import model_name
 
 
@@ -39,7 +40,7 @@ class ServedModel:
     directory: Path
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    default_sampling: common_pb2.SamplingParams
+    default_sampling: SamplingParams
     chat: ChatModel
     renderer: ChatRenderer
     grammars: GrammarChecker

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import Receipt, SamplingParams, Usage
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import Receipt, Usage
 from baton.gateway.core.request import OutputEnd
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import common_pb2
@@ -93,7 +94,7 @@ class Detokenizing(Protocol):
 class Reply:
     """Collects tokens in the next message, and writes the last message."""
 
-    def __init__(self, request_id: str, sampling: SamplingParams, detokenizer: Detokenizing) -> None:
+    def __init__(self, request_id: str, sampling: ResolvedSampling, detokenizer: Detokenizing) -> None:
         self.completion_tokens = 0
         self._request_id = request_id
         self._sampling = sampling

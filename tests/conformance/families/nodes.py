@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 
 from baton.core.errors import ConfigError
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import build_runner
 from baton.engine.engine import Engine
 from baton.engine.request import EngineRequest
@@ -55,7 +56,7 @@ async def engine_answers(
         max_adapters=None if adapter is None else 1,
         max_adapter_rank=16,
     )
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    sampling = ResolvedSampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     built, events = build_runner(settings), EventRecorder()
     bounds = limits(max_batch_tokens=STEP_TOKENS)
     slots = settings.adapter_slots

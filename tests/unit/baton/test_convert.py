@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParams
+from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc import convert
@@ -41,11 +42,15 @@ samplings = st.builds(
 
 @given(samplings)
 def test_sampling_params(params: SamplingParams) -> None:
-    assert convert.sampling_from_proto(convert.sampling_to_proto(params)) == params
+    assert convert.resolved_sampling_from_proto(convert.sampling_to_proto(params)) == params.resolved()
 
 
-def test_absent_sampling_fields_take_the_defaults() -> None:
+def test_absent_sampling_fields_stay_unset() -> None:
     assert convert.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
+
+
+def test_nodes_read_absent_sampling_fields_as_the_neutral_defaults() -> None:
+    assert convert.resolved_sampling_from_proto(pb.SamplingParams()) == ResolvedSampling()
 
 
 def test_zero_is_not_absent() -> None:
@@ -54,7 +59,11 @@ def test_zero_is_not_absent() -> None:
 
 
 def test_message_and_dataclass_have_the_same_sampling_fields() -> None:
-    assert {field.name for field in fields(SamplingParams)} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert (
+        {field.name for field in fields(SamplingParams)}
+        == {*SAMPLING_FIELDS}
+        == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    )
 
 
 def test_a_wrong_value_is_found_by_converting_it() -> None:
@@ -63,7 +72,7 @@ def test_a_wrong_value_is_found_by_converting_it() -> None:
 
 
 def test_a_number_too_large_for_the_wire_is_the_callers_error() -> None:
-    with pytest.raises(InvalidRequest, match="cannot be sent"):
+    with pytest.raises(InvalidRequest, match="max_tokens is 1099511627776"):
         convert.sampling_to_proto(SamplingParams(max_tokens=2**40))
 
 

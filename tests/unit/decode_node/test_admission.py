@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest, Overloaded
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.slices import DEFAULT_TTFT_S
 from baton.protos.internal.v1 import decode_pb2 as pb
@@ -33,7 +33,7 @@ def refuse(scene: Scene, key: int) -> list[Command]:
 
 
 def enter(queue: BlockQueue, engine_id: str, *, max_queue_s: float = 1.0, now_s: float = 0.0, **given: Any) -> None:
-    request = EngineRequest(engine_id, (1,), SamplingParams(max_tokens=9), **given)
+    request = EngineRequest(engine_id, (1,), ResolvedSampling(max_tokens=9), **given)
     queue.enter(request, max_queue_s=max_queue_s, now_s=now_s)
 
 

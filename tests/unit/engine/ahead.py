@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner
 from baton.engine.request import EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
@@ -15,10 +16,10 @@ def varied_requests() -> Iterator[EngineRequest]:
     kinds = (
         greedy(11),
         greedy(11, ignore_eos=False),
-        SamplingParams(max_tokens=13, seed=3, temperature=1.2, top_p=0.9, logprobs=2),
-        SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7, ignore_eos=True),
-        SamplingParams(max_tokens=16, min_tokens=6, seed=8, temperature=2.0, stop_token_ids=tuple(range(3, 30))),
-        SamplingParams(max_tokens=1, temperature=0.0),
+        ResolvedSampling(max_tokens=13, seed=3, temperature=1.2, top_p=0.9, logprobs=2),
+        ResolvedSampling(max_tokens=9, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7, ignore_eos=True),
+        ResolvedSampling(max_tokens=16, min_tokens=6, seed=8, temperature=2.0, stop_token_ids=tuple(range(3, 30))),
+        ResolvedSampling(max_tokens=1, temperature=0.0),
     )
     for index, sampling in enumerate((*kinds, *kinds)):
         yield request(f"r{index}", prompt_of(1 + 4 * index, seed=index), sampling)

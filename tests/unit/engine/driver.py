@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
@@ -26,7 +27,7 @@ def runner_of(built: BuiltRunner, *, graphs: GraphSettings | None) -> ModelRunne
 
 @dataclass
 class _Sequence:
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     tokens: IntArray
     num_prompt: int
     computed: int = 0
@@ -62,7 +63,7 @@ class Driver:
         self._under_way: tuple[list[_Sequence], LaunchedStep] | None = None
 
     def add(self, name: str, prompt: Sequence[int], **sampling: Any) -> None:
-        params = SamplingParams(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
+        params = ResolvedSampling(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
         slot = len(self._sequences) if self.runner.facts.state_slots else -1
         self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt), state_slot=slot)
 

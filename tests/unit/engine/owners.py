@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch
 from baton.engine.build import build_runner
 from baton.engine.device.graphs import GraphSettings
@@ -20,7 +21,7 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.models.layers.parallel import SINGLE, TensorParallel
 from baton.settings.config import NodeSettings
 
-# A prompt, and fields of its SamplingParams, which themselves cannot be sent to another process.
+# A prompt, and fields of its ResolvedSampling, which themselves cannot be sent to another process.
 Request: TypeAlias = tuple[tuple[int, ...], Mapping[str, Any]]
 
 
@@ -98,7 +99,7 @@ def _compute(scene: Scene, parallel: TensorParallel) -> Outcome:
     outcome, written = Outcome(), set[int]()
     for number, requests in enumerate((scene.first, scene.second)):
         for index, (prompt, how) in enumerate(requests):
-            scheduler.submit(EngineRequest(f"{number}.{index}", prompt, SamplingParams(**how)), 0.0)
+            scheduler.submit(EngineRequest(f"{number}.{index}", prompt, ResolvedSampling(**how)), 0.0)
         while (batch := scheduler.schedule(0.0)) is not None:
             launched = runner.launch(batch)
             _note(batch, outcome, written, parallel, scene.block_size)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.core.costs import StepCosts, StepWork
-from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts
@@ -70,7 +71,7 @@ def request(
     *,
     output: tuple[int, ...] = (),
     prefill_only: bool = False,
-    sampling: SamplingParams | None = None,
+    sampling: ResolvedSampling | None = None,
     priority: int = 0,
     **slo: Any,
 ) -> EngineRequest:
@@ -83,7 +84,7 @@ def request(
     return EngineRequest(
         name,
         tokens,
-        sampling or SamplingParams(max_tokens=50, temperature=0.0),
+        sampling or ResolvedSampling(max_tokens=50, temperature=0.0),
         output=output,
         prefill_only=prefill_only,
         priority=priority,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.batch import Batch, BatchRow, ScoreRow
 from baton.engine.build import build_runner
 from baton.engine.request import int_array
@@ -47,7 +48,7 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
         parallel=parallel,
     )
     tokens = []
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7)):
+    for params in (ResolvedSampling(temperature=0.0), ResolvedSampling(temperature=0.9, top_p=0.9, seed=7)):
         for step in range(_NUM_TOKENS):
             rows = tuple(_row(index, step, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
             outputs = built.runner.run(Batch(step, rows))
@@ -63,7 +64,7 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
     )
 
 
-def _row(index: int, step: int, params: SamplingParams, vocab_size: int) -> BatchRow:
+def _row(index: int, step: int, params: ResolvedSampling, vocab_size: int) -> BatchRow:
     blocks = int_array(list(range(index * _BLOCKS, (index + 1) * _BLOCKS)))
     sample = SampleRow(params, step, (), int_array(), 0)
     if step == 0:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import NodeSettings
 from tests.gpu.demo import Output, generate
@@ -15,7 +15,7 @@ from tests.unit.models.tiny import save_tiny
 
 CHUNK = 16
 LIMITS: dict[str, Any] = {"chunk_align_tokens": CHUNK, "max_batch_requests": 8, "max_batch_tokens": 64}
-PARAMS = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
+PARAMS = ResolvedSampling(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module", params=["mistral-window", "deepseek-v3-yarn"])

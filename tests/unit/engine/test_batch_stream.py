@@ -4,13 +4,14 @@ import random
 
 import pytest
 
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import Grammar, GrammarKind
 from baton.engine.batch import Batch, BatchRow, ScoreRow
 from baton.engine.batch_stream import BatchReader, BatchWriter
 from baton.engine.request import int_array
 from baton.engine.sampling.row import SampleRow
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def decode(name: str, start: int, blocks: list[int], *, since: int | None = None, history: int = 0) -> BatchRow:
@@ -29,12 +30,12 @@ def sent(batches: list[Batch]) -> list[tuple[Batch, int]]:
     "params",
     [
         GREEDY,
-        SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=2**64 - 1, logprobs=3),
-        SamplingParams(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"), seed=1),
-        SamplingParams(logit_bias={4: -1.5}, stop=("ab", "c"), stop_token_ids=(1, 2), min_tokens=2, max_tokens=9),
+        ResolvedSampling(temperature=0.7, top_p=0.9, top_k=5, seed=2**64 - 1, logprobs=3),
+        ResolvedSampling(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"), seed=1),
+        ResolvedSampling(logit_bias={4: -1.5}, stop=("ab", "c"), stop_token_ids=(1, 2), min_tokens=2, max_tokens=9),
     ],
 )
-def test_a_row_arrives_as_it_was(params: SamplingParams) -> None:
+def test_a_row_arrives_as_it_was(params: ResolvedSampling) -> None:
     sample = SampleRow(params, 3, (7, 8), int_array([1, 2, 3]), 2, int_array([4, 5, 6]))
     prompt = BatchRow("b", int_array([5, 6, 7]), 32, int_array([4, 9, 11]), None)
     scores = ((1, ScoreRow(int_array([6, 7, 8]), 20)),)

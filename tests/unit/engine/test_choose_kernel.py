@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.request import int_array
 from baton.engine.sampling.choice import NO_TOKEN, SamplingArrays, SamplingBuffers, choose_tokens
 from baton.engine.sampling.kernels.choose import choose, exponential_of, noise_words
@@ -17,21 +17,21 @@ from tests.device import DEVICE
 
 VOCAB_SIZE = 203
 PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.3),
-    "hot": SamplingParams(temperature=100.0),
-    "min_p": SamplingParams(min_p=0.1, temperature=1.5),
-    "top_k": SamplingParams(top_k=3, temperature=2.0),
-    "top_k of many": SamplingParams(top_k=90, temperature=5.0),
-    "top_k beyond the vocabulary": SamplingParams(top_k=10**12),
-    "top_p": SamplingParams(top_p=0.9, temperature=1.5),
-    "top_p of many": SamplingParams(top_p=0.95, temperature=50.0),
-    "top_p of one": SamplingParams(top_p=1e-9),
-    "top_p of nearly all": SamplingParams(top_p=0.99999994, temperature=3.0),
-    "top_k and top_p": SamplingParams(top_k=20, top_p=0.6, temperature=3.0),
-    "all": SamplingParams(top_k=50, top_p=0.9, min_p=0.02, temperature=4.0),
-    "frozen": SamplingParams(temperature=1e-45, top_p=0.9),
+    "greedy": ResolvedSampling(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
+    "plain": ResolvedSampling(),
+    "cold": ResolvedSampling(temperature=0.3),
+    "hot": ResolvedSampling(temperature=100.0),
+    "min_p": ResolvedSampling(min_p=0.1, temperature=1.5),
+    "top_k": ResolvedSampling(top_k=3, temperature=2.0),
+    "top_k of many": ResolvedSampling(top_k=90, temperature=5.0),
+    "top_k beyond the vocabulary": ResolvedSampling(top_k=10**12),
+    "top_p": ResolvedSampling(top_p=0.9, temperature=1.5),
+    "top_p of many": ResolvedSampling(top_p=0.95, temperature=50.0),
+    "top_p of one": ResolvedSampling(top_p=1e-9),
+    "top_p of nearly all": ResolvedSampling(top_p=0.99999994, temperature=3.0),
+    "top_k and top_p": ResolvedSampling(top_k=20, top_p=0.6, temperature=3.0),
+    "all": ResolvedSampling(top_k=50, top_p=0.9, min_p=0.02, temperature=4.0),
+    "frozen": ResolvedSampling(temperature=1e-45, top_p=0.9),
 }
 
 
@@ -135,9 +135,10 @@ def test_of_equal_logits_the_lowest_id_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(top_k=5), SamplingParams(top_p=4.5 / VOCAB_SIZE), SamplingParams(top_k=10, top_p=0.45)]
+    "params",
+    [ResolvedSampling(top_k=5), ResolvedSampling(top_p=4.5 / VOCAB_SIZE), ResolvedSampling(top_k=10, top_p=0.45)],
 )
-def test_filters_keep_the_lowest_ids_of_equal_logits(params: SamplingParams) -> None:
+def test_filters_keep_the_lowest_ids_of_equal_logits(params: ResolvedSampling) -> None:
     logits = torch.zeros(2, VOCAB_SIZE)
     rows = [SampleRow(replace(params, seed=seed), 0, (), int_array(), 0) for seed in range(len(logits))]
     chosen = by_kernel(logits, buffers_of(rows))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded
-from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, TokenOutput
 from baton.engine.build import BuiltRunner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
@@ -82,7 +83,7 @@ async def test_a_prefix_hit_gives_the_same_tokens(llama: Llama, built: BuiltRunn
 
 
 async def test_a_continued_request_resumes_at_its_next_token(built: BuiltRunner) -> None:
-    sampling = SamplingParams(
+    sampling = ResolvedSampling(
         max_tokens=12, seed=5, temperature=1.3, top_p=0.95, repetition_penalty=1.2, logprobs=2, ignore_eos=True
     )
     prompt = prompt_of(10)
@@ -101,7 +102,9 @@ async def test_a_continued_request_resumes_at_its_next_token(built: BuiltRunner)
 async def test_a_request_without_a_seed_gets_one(built: BuiltRunner) -> None:
     async with running(built) as (engine, events):
         for name in ("a", "b"):
-            engine.submit(request(name, prompt_of(4), SamplingParams(max_tokens=12, temperature=3.0, ignore_eos=True)))
+            engine.submit(
+                request(name, prompt_of(4), ResolvedSampling(max_tokens=12, temperature=3.0, ignore_eos=True))
+            )
         await events.finished("a", "b")
     assert events.ids("a") != events.ids("b")
 
@@ -111,7 +114,7 @@ async def test_end_of_sequence_ends_a_request_but_not_before_min_tokens(
     llama: Llama, built: BuiltRunner, min_tokens: int
 ) -> None:
     (eos,) = built.config.eos_token_ids
-    sampling = SamplingParams(max_tokens=20, min_tokens=min_tokens, temperature=0.0)
+    sampling = ResolvedSampling(max_tokens=20, min_tokens=min_tokens, temperature=0.0)
     prompts = {f"r{seed}": prompt_of(17, seed=seed) for seed in range(6)}
     async with running(built) as (engine, events):
         for name, prompt in prompts.items():
@@ -131,7 +134,7 @@ async def test_end_of_sequence_ends_a_request_but_not_before_min_tokens(
 async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: BuiltRunner) -> None:
     prompt = prompt_of(6)
     expected = transformers_greedy(llama[1], prompt, 8)
-    stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(expected[3],))
+    stop = ResolvedSampling(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(expected[3],))
     async with running(built) as (engine, events):
         engine.submit(request("a", prompt, stop))
         await events.finished("a")

@@ -11,7 +11,8 @@ import pytest
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InternalError
-from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, TokenOutput
 from baton.engine.batch import Batch, RowResult
 from baton.engine.build import BuiltRunner
 from baton.engine.device.launched_step import LaunchedStep
@@ -113,7 +114,7 @@ async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
     expected = transformers_greedy(llama[1], prompt, 12)
     end = max(expected, key=expected.index)  # the one that comes first the latest
     ends_at = expected.index(end) + 1
-    stops = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(end,))
+    stops = ResolvedSampling(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(end,))
     other = prompt_of(9, seed=1)
     async with running(built) as (engine, events):
         engine.submit(request("stays", other, greedy(20)))

@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, Grammar, GrammarKind
 from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.engine import Engine
@@ -80,9 +81,9 @@ GRAMMARS: dict[GrammarKind, tuple[str, Callable[[str], bool]]] = {
 SEEDS = range(2)
 
 
-def constrained(kind: GrammarKind, seed: int | None, **given: Any) -> SamplingParams:
+def constrained(kind: GrammarKind, seed: int | None, **given: Any) -> ResolvedSampling:
     greedy = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
-    return SamplingParams(**{"max_tokens": 100, "grammar": Grammar(kind, GRAMMARS[kind][0]), **greedy, **given})
+    return ResolvedSampling(**{"max_tokens": 100, "grammar": Grammar(kind, GRAMMARS[kind][0]), **greedy, **given})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def demo() -> BuiltRunner:
     return build(DEMO_MODELS / "llama", num_blocks=512, block_size=16)
 
 
-async def generated(engine: Engine, events: EventRecorder, wanted: dict[str, SamplingParams]) -> dict[str, list[int]]:
+async def generated(engine: Engine, events: EventRecorder, wanted: dict[str, ResolvedSampling]) -> dict[str, list[int]]:
     """The outputs of these requests in one batch."""
     for name, params in wanted.items():
         engine.submit(request(name, PROMPT, params))
@@ -104,7 +105,7 @@ async def generated(engine: Engine, events: EventRecorder, wanted: dict[str, Sam
     return {name: events.ids(name) for name in wanted}
 
 
-async def alone(built: BuiltRunner, params: SamplingParams) -> list[int]:
+async def alone(built: BuiltRunner, params: ResolvedSampling) -> list[int]:
     async with running(built) as (engine, events):
         return (await generated(engine, events, {"alone": params}))["alone"]
 
@@ -136,7 +137,7 @@ async def test_outputs_of_every_kind_follow_their_grammar(
 
 
 async def test_constrained_rows_leave_the_tokens_of_others_unchanged(demo: BuiltRunner) -> None:
-    free = {f"free {seed}": SamplingParams(max_tokens=40, temperature=1.0, seed=seed) for seed in SEEDS}
+    free = {f"free {seed}": ResolvedSampling(max_tokens=40, temperature=1.0, seed=seed) for seed in SEEDS}
     bound = {f"bound {seed}": constrained(GrammarKind.JSON_SCHEMA, seed) for seed in SEEDS}
     async with padded(demo) as (engine, events):
         together = await generated(engine, events, {**bound, **free})
@@ -191,7 +192,7 @@ async def test_a_complete_grammar_ends_the_output_early(demo: BuiltRunner, given
 @pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 30}], ids=["ignore_eos", "min_tokens"])
 async def test_a_grammar_that_may_go_on_does_not_end_early(demo: BuiltRunner, given: dict[str, Any]) -> None:
     grammar = Grammar(GrammarKind.REGEX, "[a-z]+")
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=1, grammar=grammar, **given)
+    params = ResolvedSampling(max_tokens=30, temperature=1.0, seed=1, grammar=grammar, **given)
     ids = await alone(demo, params)
     assert len(ids) == 30
     assert EOS not in ids[:29]
@@ -200,7 +201,9 @@ async def test_a_grammar_that_may_go_on_does_not_end_early(demo: BuiltRunner, gi
 async def test_stop_tokens_may_be_needed_by_the_grammar(demo: BuiltRunner, tokenizer: Tokenizer) -> None:
     stop = tokenizer.encode("positive", add_special_tokens=False).ids
     grammar = Grammar(GrammarKind.CHOICE, '["positive"]')
-    params = SamplingParams(max_tokens=20, min_tokens=10, temperature=0.0, grammar=grammar, stop_token_ids=tuple(stop))
+    params = ResolvedSampling(
+        max_tokens=20, min_tokens=10, temperature=0.0, grammar=grammar, stop_token_ids=tuple(stop)
+    )
     ids = await alone(demo, params)
     assert "positive".startswith(tokenizer.decode(ids))
 
@@ -226,7 +229,7 @@ async def test_grammars_work_together_with_every_other_parameter(demo: BuiltRunn
 
 
 async def test_logprobs_are_those_of_the_model_before_the_grammar(demo: BuiltRunner) -> None:
-    free = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    free = ResolvedSampling(max_tokens=1, temperature=0.0, logprobs=20)
     bound = replace(free, grammar=Grammar(GrammarKind.CHOICE, '["positive"]'))
     async with running(demo) as (engine, events):
         await generated(engine, events, {"free": free, "bound": bound})
@@ -267,8 +270,10 @@ def test_the_tokenizer_is_read_before_the_engine_serves(tmp_path: Path) -> None:
 async def test_no_matcher_outlives_its_request(demo: BuiltRunner) -> None:
     grammars = demo.runner.grammars
     assert grammars is not None
-    endless = SamplingParams(max_tokens=300, temperature=1.0, seed=1, grammar=Grammar(GrammarKind.REGEX, "[a-z ]{500}"))
-    free = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    endless = ResolvedSampling(
+        max_tokens=300, temperature=1.0, seed=1, grammar=Grammar(GrammarKind.REGEX, "[a-z ]{500}")
+    )
+    free = ResolvedSampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     async with running(demo) as (engine, events):
         for name in ("aborted", "also aborted"):
             engine.submit(request(name, PROMPT, endless))

@@ -9,7 +9,8 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, Grammar, GrammarKind
 from baton.engine.build import BuiltRunner
 from baton.settings.config import DEMO_MODELS, tokenizer_file
 from tests.unit.engine.tiny import EventRecorder, build, request, running
@@ -41,8 +42,8 @@ AMBIGUOUS = {
 TOKENS, NEIGHBOUR_TOKENS = 200, 60
 
 
-def endless(grammar: Grammar, *, max_tokens: int = TOKENS) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, grammar=grammar, ignore_eos=True)
+def endless(grammar: Grammar, *, max_tokens: int = TOKENS) -> ResolvedSampling:
+    return ResolvedSampling(max_tokens=max_tokens, temperature=1.0, seed=3, grammar=grammar, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def assert_too_expensive(events: EventRecorder, name: str) -> None:
 @pytest.mark.slow
 async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other(demo: BuiltRunner) -> None:
     neighbours = {
-        "free": SamplingParams(max_tokens=NEIGHBOUR_TOKENS, temperature=1.0, seed=1, ignore_eos=True),
+        "free": ResolvedSampling(max_tokens=NEIGHBOUR_TOKENS, temperature=1.0, seed=1, ignore_eos=True),
         "bound": endless(Grammar(GrammarKind.REGEX, "[a-z ]{2000}"), max_tokens=NEIGHBOUR_TOKENS),
     }
     alone = {}
@@ -103,7 +104,7 @@ async def test_requests_decode_while_the_grammar_of_a_reserved_one_is_compiled(
     demo: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = endless(Grammar(GrammarKind.REGEX, "[a-y ]{2000}"), max_tokens=20)
-    free = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+    free = ResolvedSampling(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
     go_on, compile_now = threading.Event(), demo.grammars.compile
 
     def compile_later(grammar: Grammar) -> LLMatcher:

@@ -16,7 +16,7 @@ from attention.metadata import build_common_metadata
 from attention.platform import probe_platform
 from attention.selection import BACKENDS
 from baton.core.errors import InternalError
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import BatchRow
 from baton.engine.build import BuiltRunner
 from baton.engine.device.capture import FreeMemory, affordable, taken_bytes, thin
@@ -291,7 +291,7 @@ def test_blocks_count_as_copied_only_when_they_are() -> None:
 
 
 def test_a_row_draws_as_its_own_request_asks() -> None:
-    buffers, draw = buffers_of(), SamplingParams(temperature=0.5, top_k=7, seed=3)
+    buffers, draw = buffers_of(), ResolvedSampling(temperature=0.5, top_k=7, seed=3)
     sampled = row(1, 0, [1])._replace(sample=SampleRow(draw, 4, (), int_array(), 0))
     run(buffers, [sampled, row(2, 0, [2])])
     assert buffers.sampling.temperature_R[:3].tolist() == [0.5, 0, 0]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.settings.config import NodeSettings
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
@@ -14,7 +15,7 @@ from tests.unit.models.tiny import save_tiny
 
 CHUNK = 32
 LIMITS: dict[str, Any] = {"chunk_align_tokens": CHUNK, "max_batch_requests": 6, "max_batch_tokens": 64}
-PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
+PARAMS = ResolvedSampling(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
 FAMILIES = ["lfm2", "qwen3-next", "kimi-linear", "granite-hybrid", "bamba", "nemotron-h"]
 MODELS = [
     *((family, "float32") for family in FAMILIES),

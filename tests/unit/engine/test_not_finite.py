@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.core.errors import InternalError
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.device.graphs import GraphSettings
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, prompt_of, request, running
@@ -28,7 +28,7 @@ async def test_a_request_without_finite_logits_fails_alone(
     with torch.inference_mode():
         built.runner.model.model.embed_tokens.weight[WRONG] = torch.nan
     given: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logit_bias": {WRONG: -100.0}}
-    params = SamplingParams(**given | sampling)
+    params = ResolvedSampling(**given | sampling)
     good, late = prompt_of(9, seed=1), prompt_of(11, seed=2)
     async with running(built) as (engine, events):
         for name in ("good", "late"):

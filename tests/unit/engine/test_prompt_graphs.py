@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from attention.metadata import PaddedBatch
 from baton.core.errors import InternalError
-from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, BatchRow, ScoreRow
 from baton.engine.build import BuiltRunner
 from baton.engine.device.graphs import GraphSettings
@@ -55,7 +56,7 @@ class Run:
         self.sizes: list[tuple[int, int]] = []
 
     def submit(self, name: str, length: int, kind: int, max_tokens: int) -> None:
-        sampling = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **KINDS[kind]})
+        sampling = ResolvedSampling(**{"max_tokens": max_tokens, "ignore_eos": True, **KINDS[kind]})
         self._scheduler.submit(request(name, prompt_of(length, seed=kind), sampling), 0.0)
 
     def abort(self, name: str) -> None:
@@ -145,7 +146,7 @@ def mixed_steps(num_steps: int) -> Iterator[Batch]:
                 int_array(draw.integers(3, VOCAB_SIZE, lens[each]).tolist()),
                 computed[each],
                 int_array(blocks[each][: -(-(computed[each] + lens[each]) // BLOCK_SIZE)]),
-                SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0) if draw.random() < 0.8 else None,
+                SampleRow(ResolvedSampling(temperature=0.0), 0, (), int_array(), 0) if draw.random() < 0.8 else None,
             )
             for each in sorted(live, key=lambda each: lens[each] > 1)
         ]
@@ -195,7 +196,7 @@ def test_a_captured_step_depends_on_no_value_of_the_host(
 
 def row(num_tokens: int, *, start: int = 0, sampled: bool = True) -> BatchRow:
     blocks = int_array(list(range(-(-(start + num_tokens) // BLOCK_SIZE))))
-    sample = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0) if sampled else None
+    sample = SampleRow(ResolvedSampling(temperature=0.0), 0, (), int_array(), 0) if sampled else None
     return BatchRow("", int_array([3] * num_tokens), start, blocks, sample)
 
 

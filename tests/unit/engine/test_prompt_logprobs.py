@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.types import PromptLogprob, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob
 from baton.engine.batch import Batch, BatchRow, ScoreRow
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
@@ -23,8 +24,8 @@ TOLERANCE = 1e-4
 LENGTHS = (1, 2, 8, 17, 30)
 
 
-def scoring(alternatives: int, max_tokens: int = 3) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=alternatives)
+def scoring(alternatives: int, max_tokens: int = 3) -> ResolvedSampling:
+    return ResolvedSampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=alternatives)
 
 
 def whole_forward(model: Any, prompt: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from baton.engine.request import int_array
 from baton.engine.sampling.penalties import edits_of
 from baton.engine.sampling.random import exponential_noise
@@ -18,12 +19,12 @@ from baton.engine.sampling.sampler import sample, with_logprobs
 from tests.device import DEVICE
 
 VOCAB_SIZE = 67
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def row(
-    params: SamplingParams,
+    params: ResolvedSampling,
     *,
     index: int = 0,
     prompt: Sequence[int] = (),
@@ -65,7 +66,7 @@ def reference_edits(logits: Array, one: SampleRow) -> Array:
     return logits
 
 
-def reference_probabilities(logits: Array, params: SamplingParams) -> Array:
+def reference_probabilities(logits: Array, params: ResolvedSampling) -> Array:
     """The distribution that a row is drawn from."""
     probability = np.exp((logits - logits.max()) / params.temperature)
     order = np.argsort(-probability, kind="stable")
@@ -101,29 +102,29 @@ PROMPT = (1, 2, 2, 3, 5)
 OUTPUT = (3, 4, 4, 4, 8)
 ROWS = {
     "greedy": row(GREEDY),
-    "plain": row(SamplingParams(seed=1)),
-    "cold": row(SamplingParams(seed=2, temperature=0.3)),
-    "hot": row(SamplingParams(seed=2, temperature=5.0)),
-    "top_k": row(SamplingParams(seed=3, top_k=5, temperature=2.0)),
-    "top_k beyond the vocabulary": row(SamplingParams(seed=3, top_k=500)),
-    "top_p": row(SamplingParams(seed=4, top_p=0.6, temperature=1.5)),
-    "min_p": row(SamplingParams(seed=5, min_p=0.2, temperature=1.5)),
-    "top_k, top_p, min_p": row(SamplingParams(seed=6, top_k=9, top_p=0.8, min_p=0.1, temperature=3.0), index=5),
-    "repetition": row(SamplingParams(temperature=0.0, repetition_penalty=2.5), prompt=PROMPT, output=OUTPUT),
-    "repetition below 1": row(SamplingParams(seed=7, repetition_penalty=0.4), prompt=PROMPT, output=OUTPUT),
-    "presence": row(SamplingParams(seed=8, presence_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
-    "frequency": row(SamplingParams(seed=9, frequency_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
+    "plain": row(ResolvedSampling(seed=1)),
+    "cold": row(ResolvedSampling(seed=2, temperature=0.3)),
+    "hot": row(ResolvedSampling(seed=2, temperature=5.0)),
+    "top_k": row(ResolvedSampling(seed=3, top_k=5, temperature=2.0)),
+    "top_k beyond the vocabulary": row(ResolvedSampling(seed=3, top_k=500)),
+    "top_p": row(ResolvedSampling(seed=4, top_p=0.6, temperature=1.5)),
+    "min_p": row(ResolvedSampling(seed=5, min_p=0.2, temperature=1.5)),
+    "top_k, top_p, min_p": row(ResolvedSampling(seed=6, top_k=9, top_p=0.8, min_p=0.1, temperature=3.0), index=5),
+    "repetition": row(ResolvedSampling(temperature=0.0, repetition_penalty=2.5), prompt=PROMPT, output=OUTPUT),
+    "repetition below 1": row(ResolvedSampling(seed=7, repetition_penalty=0.4), prompt=PROMPT, output=OUTPUT),
+    "presence": row(ResolvedSampling(seed=8, presence_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
+    "frequency": row(ResolvedSampling(seed=9, frequency_penalty=-2.0), prompt=PROMPT, output=OUTPUT),
     "all penalties": row(
-        SamplingParams(seed=9, repetition_penalty=1.3, presence_penalty=1.0, frequency_penalty=0.5),
+        ResolvedSampling(seed=9, repetition_penalty=1.3, presence_penalty=1.0, frequency_penalty=0.5),
         prompt=PROMPT,
         output=OUTPUT,
     ),
     "penalties before the first output": row(
-        SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=1.0), prompt=[7, 9]
+        ResolvedSampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=1.0), prompt=[7, 9]
     ),
-    "bias": row(SamplingParams(seed=10, logit_bias={3: 4.0, 60: 6.0, 61: -100.0})),
-    "forbidden": row(SamplingParams(temperature=0.0), forbidden=(1, 2, 33)),
-    "forbidden against bias": row(SamplingParams(seed=11, logit_bias={2: 100.0}), forbidden=(2,)),
+    "bias": row(ResolvedSampling(seed=10, logit_bias={3: 4.0, 60: 6.0, 61: -100.0})),
+    "forbidden": row(ResolvedSampling(temperature=0.0), forbidden=(1, 2, 33)),
+    "forbidden against bias": row(ResolvedSampling(seed=11, logit_bias={2: 100.0}), forbidden=(2,)),
 }
 
 
@@ -145,7 +146,7 @@ def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
 
 
 def test_a_continued_request_draws_the_tokens_of_an_uninterrupted_one() -> None:
-    params = SamplingParams(seed=12, temperature=1.2, top_p=0.9)
+    params = ResolvedSampling(seed=12, temperature=1.2, top_p=0.9)
     logits = random_logits(6, seed=3)
     run = draw(logits, *(row(params, index=index) for index in range(6)))
     assert draw(logits[4:], row(params, index=4), row(params, index=5)) == run[4:]
@@ -154,12 +155,12 @@ def test_a_continued_request_draws_the_tokens_of_an_uninterrupted_one() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=1.7, top_p=0.85),
-        SamplingParams(temperature=2.0, top_k=6, min_p=0.05),
+        ResolvedSampling(temperature=1.0),
+        ResolvedSampling(temperature=1.7, top_p=0.85),
+        ResolvedSampling(temperature=2.0, top_k=6, min_p=0.05),
     ],
 )
-def test_many_draws_follow_the_distribution(params: SamplingParams) -> None:
+def test_many_draws_follow_the_distribution(params: ResolvedSampling) -> None:
     num_draws = 4000
     logits = random_logits(1, seed=5)[:, :12] / 2
     rows = [row(replace(params, seed=seed // 8), index=seed % 8) for seed in range(num_draws)]
@@ -178,22 +179,22 @@ def test_equal_logits_rank_by_token_id() -> None:
     logits = torch.zeros(40, VOCAB_SIZE)
     assert draw(logits[:1], row(GREEDY)) == [0]
     seeds = range(40)
-    assert set(draw(logits, *(row(SamplingParams(seed=seed, top_k=3)) for seed in seeds))) == {0, 1, 2}
-    third = SamplingParams(top_p=1 / 3 - 0.01)
+    assert set(draw(logits, *(row(ResolvedSampling(seed=seed, top_k=3)) for seed in seeds))) == {0, 1, 2}
+    third = ResolvedSampling(top_p=1 / 3 - 0.01)
     assert max(draw(logits, *(row(replace(third, seed=seed)) for seed in seeds))) <= VOCAB_SIZE // 3
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-10, 100.0])
 def test_extreme_temperatures_do_not_break_the_draw(temperature: float) -> None:
     logits = random_logits(1) * 1e4
-    token_id = draw(logits, row(SamplingParams(temperature=temperature, seed=1, top_p=0.9)))[0]
+    token_id = draw(logits, row(ResolvedSampling(temperature=temperature, seed=1, top_p=0.9)))[0]
     assert token_id == int(logits.argmax())
 
 
 def test_logprobs_are_those_of_the_raw_logits_for_any_row() -> None:
     logits = random_logits(3)
     rows = [
-        row(SamplingParams(temperature=0.5, seed=1, top_k=1, logit_bias={4: 50.0}, logprobs=2), index=3),
+        row(ResolvedSampling(temperature=0.5, seed=1, top_k=1, logit_bias={4: 50.0}, logprobs=2), index=3),
         row(GREEDY),
         row(replace(GREEDY, logprobs=0)),
     ]
@@ -218,7 +219,7 @@ def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
 
 
 def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> None:
-    penalties = SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=1.0, presence_penalty=0.5)
+    penalties = ResolvedSampling(temperature=0.0, repetition_penalty=1.4, frequency_penalty=1.0, presence_penalty=0.5)
     prompts: list[list[int]] = [[5, 6], [9], [1, 2, 3], [4]]
     texts: list[list[int]] = [[7, 7, 8], [], [9], [10]]
     newest = [8, 9, -1, 12]

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded, UnknownLease
-from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, TokenOutput
 from baton.engine.request import EngineRequest
 from tests.unit.engine.scheduling import EOS, VOCAB_SIZE, finish, make, request, step
 
@@ -58,7 +59,7 @@ def test_single_token_rows_come_before_longer_ones() -> None:
 def test_no_more_requests_run_than_there_are_seats() -> None:
     scheduler = make(requests=2)
     for name in "abc":
-        scheduler.submit(request(name, 2, sampling=SamplingParams(max_tokens=2, temperature=0.0)), 0.0)
+        scheduler.submit(request(name, 2, sampling=ResolvedSampling(max_tokens=2, temperature=0.0)), 0.0)
     assert set(step(scheduler)[0]) == {"a", "b"}
     assert set(step(scheduler)[0]) == {"a", "b"}
     assert set(step(scheduler)[0]) == {"c"}
@@ -71,7 +72,7 @@ def test_a_reserved_request_takes_a_seat_only_when_its_kv_is_here() -> None:
     with pytest.raises(Overloaded, match="2 for their KV"):
         scheduler.reserve(request("c", 2), 0.0)
     for name, count in (("c", 2), ("d", 9)):
-        scheduler.submit(request(name, 2, sampling=SamplingParams(max_tokens=count)), 0.0)
+        scheduler.submit(request(name, 2, sampling=ResolvedSampling(max_tokens=count)), 0.0)
     assert step(scheduler)[0].keys() == {"c", "d"}
     for name in "ba":
         assert scheduler.admit(name, TokenOutput(7, 0)) is None
@@ -177,7 +178,7 @@ def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None
 
 def test_decoded_blocks_are_cached_too() -> None:
     scheduler = make()
-    scheduler.submit(request("a", range(6), sampling=SamplingParams(max_tokens=4, temperature=0.0)), 0.0)
+    scheduler.submit(request("a", range(6), sampling=ResolvedSampling(max_tokens=4, temperature=0.0)), 0.0)
     for _ in range(4):
         step(scheduler, token_id=5)
     reservation = scheduler.reserve(request("b", (*range(6), 5, 5, 5, 5, 5)), 0.0)
@@ -316,9 +317,9 @@ def test_more_than_max_waiting_requests_are_refused_unless_there_is_room() -> No
         (request("a", (1, VOCAB_SIZE)), "prompt"),
         (request("a", (1, -1)), "prompt"),
         (request("a", 3, output=(VOCAB_SIZE,)), "output"),
-        (request("a", 3, output=(1, 2), sampling=SamplingParams(max_tokens=2)), "output"),
-        (request("a", 3, sampling=SamplingParams(stop_token_ids=(-4,))), "stop_token_ids"),
-        (request("a", 3, sampling=SamplingParams(logit_bias={VOCAB_SIZE: 1.0})), "logit_bias"),
+        (request("a", 3, output=(1, 2), sampling=ResolvedSampling(max_tokens=2)), "output"),
+        (request("a", 3, sampling=ResolvedSampling(stop_token_ids=(2**31,))), "stop_token_ids"),
+        (request("a", 3, sampling=ResolvedSampling(logit_bias={VOCAB_SIZE: 1.0})), "logit_bias"),
     ],
 )
 def test_a_request_that_could_never_run_is_refused_by_name(bad: EngineRequest, field: str) -> None:
@@ -349,16 +350,16 @@ def test_a_second_request_of_one_id_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sampling", "drawn", "reasons", "stop_reason"),
     [
-        (SamplingParams(max_tokens=2), [5, 5], [None, FinishReason.LENGTH], ""),
-        (SamplingParams(max_tokens=9), [EOS], [FinishReason.STOP], ""),
-        (SamplingParams(max_tokens=2, ignore_eos=True), [EOS, EOS], [None, FinishReason.LENGTH], ""),
-        (SamplingParams(max_tokens=9, stop_token_ids=(7,)), [5, 7], [None, FinishReason.STOP], "7"),
-        (SamplingParams(max_tokens=9, min_tokens=2), [5, 5, EOS], [None, None, FinishReason.STOP], ""),
-        (SamplingParams(max_tokens=1), [EOS], [FinishReason.STOP], ""),
+        (ResolvedSampling(max_tokens=2), [5, 5], [None, FinishReason.LENGTH], ""),
+        (ResolvedSampling(max_tokens=9), [EOS], [FinishReason.STOP], ""),
+        (ResolvedSampling(max_tokens=2, ignore_eos=True), [EOS, EOS], [None, FinishReason.LENGTH], ""),
+        (ResolvedSampling(max_tokens=9, stop_token_ids=(7,)), [5, 7], [None, FinishReason.STOP], "7"),
+        (ResolvedSampling(max_tokens=9, min_tokens=2), [5, 5, EOS], [None, None, FinishReason.STOP], ""),
+        (ResolvedSampling(max_tokens=1), [EOS], [FinishReason.STOP], ""),
     ],
 )
 def test_finish_rules(
-    sampling: SamplingParams, drawn: list[int], reasons: list[FinishReason | None], stop_reason: str
+    sampling: ResolvedSampling, drawn: list[int], reasons: list[FinishReason | None], stop_reason: str
 ) -> None:
     scheduler = make()
     scheduler.submit(request("a", 3, sampling=sampling), 0.0)
@@ -371,7 +372,7 @@ def test_finish_rules(
 
 def test_end_tokens_are_forbidden_until_min_tokens_are_given() -> None:
     scheduler = make()
-    sampling = SamplingParams(max_tokens=9, min_tokens=1, stop_token_ids=(7,))
+    sampling = ResolvedSampling(max_tokens=9, min_tokens=1, stop_token_ids=(7,))
     scheduler.submit(request("a", 3, sampling=sampling), 0.0)
     forbidden = []
     for _ in range(2):

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.core.errors import Cancelled, InternalError, Overloaded
-from baton.core.types import FinishReason, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, TokenOutput
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.events import StepEvents
 from baton.engine.scheduling.scheduler import Scheduler
@@ -95,14 +96,14 @@ def test_chunks_follow_each_other_and_are_reported_when_their_own_step_ends() ->
 
 def test_end_tokens_are_forbidden_by_index_also_ahead() -> None:
     scheduler = make()
-    scheduler.submit(request("a", 3, sampling=SamplingParams(max_tokens=9, min_tokens=1)), 0.0)
+    scheduler.submit(request("a", 3, sampling=ResolvedSampling(max_tokens=9, min_tokens=1)), 0.0)
     samples = [batch.rows[0].sample for batch in two_steps(scheduler)]
     assert [sample and sample.forbidden for sample in samples] == [(EOS,), ()]
 
 
 def test_the_history_of_a_penalised_request_lacks_the_token_that_is_being_drawn() -> None:
     scheduler = make()
-    sampling = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.1)
+    sampling = ResolvedSampling(max_tokens=9, temperature=0.0, repetition_penalty=1.1)
     scheduler.submit(request("a", (1, 2, 3), sampling=sampling), 0.0)
     first, second = two_steps(scheduler)
     samples = [batch.rows[0].sample for batch in (first, second)]
@@ -135,7 +136,7 @@ def test_a_row_has_the_same_block_array_until_its_blocks_change() -> None:
 @pytest.mark.parametrize("prefill_only", [True, False])
 def test_a_request_certain_to_end_has_no_row_in_the_next_step(*, prefill_only: bool) -> None:
     scheduler = make()
-    sampling = SamplingParams(max_tokens=50 if prefill_only else 1, temperature=0.0)
+    sampling = ResolvedSampling(max_tokens=50 if prefill_only else 1, temperature=0.0)
     scheduler.submit(request("a", 5, prefill_only=prefill_only, sampling=sampling), 0.0)
     first = launch(scheduler)
     assert scheduler.schedule(0.0) is None
@@ -155,7 +156,7 @@ def test_no_request_runs_past_the_end_of_the_context() -> None:
 def test_a_full_seat_is_taken_again_only_when_its_request_is_over() -> None:
     scheduler = make(requests=1)
     for name in "ab":
-        scheduler.submit(request(name, 3, sampling=SamplingParams(max_tokens=1)), 0.0)
+        scheduler.submit(request(name, 3, sampling=ResolvedSampling(max_tokens=1)), 0.0)
     first = launch(scheduler)
     assert scheduler.schedule(0.0) is None
     finish(scheduler, first)
@@ -168,7 +169,7 @@ def test_a_full_seat_is_taken_again_only_when_its_request_is_over() -> None:
 @pytest.mark.parametrize(("end", "stop_reason"), [(EOS, ""), (7, "7")])
 def test_the_row_after_an_end_token_is_void_and_keeps_the_blocks_for_one_more_step(end: int, stop_reason: str) -> None:
     scheduler = make()
-    scheduler.submit(request("a", 5, sampling=SamplingParams(max_tokens=50, stop_token_ids=(7,))), 0.0)
+    scheduler.submit(request("a", 5, sampling=ResolvedSampling(max_tokens=50, stop_token_ids=(7,))), 0.0)
     first, second = two_steps(scheduler)
     events = finish(scheduler, first, end)
     assert [(sampled.finish_reason, sampled.stop_reason) for sampled in events.tokens] == [
@@ -346,7 +347,7 @@ def test_no_request_is_preempted_while_a_step_is_in_flight() -> None:
 
 def test_a_block_that_becomes_free_meanwhile_saves_the_latest_request_from_preemption() -> None:
     scheduler = make(num_blocks=5, prefix_cache=False)
-    scheduler.submit(request("a", 7, sampling=SamplingParams(max_tokens=3)), 0.0)
+    scheduler.submit(request("a", 7, sampling=ResolvedSampling(max_tokens=3)), 0.0)
     scheduler.submit(request("b", 6), 0.0)
     first = launch(scheduler)
     second = launch(scheduler)
@@ -388,7 +389,7 @@ def test_tokens_come_in_order_and_once(*, ahead: bool) -> None:
     scheduler = make(num_blocks=12, tokens=5, requests=3, prefix_cache=False)
     names = "abcde"
     for index, name in enumerate(names):
-        sampling = SamplingParams(max_tokens=4 + index, temperature=0.0)
+        sampling = ResolvedSampling(max_tokens=4 + index, temperature=0.0)
         scheduler.submit(request(name, 3 + 2 * index, sampling=sampling), 0.0)
     given: dict[str, list[int]] = {name: [] for name in names}
     in_flight: list[Batch] = []

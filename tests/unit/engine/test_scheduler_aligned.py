@@ -3,7 +3,8 @@
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.core.types import SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import TokenOutput
 from tests.unit.engine.limits import limits
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
@@ -120,7 +121,7 @@ def test_a_chunk_has_at_least_one_token() -> None:
 @pytest.mark.parametrize(("align", "cached_tokens"), [(8, 8), (None, 20)])
 def test_decoded_tokens_are_no_ones_prefix_where_their_bits_count(align: int | None, cached_tokens: int) -> None:
     scheduler = make(tokens=16, requests=4, align=align)
-    scheduler.submit(request("a", range(9), sampling=SamplingParams(max_tokens=12, temperature=0.0)), 0.0)
+    scheduler.submit(request("a", range(9), sampling=ResolvedSampling(max_tokens=12, temperature=0.0)), 0.0)
     while scheduler.load().requests_running + scheduler.load().requests_waiting:
         step(scheduler)
     # Tokens 0 to 8 are the prompt; 5 is what every step draws.

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import make, request, step
 
@@ -100,6 +100,6 @@ def test_a_queue_that_is_full_of_worse_requests_takes_a_better_one_only_if_it_ca
 def test_an_unfinished_prompt_of_better_priority_gets_the_budget_first() -> None:
     scheduler = make(tokens=8)
     for name, priority in (("a", 0), ("b", -1)):
-        scheduler.reserve(request(name, 20, priority=priority, sampling=SamplingParams(max_tokens=2)), 0.0)
+        scheduler.reserve(request(name, 20, priority=priority, sampling=ResolvedSampling(max_tokens=2)), 0.0)
         scheduler.prefill_here(name, (), 0.0)
     assert step(scheduler)[0] == {"b": 8}

@@ -1,10 +1,11 @@
 """The logprobs of a prompt are collected over its chunks, and reported once, with the first token."""
 
-from baton.core.types import PromptLogprob, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob
 from baton.engine.events import PromptScored
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
-SCORING = SamplingParams(max_tokens=50, temperature=0.0, prompt_logprobs=2)
+SCORING = ResolvedSampling(max_tokens=50, temperature=0.0, prompt_logprobs=2)
 
 
 def scored(name: str, prompt: tuple[int, ...]) -> PromptScored:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch
 from baton.engine.request import EngineLimits, ModelFacts
 from baton.engine.scheduling.scheduler import Scheduler
@@ -203,7 +203,7 @@ def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ..
     meter = Meter(costs)
     scheduler = make(meter, align=align)
     for index, tpot_s in enumerate(tpots):
-        stays = SamplingParams(max_tokens=5000, temperature=0.0)
+        stays = ResolvedSampling(max_tokens=5000, temperature=0.0)
         scheduler.submit(request(f"d{index}", 4, tpot_s=tpot_s, sampling=stays), 0.0)
     if tpots:
         prompt_tokens(scheduler)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
-SCORING = SamplingParams(max_tokens=5, prompt_logprobs=1)
+SCORING = ResolvedSampling(max_tokens=5, prompt_logprobs=1)
 
 
 def test_the_first_part_ends_with_its_last_chunk_and_holds_its_blocks() -> None:

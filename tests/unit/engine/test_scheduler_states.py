@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core.costs import StepCosts, StepWork
 from baton.core.errors import InternalError, Overloaded
-from baton.core.types import PromptLogprob, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import PromptLogprob, TokenOutput
 from baton.engine.batch import Batch, BatchRow
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
@@ -468,7 +469,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts[name] = len(prompt)
         self.sequences[name] = (*prompt, *output)
         self.given[name] = len(output)
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=alternatives)
+        sampling = ResolvedSampling(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=alternatives)
         return EngineRequest(name, prompt, sampling, output=output, prefill_only=prefill_only, priority=priority)
 
     def scored(self, row: BatchRow) -> bool:

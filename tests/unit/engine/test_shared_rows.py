@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InternalError
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.engine.batch import Batch
 from baton.engine.device.host_rows import HostRows
 from baton.engine.scheduling.scheduler import Scheduler
@@ -41,11 +41,11 @@ def test_a_decode_has_one_row_for_all_steps_until_its_blocks_change() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(max_tokens=50, temperature=0.0, repetition_penalty=1.1),
-        SamplingParams(max_tokens=50, temperature=0.0, min_tokens=40),
+        ResolvedSampling(max_tokens=50, temperature=0.0, repetition_penalty=1.1),
+        ResolvedSampling(max_tokens=50, temperature=0.0, min_tokens=40),
     ],
 )
-def test_rows_that_differ_in_every_step_are_not_shared(sampling: SamplingParams) -> None:
+def test_rows_that_differ_in_every_step_are_not_shared(sampling: ResolvedSampling) -> None:
     scheduler = make()
     scheduler.submit(request("a", 4, sampling=sampling), 0.0)
     assert all(batch.shared_rows[0].since is None for batch in steady(scheduler, 4))
@@ -107,7 +107,7 @@ def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
     kept = 0
     for number in range(150):
         if draw.random() < 0.3 and scheduler.load().requests_running < 12:
-            sampling = SamplingParams(max_tokens=int(draw.integers(2, 30)), temperature=0.5, seed=number)
+            sampling = ResolvedSampling(max_tokens=int(draw.integers(2, 30)), temperature=0.5, seed=number)
             scheduler.submit(request(f"r{number}", int(draw.integers(1, 12)), sampling=sampling), 0.0)
         batch = scheduler.schedule(0.0)
         if batch is not None:

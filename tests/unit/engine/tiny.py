@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from baton.core.errors import BatonError
-from baton.core.types import FinishReason, PromptLogprob, SamplingParams, TokenOutput
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import FinishReason, PromptLogprob, TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import ChunkComputed, RequestStarted, StepEvents
@@ -26,8 +27,8 @@ def build(directory: Path, *, num_blocks: int = 64, block_size: int = BLOCK_SIZE
     return build_runner(NodeSettings(model=directory, num_blocks=num_blocks, block_size=block_size, device="cpu"))
 
 
-def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+def greedy(max_tokens: int, *, ignore_eos: bool = True) -> ResolvedSampling:
+    return ResolvedSampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
 
 
 def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
@@ -110,7 +111,7 @@ async def running(built: BuiltRunner, **given: Any) -> AsyncIterator[tuple[Engin
 def request(
     name: str,
     prompt: tuple[int, ...],
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     *,
     output: tuple[int, ...] = (),
     prefill_only: bool = False,

@@ -1,6 +1,7 @@
 """A fleet of nodes that exist only as statuses, and requests to it."""
 
-from baton.core.types import LocalPolicy, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import LocalPolicy
 from baton.gateway.core.request import Request, Rules
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode
@@ -84,5 +85,5 @@ def rules(policy: LocalPolicy = LocalPolicy.PREFER, *, failover_wait_s: float = 
 
 
 def request(*, timeout_s: float = 100.0, max_tokens: int = 4) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    sampling = ResolvedSampling(max_tokens=max_tokens, temperature=0.0)
     return Request("r", list(range(1, 65)), sampling, "", started_at_s=0.0, timeout_s=timeout_s)

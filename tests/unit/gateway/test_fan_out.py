@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import NoNode
-from baton.core.types import SamplingParams
+from baton.core.sampling import ResolvedSampling
 from baton.gateway.core.request import Outputs, Request
 from baton.gateway.request.driver import Write
 from baton.gateway.serving.fan_out import fan_out
@@ -73,8 +73,8 @@ class Client:
         return "".join(message.text for message in self.messages if message.index == index)
 
 
-def sampled(seed: int | None = 5, logprobs: int | None = None) -> Request:
-    return replace(request(), sampling=SamplingParams(seed=seed, logprobs=logprobs, prompt_logprobs=0))
+def sampled(seed: int = 5, logprobs: int | None = None) -> Request:
+    return replace(request(), sampling=ResolvedSampling(seed=seed, logprobs=logprobs, prompt_logprobs=0))
 
 
 async def draw(outcomes: Outcomes, n: int, best_of: int | None = None, of: Request | None = None) -> Client:
@@ -95,12 +95,6 @@ async def test_the_first_output_is_the_request_itself() -> None:
     await draw(outcomes, 2, of=given)
     assert outcomes.started[0] is given
     assert [each.sampling.prompt_logprobs for each in outcomes.started] == [0, None]
-
-
-async def test_greedy_outputs_need_no_seed() -> None:
-    outcomes = Outcomes()
-    await draw(outcomes, 2, of=sampled(seed=None))
-    assert [each.sampling.seed for each in outcomes.started] == [None, None]
 
 
 async def test_messages_have_their_output_and_usage_counts_the_prompt_once() -> None:

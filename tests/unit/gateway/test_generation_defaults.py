@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling, with_defaults
-from baton.protos.v1 import common_pb2 as pb
+from baton.core.sampling import SamplingParams
+from baton.gateway.text.generation_defaults import read_bos_token_id, read_default_sampling
 
 
 def directory(path: Path, *, generation: object = None, config: object = None) -> Path:
@@ -20,11 +20,11 @@ def directory(path: Path, *, generation: object = None, config: object = None) -
 def test_the_numbers_of_the_file_are_defaults(tmp_path: Path) -> None:
     given = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": False, "max_length": 7, "min_p": None}
     defaults = read_default_sampling(directory(tmp_path, generation=given))
-    assert defaults == pb.SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+    assert defaults == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
 
 
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path: Path) -> None:
-    assert read_default_sampling(directory(tmp_path)) == pb.SamplingParams()
+    assert read_default_sampling(directory(tmp_path)) == SamplingParams()
 
 
 def test_top_k_of_minus_one_is_off(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_a_wrong_number_names_file_and_field(tmp_path: Path, wrong: dict[str, ob
 
 
 def test_what_a_request_gives_counts_even_when_it_is_zero() -> None:
-    defaults = pb.SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
-    merged = with_defaults(pb.SamplingParams(temperature=0.0, top_k=0, stop=["x"]), defaults)
-    assert merged == pb.SamplingParams(temperature=0.0, top_k=0, top_p=0.9, stop=["x"])
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
+    merged = SamplingParams(temperature=0.0, top_k=0, stop=["x"]).over(defaults)
+    assert merged == SamplingParams(temperature=0.0, top_k=0, top_p=0.9, stop=["x"])
     assert defaults.temperature == 0.6
 
 

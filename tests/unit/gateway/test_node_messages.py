@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-from baton.core.types import LocalPolicy, SamplingParams
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import LocalPolicy
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.request.node_messages import Due, NodeMessages
 from baton.protos.internal.v1 import decode_pb2, lease_pb2
 from tests.unit.gateway.fleets import SmallFleet, request
 
 REQUEST = replace(
-    request(), priority=-2, cache_salt="salt", sampling=SamplingParams(max_tokens=4, seed=7, stop=("end",))
+    request(), priority=-2, cache_salt="salt", sampling=ResolvedSampling(max_tokens=4, seed=7, stop=("end",))
 )
 
 DUE = Due(ttft_budget_s=0.25, tpot_s=0.01)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from baton.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from baton.core.sampling import SamplingParams
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.serving.preparation import Prepared, RequestCall, prepare
 from baton.gateway.text.chat.checkpoint import Checkpoint
@@ -76,7 +77,7 @@ async def test_with_the_switch_special_tokens_in_a_text_are_text_and_those_of_th
 
 
 async def test_absent_numbers_are_those_of_the_checkpoint(model: ServedModel) -> None:
-    tuned = replace(model, default_sampling=sampling(temperature=0.25, top_k=7))
+    tuned = replace(model, default_sampling=SamplingParams(temperature=0.25, top_k=7))
     request = (await prepared(tuned, pb.GenerateRequest(text="a", sampling=sampling(top_k=0)))).request
     assert (request.sampling.temperature, request.sampling.top_k) == (0.25, 0)
 

@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import Path, Receipt, SamplingParams, Usage
+from baton.core.sampling import ResolvedSampling
+from baton.core.types import Path, Receipt, Usage
 from baton.gateway.core.request import OutputEnd
 from baton.gateway.text.detokenizer import Detokenizer, byte_tokens
 from baton.gateway.text.reply import Reply
@@ -25,7 +26,7 @@ class Client:
 
     def __init__(self, tokenizer: Tokenizer = TOKENIZER, **sampling: object) -> None:
         self.messages: list[pb.GenerateResponse] = []
-        params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
+        params = ResolvedSampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
         fallback = byte_tokens(tokenizer, skip_special_tokens=True)
         self.reply = Reply("r1", params, Detokenizer(tokenizer, [], byte_tokens=fallback))
 
@@ -221,7 +222,7 @@ def test_a_reply_that_has_ended_with_a_stop_string_ends_again() -> None:
 def test_a_token_that_is_the_stop_is_shown_on_request_only(include_stop: bool) -> None:
     token_ids = TOKENIZER.encode("the fox", add_special_tokens=False).ids
     end = OutputEnd(common_pb2.FINISH_REASON_STOP, str(token_ids[-1]))
-    sampling = SamplingParams(stop_token_ids=(token_ids[-1],), include_stop=include_stop)
+    sampling = ResolvedSampling(stop_token_ids=(token_ids[-1],), include_stop=include_stop)
     reply = Reply("r1", sampling, Detokenizer(TOKENIZER, []))
     shown = token_ids if include_stop else token_ids[:-1]
     texts, ended = reply.resume(token_ids, end)

@@ -36,8 +36,8 @@ def generate(**params: Any) -> pb.GenerateRequest:
     ("params", "field"),
     [
         ({"stop": ["a"] * 10_000}, "stop"),
-        ({"stop_token_ids": [1] * 10_000}, "sampling.stop_token_ids"),
-        ({"logit_bias": dict.fromkeys(range(-5, 10_000), 1.0)}, "sampling.logit_bias"),
+        ({"stop_token_ids": [1] * 10_000}, "stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(-5, 10_000), 1.0)}, "logit_bias"),
     ],
 )
 def test_a_long_list_is_refused_by_its_length_before_its_values_are_read(params: dict[str, Any], field: str) -> None:
@@ -93,7 +93,7 @@ def test_truncation_leaves_room_for_the_output(truncate: int, kept: int, room: i
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"seed": -5}, "seed"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias[-1]"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ContextOverflow, InvalidRequest, UnknownModel
-from baton.core.types import Grammar, GrammarKind, SamplingParams
+from baton.core.sampling import ResolvedSampling, SamplingParams
+from baton.core.types import Grammar, GrammarKind
 from baton.gateway.core.request import OutputEnd, Outputs
 from baton.gateway.serving.validate import (
     check_output,
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         directory=directory,
         eos_token_ids=(1,),
         bos_token_id=0,
-        default_sampling=common_pb2.SamplingParams(),
+        default_sampling=SamplingParams(),
         chat=ChatModel(checkpoint),
         renderer=ChatRenderer(checkpoint),
         grammars=GrammarChecker(directory / "tokenizer.json", 320, [1]),
@@ -67,8 +68,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         ({"logit_bias": {5: math.nan}}, "logit_bias[5]"),
         ({"logit_bias": {320: 1.0}}, "sampling.logit_bias"),
         ({"stop_token_ids": [3, 320]}, "sampling.stop_token_ids"),
-        ({"stop_token_ids": [3] * 1025}, "sampling.stop_token_ids"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "sampling.logit_bias"),
+        ({"stop_token_ids": [3] * 1025}, "stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
@@ -136,7 +137,6 @@ def test_a_seed_is_drawn_for_sampling_when_the_client_gave_none(model: ServedMod
     assert None not in drawn
     assert len(drawn) == 4
     assert check_sampling(common_pb2.SamplingParams(temperature=0.5, seed=0), model).seed == 0
-    assert check_sampling(common_pb2.SamplingParams(temperature=0.0), model).seed is None
 
 
 @pytest.mark.parametrize("request_id", ["a", "ä日 x", "👨‍👩", "x" * 256, "ä" * 128])
@@ -246,23 +246,23 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 @pytest.mark.parametrize(
     ("last", "sampling", "end"),
     [
-        (7, SamplingParams(), None),
-        (7, SamplingParams(max_tokens=3), OutputEnd(LENGTH, "")),
-        (7, SamplingParams(stop_token_ids=(7,)), OutputEnd(STOP, "7")),
-        (7, SamplingParams(stop_token_ids=(7,), min_tokens=3), None),
-        ("eos", SamplingParams(), OutputEnd(STOP, "")),
-        ("eos", SamplingParams(max_tokens=3), OutputEnd(STOP, "")),
-        ("eos", SamplingParams(min_tokens=3), None),
-        ("eos", SamplingParams(ignore_eos=True), None),
-        ("eos", SamplingParams(ignore_eos=True, grammar=Grammar(GrammarKind.JSON_OBJECT)), OutputEnd(STOP, "")),
+        (7, ResolvedSampling(), None),
+        (7, ResolvedSampling(max_tokens=3), OutputEnd(LENGTH, "")),
+        (7, ResolvedSampling(stop_token_ids=(7,)), OutputEnd(STOP, "7")),
+        (7, ResolvedSampling(stop_token_ids=(7,), min_tokens=3), None),
+        ("eos", ResolvedSampling(), OutputEnd(STOP, "")),
+        ("eos", ResolvedSampling(max_tokens=3), OutputEnd(STOP, "")),
+        ("eos", ResolvedSampling(min_tokens=3), None),
+        ("eos", ResolvedSampling(ignore_eos=True), None),
+        ("eos", ResolvedSampling(ignore_eos=True, grammar=Grammar(GrammarKind.JSON_OBJECT)), OutputEnd(STOP, "")),
     ],
 )
 def test_tokens_that_the_client_has_may_be_the_whole_output(
-    model: ServedModel, last: int | str, sampling: SamplingParams, end: OutputEnd | None
+    model: ServedModel, last: int | str, sampling: ResolvedSampling, end: OutputEnd | None
 ) -> None:
     token_id = model.eos_token_ids[0] if isinstance(last, str) else last
     assert end_of([5, 6, token_id], sampling, model, most=min(sampling.max_tokens, 14)) == end
 
 
 def test_without_tokens_no_output_has_ended(model: ServedModel) -> None:
-    assert end_of([], SamplingParams(), model, most=14) is None
+    assert end_of([], ResolvedSampling(), model, most=14) is None

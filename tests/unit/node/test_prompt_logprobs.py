@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.types import MAX_LOGPROBS, PromptLogprob
+from baton.core.sampling import MAX_LOGPROBS
+from baton.core.types import PromptLogprob
 from baton.node.prompt_logprobs import add_prompt_logprobs
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import common_pb2

@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from baton.core.sampling_field import Door
 from baton.gateway.http.checking import TEXT_OR_LIST, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
 from baton.gateway.http.common_fields import CommonFields
+from baton.gateway.http.sampling import takes_sampling
 
 THINKING_TOKENS_MIN = 1024
 
@@ -168,6 +170,7 @@ class Metadata(Model):
     user_id: str | None = None
 
 
+@takes_sampling(Door.MESSAGES)
 class CountTokensRequest(CommonFields):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -177,6 +180,7 @@ class CountTokensRequest(CommonFields):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Annotated[None, unsupported("there is one speed: leave it out", "standard")] = None
@@ -189,7 +193,6 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: PositiveU32
     stream: bool | None = None
-    stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.anthropic.models import (
     AnyTool,
@@ -43,9 +44,8 @@ def to_message(request: MessagesRequest) -> pb.GenerateRequest:
         value = request.thinking.budget_tokens
         raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("less than max_tokens",))
     message = pb.GenerateRequest(model=request.model)
-    sampling = fill(message, request)
+    sampling = fill(message, request, Door.MESSAGES)
     sampling.max_tokens = request.max_tokens
-    sampling.stop.extend(request.stop_sequences or ())
     return message
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field
 
+from baton.core.sampling_field import Door
 from baton.gateway.http.checking import (
     TEXT_OR_LIST,
     U32,
@@ -11,13 +12,13 @@ from baton.gateway.http.checking import (
     JsonObject,
     Model,
     PositiveU32,
-    Stops,
     at_most,
     by_type,
     tag,
     unsupported,
 )
 from baton.gateway.http.common_fields import CommonFields
+from baton.gateway.http.sampling import takes_sampling
 
 _STATELESS = "no answer is kept here: send the earlier items in `input`"
 
@@ -211,6 +212,7 @@ class StreamOptions(Model):
     include_obfuscation: bool | None = None  # never done
 
 
+@takes_sampling(Door.RESPONSES)
 class ResponsesRequest(CommonFields):
     """Body of `POST /v1/responses`."""
 
@@ -230,7 +232,6 @@ class ResponsesRequest(CommonFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stop: Stops | None = None
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None

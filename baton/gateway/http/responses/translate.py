@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_field import Door
 from baton.core.types import Grammar, GrammarKind
 from baton.gateway.http.common_fields import fill, reasoning_variables
 from baton.gateway.http.responses.models import (
@@ -35,13 +36,9 @@ def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
         InvalidRequest: it wants logprobs of tokens from another gateway.
     """
     message = pb.GenerateRequest(model=request.model)
-    sampling = fill(message, request)
+    sampling = fill(message, request, Door.RESPONSES)
     if request.max_output_tokens is not None:
         sampling.max_tokens = request.max_output_tokens
-    if isinstance(request.stop, str):
-        sampling.stop.append(request.stop)
-    elif request.stop is not None:
-        sampling.stop.extend(request.stop)
     if wants_logprobs(request):
         if request.baton.output_token_ids:
             raise InvalidRequest(

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.outputs import Event, Notice
 from baton.core.errors import BatonError
 from baton.core.limits import TOKENS_MAX
@@ -125,19 +125,19 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
 
 
 @contextmanager
-def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
-    async def connect() -> Client:
-        return Client(target)
+def _connected(runner: asyncio.Runner, target: str) -> Iterator[AsyncClient]:
+    async def connect() -> AsyncClient:
+        return AsyncClient(target)
 
     client = runner.run(connect())
     try:
         yield client
     finally:
-        runner.run(client.__aexit__(None, None, None))
+        runner.run(client.close())
 
 
-async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "ChatReply") -> None:
-    events = client.chat(
+async def _show(client: AsyncClient, conversation: Conversation, questions: "Questions", answer: "ChatReply") -> None:
+    events = client.stream_chat(
         conversation.messages, questions.sampling, template_kwargs=questions.template_kwargs, model=questions.model
     )
     async with aclosing(events):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.types import Path, SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, status, until_status
@@ -42,7 +42,7 @@ def has_counted(bytes_sent: int, converted: int, last: node_pb2.NodeStatus) -> b
 
 async def until_seen(gateway: Process, converted: int) -> None:
     """Returns when the gateway knows of so many converted segments."""
-    async with asyncio.timeout(DEADLINE_S), Client(gateway.address) as client:
+    async with asyncio.timeout(DEADLINE_S), OperatorClient(gateway.address) as client:
         while all(node.status.segments_converted != converted for node in (await client.cluster_status()).nodes):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

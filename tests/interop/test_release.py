@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli.processes import Process, Processes
 from baton.cli.status import to_json
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.types import Path, SamplingParams
 from baton.node import assembly
 from baton.protos.v1 import common_pb2
@@ -97,7 +97,7 @@ async def test_the_old_gateway_works_with_new_nodes(mixed: Mixed, reference: Ref
 async def test_this_gateway_works_with_old_nodes(mixed: Mixed, reference: Reference) -> None:
     gateway = mixed.start.gateway([mixed.old.prefill], [mixed.old.decode], **STRICT)
     await hands_over(gateway, reference, *mixed.old)
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         shown = str(to_json(await client.cluster_status())["mixed"])
     assert shown.startswith("mixed versions: ")
     assert f"{VERSION} on old-prefill and old-decode" in shown

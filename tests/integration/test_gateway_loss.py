@@ -218,7 +218,7 @@ def token_ids_of(chunks: list[Any]) -> list[int]:
 async def test_an_answer_waits_for_a_gateway_to_come_back(
     start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.client.client._RESUME_S", DEADLINE_S)
+    monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     (prompt,) = reference.prompts([100])

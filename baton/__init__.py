@@ -1,4 +1,4 @@
-"""The client of a Baton gateway, and the types and errors that it uses: `from baton import Client, SamplingParams`.
+"""The client of a Baton gateway, and the types and errors that it uses: `from baton import Client`.
 
 The names are imported on first use, so `import baton` loads neither gRPC nor anything of the servers.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from baton.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from baton.client.client import Client as Client
+    from baton.client.client import AsyncClient as AsyncClient
     from baton.client.outputs import ChatDelta as ChatDelta
     from baton.client.outputs import Completion as Completion
     from baton.client.outputs import Event as Event
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from baton.client.outputs import Notice as Notice
     from baton.client.outputs import Piece as Piece
     from baton.client.outputs import ToolCall as ToolCall
+    from baton.client.served import ModelCard as ModelCard
+    from baton.client.served import ModelInfo as ModelInfo
+    from baton.client.served import ModelRevision as ModelRevision
+    from baton.client.sync import Client as Client
     from baton.core.errors import BatonError as BatonError
     from baton.core.errors import Cancelled as Cancelled
     from baton.core.errors import ConfigError as ConfigError
@@ -40,14 +44,19 @@ if TYPE_CHECKING:
     from baton.core.types import Grammar as Grammar
     from baton.core.types import GrammarKind as GrammarKind
     from baton.core.types import LocalPolicy as LocalPolicy
+    from baton.core.types import Path as Path
+    from baton.core.types import PromptLogprob as PromptLogprob
     from baton.core.types import Receipt as Receipt
     from baton.core.types import Slo as Slo
+    from baton.core.types import TokenOutput as TokenOutput
     from baton.core.types import Usage as Usage
 
 _HOMES = MappingProxyType(
     {
-        "baton.client.client": ("Client",),
+        "baton.client.client": ("AsyncClient",),
         "baton.client.outputs": ("ChatDelta", "Completion", "Event", "Finished", "Notice", "Piece", "ToolCall"),
+        "baton.client.served": ("ModelCard", "ModelInfo", "ModelRevision"),
+        "baton.client.sync": ("Client",),
         "baton.core.errors": (
             "BatonError", "Cancelled", "ConfigError", "ContextOverflow", "DataLoss", "DeadlineExceeded", "Draining",
             "InternalError", "InvalidRequest", "NoNode", "Overloaded", "PeerRefused", "PermissionDenied",
@@ -55,7 +64,8 @@ _HOMES = MappingProxyType(
         ),
         "baton.core.sampling": ("SamplingParams",),
         "baton.core.types": (
-            "AdapterRef", "FinishReason", "Grammar", "GrammarKind", "LocalPolicy", "Receipt", "Slo", "Usage",
+            "AdapterRef", "FinishReason", "Grammar", "GrammarKind", "LocalPolicy", "Path", "PromptLogprob", "Receipt",
+            "Slo", "TokenOutput", "Usage",
         ),
     }
 )  # fmt: skip

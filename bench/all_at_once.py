@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from baton.cli.processes import Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.engine.build import build_runner, calibrate
 from baton.engine.engine import Engine
@@ -138,7 +138,7 @@ def of_a_gateway(model: Path) -> float:
         processes.wait_ready([gateway])
 
         async def seconds_of(requests: list[Ask]) -> float:
-            async with Client(gateway.address) as client:
+            async with AsyncClient(gateway.address) as client:
 
                 async def one(request: Ask) -> None:
                     tokens = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psutil
 
 from baton.cli.processes import Process, Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
@@ -135,7 +135,7 @@ async def _endure(
     watched = {process.pid: psutil.Process(process.pid) for process in processes}
     readings: dict[int, list[Reading]] = {pid: [] for pid in watched}
     batch = -(-requests // BATCHES)
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         for start in range(0, requests, batch):
             await _send(client, min(batch, requests - start), drawn)
             await _until_nothing_held(prefill, decode)
@@ -145,7 +145,7 @@ async def _endure(
     return readings
 
 
-async def _send(client: Client, requests: int, drawn: random.Random) -> None:
+async def _send(client: AsyncClient, requests: int, drawn: random.Random) -> None:
     """Sends this many requests, `CONCURRENT` at once. The first failure cancels the others."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     prompts = iter([drawn.choices(range(10, 2000), k=drawn.randint(*PROMPT_TOKENS)) for _ in range(requests)])

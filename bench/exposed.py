@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Finished
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as Route
@@ -137,7 +137,7 @@ async def _measure(
 ) -> dict[tuple[Way, int], Seen]:
     seen: dict[tuple[Way, int], Seen] = {(way, tokens): Seen() for tokens in setup.prompts for way in setup.ways}
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(gateway.address)) for gateway in gateways]
+        clients = [await stack.enter_async_context(AsyncClient(gateway.address)) for gateway in gateways]
         for client in clients:  # warms caches, allocators and compilers
             await _hand_over(client, _prompt(0, setup.warm_tokens))
         for (way, tokens), own in _turns(setup.rounds, seen):
@@ -154,7 +154,7 @@ def _turns(rounds: int, seen: dict[tuple[Way, int], Seen]) -> Iterator[tuple[tup
         yield from seen.items()
 
 
-async def _hand_over(client: Client, prompt: list[int]) -> tuple[Receipt, list[float]]:
+async def _hand_over(client: AsyncClient, prompt: list[int]) -> tuple[Receipt, list[float]]:
     """One request's receipt, and when each of its tokens arrived.
 
     Raises:

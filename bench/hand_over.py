@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Finished
 from baton.core.sampling import SamplingParams
 from baton.engine.build import build_runner
@@ -75,7 +75,7 @@ def run(progress: Callable[[str], None]) -> list[Row]:
 
 async def _measure(handed: Process, alone: Process, progress: Callable[[str], None]) -> list[Row]:
     ways = {"handed over": Times(), "decode node alone": Times(), "one process": Times()}
-    async with Client(handed.address) as remote, Client(alone.address) as local, _own_engine() as engine:
+    async with AsyncClient(handed.address) as remote, AsyncClient(alone.address) as local, _own_engine() as engine:
         for index in range(ROUNDS + 2):
             prompt = _prompt(index)
             for name, timed in (
@@ -128,7 +128,7 @@ def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-async def _through(client: Client, prompt: list[int]) -> list[float]:
+async def _through(client: AsyncClient, prompt: list[int]) -> list[float]:
     """When the request was sent, and when each token arrived."""
     stamps = [time.perf_counter()]
     async for event in client.generate(prompt, _params(OUTPUT_TOKENS)):
@@ -137,7 +137,7 @@ async def _through(client: Client, prompt: list[int]) -> list[float]:
     return stamps
 
 
-async def _gateway_cpu_per_token_ms(client: Client, gateway: Process) -> float:
+async def _gateway_cpu_per_token_ms(client: AsyncClient, gateway: Process) -> float:
     """CPU time of the gateway process over many streaming requests, less the time that it takes to watch its nodes
     while idle."""
     process = psutil.Process(gateway.pid)

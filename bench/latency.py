@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from baton.cli.processes import Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from bench.exposed import Setup, on_cpu, on_gpus, write_model
 from bench.table import Row
@@ -75,7 +75,7 @@ def rows_of(setup: Setup, load: Load, latencies: Latencies) -> Iterator[Row]:
 async def _measure(address: str, loads: list[Load], progress: Callable[[str], None]) -> dict[Load, Latencies]:
     measured = {load: Latencies() for load in loads}
     seed = 0
-    async with Client(address) as client:
+    async with AsyncClient(address) as client:
         for round_number in range(ROUNDS + 1):
             for load, latencies in measured.items():
                 progress(f"latency: {load.tokens} tokens, {load.requests} at once, round {round_number} of {ROUNDS}")
@@ -90,7 +90,7 @@ async def _measure(address: str, loads: list[Load], progress: Callable[[str], No
     return measured
 
 
-async def _request(client: Client, prompt: list[int]) -> list[float]:
+async def _request(client: AsyncClient, prompt: list[int]) -> list[float]:
     """When the request was sent, and when each token arrived."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     stamps = [time.perf_counter()]

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.cli.processes import Processes
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Finished
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
@@ -99,7 +99,7 @@ def _on_cores(cores: Sequence[int]) -> Iterator[None]:
 async def _measure(
     target: str, http: str, processes: Mapping[str, psutil.Process], progress: Progress, round_s: float, long_s: float
 ) -> list[Row]:
-    async with Client(target) as client:
+    async with AsyncClient(target, retry_s=0.0) as client:
         for _ in range(2):  # the first round warms up
             capacity = await _capacity(client, round_s)
         progress(f"capacity {capacity:.1f} a second")
@@ -145,7 +145,7 @@ def _refusal_cost(outcomes: Mapping[float, "Outcome"], cpu_s: Mapping[float, flo
     return [Row("the gateway's CPU time for a refusal", work, 1e6 * refusals_s / len(high.refused_s), "us")]
 
 
-async def _beside(client: Client, http: str) -> list[Row]:
+async def _beside(client: AsyncClient, http: str) -> list[Row]:
     """The light user alone, and beside clients with many requests."""
     alone = await _light(http)
     rows = [_light_row(alone, "alone")]
@@ -166,7 +166,7 @@ def _light_row(outcome: "Outcome", where: str, *, limit_s: float | None = None) 
     return Row("light user, p99", work, _p99(outcome.seconds), "s", limit=limit_s)
 
 
-async def _long(client: Client, rate: float, processes: Mapping[str, psutil.Process], long_s: float) -> list[Row]:
+async def _long(client: AsyncClient, rate: float, processes: Mapping[str, psutil.Process], long_s: float) -> list[Row]:
     """Many requests for long: goodput, and memory at the start, in the middle and at the end."""
     readings: list[dict[str, float]] = []
 
@@ -187,7 +187,7 @@ async def _long(client: Client, rate: float, processes: Mapping[str, psutil.Proc
     return rows
 
 
-async def _capacity(client: Client, round_s: float) -> float:
+async def _capacity(client: AsyncClient, round_s: float) -> float:
     """Requests per second, without deadlines, with as many at once as the nodes work on."""
     outcome, began_s = Outcome(), time.monotonic()
     until_s = began_s + round_s
@@ -203,7 +203,7 @@ async def _capacity(client: Client, round_s: float) -> float:
     return outcome.good / (time.monotonic() - began_s)
 
 
-async def _round(client: Client, rate: float, round_s: float) -> Outcome:
+async def _round(client: AsyncClient, rate: float, round_s: float) -> Outcome:
     outcome, rng = Outcome(), random.Random(int(rate))
     async with asyncio.TaskGroup() as group:
         began_s, at_s = time.monotonic(), 0.0
@@ -214,7 +214,7 @@ async def _round(client: Client, rate: float, round_s: float) -> Outcome:
 
 
 @asynccontextmanager
-async def _heavy(client: Client, at_once: int) -> AsyncIterator[Outcome]:
+async def _heavy(client: AsyncClient, at_once: int) -> AsyncIterator[Outcome]:
     """Keeps so many requests open within the block."""
     outcome = Outcome()
 
@@ -232,7 +232,7 @@ async def _heavy(client: Client, at_once: int) -> AsyncIterator[Outcome]:
         await asyncio.wait(tasks)
 
 
-async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> float:
+async def _ask(client: AsyncClient, outcome: Outcome, *, timeout_s: float | None) -> float:
     """Returns after how many seconds to come again."""
     prompt = [random.randrange(10, 400) for _ in range(PROMPT_TOKENS)]
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.sampling_flags import takes_sampling_flags
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.outputs import Event, Notice
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
@@ -108,19 +108,19 @@ def _converse(conversation: Conversation, questions: "Questions") -> bool:
 
 
 @contextmanager
-def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
-    async def connect() -> Client:
-        return Client(target)
+def _connected(runner: asyncio.Runner, target: str) -> Iterator[AsyncClient]:
+    async def connect() -> AsyncClient:
+        return AsyncClient(target)
 
     client = runner.run(connect())
     try:
         yield client
     finally:
-        runner.run(client.__aexit__(None, None, None))
+        runner.run(client.close())
 
 
-async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "ChatReply") -> None:
-    events = client.chat(
+async def _show(client: AsyncClient, conversation: Conversation, questions: "Questions", answer: "ChatReply") -> None:
+    events = client.stream_chat(
         conversation.messages, questions.sampling, template_kwargs=questions.template_kwargs, model=questions.model
     )
     async with aclosing(events):

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
 from baton.cli.sampling_flags import takes_sampling_flags
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.messages import Options, Sampling
 from baton.client.outputs import Completion, Finished, Notice
-from baton.core.errors import BatonError, InternalError, Overloaded
+from baton.core.errors import BatonError, InternalError
 from baton.core.limits import DURATION_S_MIN, SECONDS_MAX
 from baton.core.log_lines import escaped
 from baton.core.logs import write_line
@@ -28,6 +28,7 @@ from baton.core.types import Receipt, TokenOutput, Usage
 from baton.rpc.revisions import describe_revision
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
+_FILE_RETRY_S = 600.0  # how long a prompt of a file waits for room in a full cluster
 
 
 @takes_sampling_flags(Door.GENERATE_COMMAND)
@@ -80,7 +81,7 @@ async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **
     finished: Finished | None = None
     shown = False
     try:
-        async with Client(target) as client:
+        async with AsyncClient(target) as client:
             async for event in client.generate(prompt, sampling, **options):
                 if isinstance(event, Notice):
                     write_line(f"baton: {event.message}")
@@ -126,6 +127,7 @@ def summary(usage: Usage, receipt: Receipt) -> str:
         lines.append(f"each chunk was sent in {receipt.layer_groups} groups of layers, while later layers computed")
     if receipt.kv_converted:
         lines.append(f"the KV was converted: {receipt.kv_converted}")
+    lines.append(f"request {receipt.request_id}")
     return "\n".join(lines)
 
 
@@ -133,6 +135,7 @@ def to_json(completion: Completion) -> dict[str, object]:
     """The object that `--json` prints."""
     has_logprobs = any(token.logprob is not None for token in completion.tokens)
     return {
+        "request_id": completion.request_id,
         "text": completion.text,
         "token_ids": [token.token_id for token in completion.tokens],
         "logprobs": [_logprob(token) for token in completion.tokens] if has_logprobs else None,
@@ -152,7 +155,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 async def _print_json(target: str, prompt: Prompt, sampling: Sampling, options: Options) -> None:
-    async with Client(target) as client:
+    async with AsyncClient(target) as client:
         print(json.dumps(to_json(await client.complete(prompt, sampling, **options))))
 
 
@@ -164,13 +167,13 @@ async def _all(
     failed = False
     with _progress() as progress:
         bar = progress.add_task("prompts", total=len(records))
-        async with Client(target) as client:
+        async with AsyncClient(target, retry_s=_FILE_RETRY_S) as client:
             free = asyncio.Semaphore(_FILE_REQUESTS_MAX)
 
             async def one(prompt: Prompt) -> Completion | BatonError:
                 async with free:
                     try:
-                        return await _retry_while_full(client, prompt, sampling, options)
+                        return await client.complete(prompt, sampling, **options)
                     except BatonError as error:
                         return error
                     finally:
@@ -203,18 +206,7 @@ def _record_to_json(record: PromptRecord, result: Completion | BatonError) -> di
         given["id"] = record.id
     if isinstance(result, Completion):
         return {**given, **to_json(result)}
-    return {**given, "error": {"reason": result.reason, "message": str(result)}}
-
-
-async def _retry_while_full(client: Client, prompt: Prompt, sampling: Sampling, options: Options) -> Completion:
-    """Completes one prompt; while the cluster is full, retries after the time that the gateway names."""
-    while True:
-        try:
-            return await client.complete(prompt, sampling, **options)
-        except Overloaded as error:
-            if error.retry_after_s is None:
-                raise
-            await asyncio.sleep(error.retry_after_s)
+    return {**given, "error": {"reason": result.reason, "message": str(result), "request_id": result.request_id}}
 
 
 def _progress() -> Progress:

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_line
@@ -155,7 +156,7 @@ def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
 
 
 async def _ask(target: str) -> operations_pb2.ClusterStatusResponse:
-    async with Client(target) as client:
+    async with OperatorClient(target) as client:
         return await client.cluster_status()
 
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET
+from baton.client.operators import OperatorClient
 from baton.core.limits import SECONDS_MAX
 from baton.protos.v1 import node_status_pb2
 
@@ -42,7 +43,7 @@ def role(
 
 
 async def _switch(target: str, node: str, wanted: NodeRole, *, grace_s: float | None, force: bool) -> None:
-    async with Client(target) as client:
+    async with OperatorClient(target) as client:
         done = await client.switch_role(node, _ROLES[wanted], grace_s=grace_s, force=force)
     name = done.info.name
     print(

@@ -13,7 +13,8 @@ from rich.live import Live
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.cluster_view import ClusterView, read_view
 from baton.cli.frame import Frame
-from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.client import DEFAULT_TARGET
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
 from baton.core.log_lines import escaped
 
@@ -102,7 +103,7 @@ class Frames:
 
 async def _ask(target: str) -> ClusterView:
     try:
-        async with asyncio.timeout(_ANSWER_S), Client(target) as client:
+        async with asyncio.timeout(_ANSWER_S), OperatorClient(target) as client:
             return read_view(await client.cluster_view())
     except TimeoutError:
         raise NoNode(f"{target} has not answered within {_ANSWER_S:g} s", field="target", value=target) from None

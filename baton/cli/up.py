@@ -16,7 +16,8 @@ from baton.cli.ports import DEFAULT_HTTP_PORT, http_listen, refuse_taken_port
 from baton.cli.processes import Process, Processes, check_running
 from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.client.client import DEFAULT_PORT, Client
+from baton.client.client import DEFAULT_PORT
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
 from baton.core.limits import TOKENS_MAX
 from baton.core.log_lines import escaped
@@ -203,7 +204,7 @@ async def _until_paired(
     """
     wanted = len(prefill) * len(decode)
     deadline = time.monotonic() + _PAIRED_TIMEOUT_S
-    async with Client(gateway.address, tls_ca=tls_ca) as client:
+    async with OperatorClient(gateway.address, tls_ca=tls_ca) as client:
         while True:
             check_running([*prefill, *decode, gateway])
             status = await client.cluster_status()

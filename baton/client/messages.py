@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypedDict
 
 from baton.client.outputs import ChatDelta, Event, Finished, Notice, Piece, ToolCall
@@ -34,19 +35,82 @@ class Options(TypedDict, total=False):
     ttft_s: float | None
     tpot_s: float | None
     session_id: str
-    n: int
     best_of: int
     truncate_prompt_tokens: int
     add_special_tokens: bool
 
 
-def request_message(sampling: Sampling, options: Options) -> pb.GenerateRequest:
-    """The request without its prompt.
+class StreamOptions(Options, total=False):
+    """`Options`, and the number of outputs."""
+
+    n: int
+
+
+class ChatOptions(Options, total=False):
+    """`Options`, and those of a conversation; `Chat` on the wire describes the fields."""
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+    parallel_tool_calls: bool
+
+
+class ChatStreamOptions(ChatOptions, total=False):
+    """`ChatOptions`, and the number of outputs."""
+
+    n: int
+
+
+def generate_message(prompt: str | Sequence[int], sampling: Sampling, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The request for a prompt, with `StreamOptions`.
 
     Raises:
+        TypeError: there is no such option.
         InvalidRequest: a value cannot be sent.
         TypeError: there is no such sampling parameter.
     """
+    _check_names(options, StreamOptions.__optional_keys__)
+    request = _request_message(sampling, options)
+    if isinstance(prompt, str):
+        set_text(request, text=prompt)
+    else:
+        request.token_ids.CopyFrom(token_ids_message(prompt))
+    return request
+
+
+def chat_message(
+    messages: Sequence[Mapping[str, Any]], sampling: Sampling, options: Mapping[str, Any]
+) -> pb.GenerateRequest:
+    """The request for a conversation, with `ChatStreamOptions`.
+
+    Raises:
+        TypeError: there is no such option.
+        InvalidRequest: a value cannot be sent.
+    """
+    _check_names(options, ChatStreamOptions.__optional_keys__)
+    of_chat = ChatOptions.__optional_keys__ - Options.__optional_keys__
+    request = _request_message(sampling, {name: value for name, value in options.items() if name not in of_chat})
+    chat = request.chat
+    chat.messages_json = json_text("messages", list(messages))
+    chat.tools_json = json_text("tools", list(options["tools"])) if options.get("tools") else ""
+    chat.tool_choice_json = json_text("tool_choice", options.get("tool_choice", "auto"))
+    chat.template_kwargs_json = json_text("template_kwargs", dict(options.get("template_kwargs") or {}))
+    chat.continue_final_message = options.get("continue_final_message", False)
+    chat.parallel_tool_calls = options.get("parallel_tool_calls", True)
+    return request
+
+
+def _check_names(options: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    for name in options:
+        if name not in allowed:
+            is_sampling = name in {each.name for each in fields(SamplingParams)}
+            cure = f'; give it as sampling: {{"{name}": ...}}' if is_sampling else ""
+            raise TypeError(f"there is no option {name!r}{cure}; allowed: {', '.join(sorted(allowed))}")
+
+
+def _request_message(sampling: Sampling, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The request without its prompt."""
     request = pb.GenerateRequest()
     if sampling is not None:
         params = sampling if isinstance(sampling, SamplingParams) else SamplingParams(**sampling)
@@ -96,15 +160,15 @@ def token_ids_message(prompt: Sequence[int]) -> pb.TokenIds:
         raise InvalidRequest(f"the prompt's token ids cannot be sent: {error}", field="prompt") from None
 
 
-def event_from_message(response: pb.GenerateResponse) -> Event:
+def event_from_message(response: pb.GenerateResponse, request_id: str) -> Event:
     if response.notice:
-        return Notice(response.notice)
+        return Notice(response.notice, request_id)
     tokens = tuple(token_from_proto(token) for token in response.tokens)
     chat = _chat_delta(response.chat) if response.HasField("chat") else None
     prompt_logprobs = prompt_logprobs_from_proto(response.prompt_logprobs)
     finish_reason = finish_reason_from_proto(response.finish_reason)
     if finish_reason is None:
-        return Piece(response.text, tokens, response.index, chat, prompt_logprobs)
+        return Piece(response.text, tokens, response.index, chat, prompt_logprobs, request_id)
     return Finished(
         text=response.text,
         finish_reason=finish_reason,
@@ -115,6 +179,7 @@ def event_from_message(response: pb.GenerateResponse) -> Event:
         index=response.index,
         chat=chat,
         prompt_logprobs=prompt_logprobs,
+        request_id=request_id,
     )
 
 

@@ -36,6 +36,7 @@ class Piece:
     index: int = 0  # which output
     chat: ChatDelta | None = None  # of a chat
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Finished:
     index: int = 0
     chat: ChatDelta | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Notice:
     """Why no token has come for a while, in one sentence for display."""
 
     message: str
+    request_id: str = ""
     text: ClassVar[str] = ""
     tokens: ClassVar[tuple[TokenOutput, ...]] = ()
 
@@ -70,17 +73,27 @@ Event = Piece | Finished | Notice
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole output."""
+    """A whole output.
+
+    Attributes:
+        text: what the model says; of a chat without `reasoning` and `tool_calls`.
+        raw_text: as the model wrote it, with the markup of both.
+        usage: of all outputs of the request.
+        index: which output of the request.
+    """
 
     text: str
     tokens: tuple[TokenOutput, ...]
     finish_reason: FinishReason
     stop_reason: str
-    usage: Usage  # of all outputs of the request
+    usage: Usage
     receipt: Receipt
     index: int = 0
-    chat: ChatDelta | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    request_id: str = ""
+    raw_text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 async def collect(events: AsyncGenerator[Event, None]) -> Completion:
@@ -104,29 +117,30 @@ async def collect_all(events: AsyncGenerator[Event, None]) -> list[Completion]:
 def _joined(events: Sequence[Piece | Finished], usage: Usage) -> Completion:
     last = events[-1]
     assert isinstance(last, Finished)
+    raw_text = "".join(event.text for event in events)
+    deltas = [event.chat for event in events if event.chat is not None]
     return Completion(
-        text="".join(event.text for event in events),
+        text="".join(delta.content for delta in deltas) if deltas else raw_text,
         tokens=tuple(token for event in events for token in event.tokens),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=usage,
         receipt=last.receipt,
         index=last.index,
-        chat=_joined_chat([event.chat for event in events if event.chat is not None]),
         prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), ()),
+        request_id=last.request_id,
+        raw_text=raw_text,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_joined_calls(deltas),
     )
 
 
-def _joined_chat(deltas: Sequence[ChatDelta]) -> ChatDelta | None:
-    if not deltas:
-        return None
+def _joined_calls(deltas: Sequence[ChatDelta]) -> tuple[ToolCall, ...]:
     calls: dict[int, list[ToolCall]] = {}
     for delta in deltas:
         for piece in delta.tool_calls:
             calls.setdefault(piece.index, []).append(piece)
-    whole = (
+    return tuple(
         ToolCall(index, pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
         for index, pieces in sorted(calls.items())
     )
-    content = "".join(delta.content for delta in deltas)
-    return ChatDelta(content, "".join(delta.reasoning for delta in deltas), tuple(whole))

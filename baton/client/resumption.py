@@ -14,11 +14,15 @@ from baton.core.errors import NoNode
 from baton.protos.v1 import generation_pb2 as pb
 
 
-def prepare_to_resume(request: pb.GenerateRequest) -> None:
-    """Gives the request what a gateway would draw for it: an id, from which follow those of tool calls, and a seed."""
+def prepare(request: pb.GenerateRequest, *, resumes: bool) -> None:
+    """Gives the request what a gateway would draw for it: an id, from which follow those of tool calls, and a seed.
+
+    Args:
+        resumes: the answer may go on at another gateway, which must draw the same tokens.
+    """
     if not request.request_id:
         request.request_id = f"req-{uuid.uuid4().hex}"
-    if not request.sampling.HasField("seed"):
+    if resumes and not request.sampling.HasField("seed"):
         request.sampling.seed = secrets.randbits(64)
 
 

@@ -59,7 +59,7 @@ class BatonError(Exception):
         self.allowed = tuple(shortened(each, _VALUE_CHARACTERS_MAX) for each in allowed[:_ALLOWED_MAX])
         self.cure = shortened(cure, _TEXT_CHARACTERS_MAX)
         self.retry_after_s = retry_after_s
-        self.request_id = ""  # of the request that it ended, set by the gateway
+        self.request_id = ""  # of the request that it ended; set by the gateway, and at the client
         super().__init__(self.message)
 
     def __str__(self) -> str:

@@ -118,6 +118,12 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True)
 class Usage:
+    """Tokens of a request.
+
+    Attributes:
+        cached_tokens: of the prompt, those that no node computed for this request: prefix caches had their KV.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -151,3 +157,5 @@ class Receipt:
     revision_name: str = ""
     prefill_version: str = ""
     decode_version: str = ""
+    decode_cached_tokens: int = 0
+    request_id: str = ""

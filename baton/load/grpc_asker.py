@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.messages import Options
 from baton.client.outputs import Finished, Notice
 from baton.core.errors import BatonError, Draining, NoNode, Overloaded
@@ -20,7 +20,7 @@ _REFUSALS = (Overloaded, Draining, NoNode)
 class GrpcAsker:
     """Streams over several connections, which gateways with several workers share out, and so do several gateways."""
 
-    clients: list[Client]
+    clients: list[AsyncClient]
     prompts: PromptMaker
     slo: Slo | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class GrpcAsker:
         for number in range(connections):
             first = number % len(addresses)  # the others are asked if it is lost
             ordered = [*addresses[first:], *addresses[:first]]
-            clients.append(Client(addresses=ordered, api_key=api_key or None))
+            clients.append(AsyncClient(addresses=ordered, api_key=api_key or None, retry_s=0.0))
         return cls(clients, prompts, slo, sampling)
 
     def prepare(self, request: PlannedRequest) -> tuple[PlannedRequest, list[int]]:
@@ -81,4 +81,4 @@ class GrpcAsker:
 
     async def close(self) -> None:
         for client in self.clients:
-            await client.__aexit__(None, None, None)
+            await client.close()

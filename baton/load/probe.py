@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.errors import NoNode
 from baton.load.answer import AskError, LoadAnswer
 from baton.load.http_stream import HttpStreams
@@ -41,7 +41,7 @@ async def probe(target: Target) -> Server:
 
 
 async def _probe_grpc(target: Target) -> Server:
-    async with Client(target.addresses[0], api_key=target.api_key or None) as client:
+    async with AsyncClient(target.addresses[0], api_key=target.api_key or None) as client:
         models = await client.list_models()
     if not models:
         raise NoNode(f"{target.address} serves no model yet", field="target", cure="wait until its nodes are ready")

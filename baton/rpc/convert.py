@@ -297,6 +297,8 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         revision_name=receipt.revision_name,
         prefill_version=receipt.prefill_version,
         decode_version=receipt.decode_version,
+        decode_cached_tokens=receipt.decode_cached_tokens,
+        request_id=receipt.request_id,
     )
 
 
@@ -333,4 +335,6 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         revision_name=message.revision_name,
         prefill_version=message.prefill_version,
         decode_version=message.decode_version,
+        decode_cached_tokens=message.decode_cached_tokens,
+        request_id=message.request_id,
     )

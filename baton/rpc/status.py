@@ -158,11 +158,13 @@ def last_cause(error: grpc.aio.AioRpcError) -> str:
 
 
 def _from_status(status: status_pb2.Status, error: grpc.aio.AioRpcError) -> errors.BatonError:
+    detail, request = pb.ErrorDetail(), error_details_pb2.RequestInfo()
+    found = [packed.Unpack(detail) for packed in status.details if packed.Is(detail.DESCRIPTOR)]
+    typed = from_detail(detail) if any(found) else _nearest(error)
     for packed in status.details:
-        detail = pb.ErrorDetail()
-        if packed.Is(pb.ErrorDetail.DESCRIPTOR) and packed.Unpack(detail):
-            return from_detail(detail)
-    return _nearest(error)
+        if packed.Is(request.DESCRIPTOR) and packed.Unpack(request):
+            typed.request_id = request.request_id
+    return typed
 
 
 def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:

@@ -44,7 +44,11 @@ CPU_BATCH_REQUESTS = 64
 # leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
-CLIENT_VARIABLES = ("BATON_API_KEY", "BATON_CLIENT_CA")  # of clients; no process has settings of these names
+CLIENT_VARIABLES = (
+    "BATON_API_KEY",
+    "BATON_CLIENT_CA",
+    "BATON_TARGET",
+)  # of clients; no process has settings of these names
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches, as those of `baton.core.limits`.
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024

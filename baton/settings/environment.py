@@ -74,18 +74,18 @@ def ranks_of_each_node() -> int:
 
 @dataclass(frozen=True)
 class ClientAccess:
-    """What the environment says about reaching a gateway as a client: BATON_API_KEY, BATON_CLIENT_CA."""
+    """What the environment says about reaching a gateway as a client: BATON_API_KEY, BATON_CLIENT_CA, BATON_TARGET."""
 
     api_key: str | None = field(default=None, repr=False)
     tls_ca: str | None = None
     insecure: bool = False
+    target: str | None = None
 
 
 def client_access() -> ClientAccess:
     insecure = os.environ.get(variable("insecure"), "").lower() in ("1", "true", "yes", "on")
-    return ClientAccess(
-        os.environ.get(CLIENT_VARIABLES[0]) or None, os.environ.get(CLIENT_VARIABLES[1]) or None, insecure
-    )
+    api_key, tls_ca, target = (os.environ.get(name) or None for name in CLIENT_VARIABLES)
+    return ClientAccess(api_key, tls_ca, insecure, target)
 
 
 def proxy_variables() -> dict[str, str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from bench.goodput.deployments import Deployment, colocated, disaggregated, this_machine
 from bench.table import Row
@@ -73,7 +73,7 @@ def _rows(seen: _Seen, work: str) -> Iterator[Row]:
 
 
 async def _measure(deployment: Deployment, burst: Burst) -> _Seen:
-    async with Client(deployment.address) as client:
+    async with AsyncClient(deployment.address) as client:
         await asyncio.gather(*(_ask(client, _PROMPT_TOKENS, 8, [], seed=seed) for seed in range(burst.streams)))
         seen = _Seen([[] for _ in range(burst.streams)])
         begun = time.perf_counter()
@@ -102,7 +102,7 @@ async def _measure(deployment: Deployment, burst: Burst) -> _Seen:
     return seen
 
 
-async def _ask(client: Client, prompt_tokens: int, output_tokens: int, times: list[float], *, seed: int) -> None:
+async def _ask(client: AsyncClient, prompt_tokens: int, output_tokens: int, times: list[float], *, seed: int) -> None:
     """Writes down when each token came."""
     prompt = [int(token) for token in np.random.default_rng(seed).integers(10, 2000, prompt_tokens)]
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Event, Finished, Notice
 from baton.core.errors import BatonError, InternalError
 from tests.chaos.history import Asked, End, Ended, History, Received
@@ -31,7 +31,7 @@ class Asker:
 
     async def ask(
         self,
-        client: Client,
+        client: AsyncClient,
         work: Work,
         *,
         deadline_s: float | None = None,
@@ -85,8 +85,8 @@ async def send_load(
 ) -> None:
     """Sends until the event is set; returns when the last requests have ended."""
     async with (
-        Client(addresses=addresses) as first,
-        Client(addresses=addresses[::-1]) as second,
+        AsyncClient(addresses=addresses, retry_s=0.0) as first,
+        AsyncClient(addresses=addresses[::-1], retry_s=0.0) as second,
         asyncio.TaskGroup() as tasks,
     ):
         for number in range(load.clients):
@@ -95,7 +95,7 @@ async def send_load(
 
 
 async def _send(
-    asker: Asker, client: Client, works: Sequence[Work], load: Load, random: Random, until: asyncio.Event
+    asker: Asker, client: AsyncClient, works: Sequence[Work], load: Load, random: Random, until: asyncio.Event
 ) -> None:
     while not until.is_set():
         draw = random.random()
@@ -121,7 +121,7 @@ async def _send(
 async def answers_of(address: str, works: Sequence[Work]) -> dict[str, tuple[Answer, ...]]:
     """The answers of one process: each work alone, and all at once, which must be equal. A work whose answer depends on
     its neighbours is left out: its tokens are too close to each other for any checker."""
-    async with Client(address) as client:
+    async with AsyncClient(address) as client:
         alone = [await _answer(client, work) for work in works]
         together = await asyncio.gather(*(_answer(client, work) for work in works))
     return {
@@ -131,7 +131,7 @@ async def answers_of(address: str, works: Sequence[Work]) -> dict[str, tuple[Ans
     }
 
 
-async def _answer(client: Client, work: Work) -> tuple[Answer, ...]:
+async def _answer(client: AsyncClient, work: Work) -> tuple[Answer, ...]:
     outputs: dict[int, list[Received]] = {}
     async for event in client.generate(work.prompt, work.sampling, n=work.outputs):
         if not isinstance(event, Notice):

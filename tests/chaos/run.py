@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from tests.chaos.checker import Violation, check
 from tests.chaos.cluster import Cluster, cluster, one_process
 from tests.chaos.history import Calm, End, Held, History, NotServed, Over, PeersLeft
@@ -100,7 +100,7 @@ async def _time(seconds: float, over: asyncio.Event, made: Cluster, show: Callab
 async def _serve(asker: Asker, addresses: list[str], works: list[Work]) -> None:
     """Each gateway serves every work. Where nodes are still being found again, it is asked again."""
     for address in addresses:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             asked = (_until_empty(partial(_why_not, asker, client, work)) for work in works)
             for work, why in zip(works, await asyncio.gather(*asked), strict=True):
                 if why:
@@ -117,7 +117,7 @@ async def _judge_what_is_left(made: Cluster) -> None:
             history.add(PeersLeft(history.now_s(), node.name, what))
 
 
-async def _why_not(asker: Asker, client: Client, work: Work) -> str:
+async def _why_not(asker: Asker, client: AsyncClient, work: Work) -> str:
     ended = await asker.ask(client, work)
     return "" if ended.how is End.FINISHED else f"{ended.how.value} {ended.detail}"
 

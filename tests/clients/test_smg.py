@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from tests.clients.install import CLIENTS
 from tests.clients.page import free_port
@@ -76,7 +76,7 @@ async def serves(client: openai.AsyncOpenAI) -> bool:
 @pytest.fixture
 async def expected(gateway: Process) -> str:
     """The greedy output at Baton's own door."""
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         return (await client.complete(PROMPT, GREEDY)).text
 
 
@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_ends_its_request(smg: openai.AsyncOpenAI, ga
     )
     await anext(aiter(stream))
     await stream.close()
-    async with Client(gateway.address) as client, asyncio.timeout(DEADLINE_S):
+    async with OperatorClient(gateway.address) as client, asyncio.timeout(DEADLINE_S):
         while (await client.loads()).requests_running:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.protos.v1.node_status_pb2 import ROLE_DECODE, ROLE_PREFILL
 from baton.settings.config import DEMO_MODELS
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_one_engine_while_nodes_switch_and_die(model: str) -
             return [result.token_ids for result in results]
 
         async def run() -> None:
-            async with Client(gateway.address) as client:
+            async with OperatorClient(gateway.address) as client:
                 for role in (ROLE_DECODE, ROLE_PREFILL):
                     switch = partial(client.switch_role, switching.address, role, grace_s=0.0)
                     assert await meanwhile(switch) == expected

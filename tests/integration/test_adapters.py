@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.errors import BatonError, InvalidRequest, NoNode, UnknownModel
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
@@ -55,12 +55,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(start, prefill, decode, gateway, root / "watched", directories, merged)
 
 
-async def names(client: Client) -> dict[str, str]:
+async def names(client: AsyncClient) -> dict[str, str]:
     """The served models, with their parents."""
     return {card.name: card.parent for card in await client.list_models()}
 
 
-async def until_served(client: Client, wanted: set[str]) -> None:
+async def until_served(client: AsyncClient, wanted: set[str]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while {name for name, parent in (await names(client)).items() if parent} != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -97,7 +97,7 @@ async def test_each_model_of_a_mixed_batch_has_its_own_tokens_and_prefixes(pair:
 
 async def test_adapters_come_and_go_while_nodes_serve(pair: Pair, references: References) -> None:
     (prompt,) = references[LLAMA].prompts([33])
-    async with Client(pair.gateway.address) as client:
+    async with AsyncClient(pair.gateway.address) as client:
         (base,) = (name for name, parent in (await names(client)).items() if not parent)
         await until_served(client, {"one", "two"})
         with pytest.raises(UnknownModel, match="'late' is not served") as unknown:
@@ -131,7 +131,7 @@ async def test_adapters_come_and_go_while_nodes_serve(pair: Pair, references: Re
 
 
 async def test_a_watched_directory_is_followed(pair: Pair) -> None:
-    async with Client(pair.gateway.address) as client:
+    async with AsyncClient(pair.gateway.address) as client:
         broken = pair.watched / "broken"
         shutil.copytree(pair.directories["one"], broken)
         (broken / "adapter_model.safetensors").write_bytes(b"no tensors")

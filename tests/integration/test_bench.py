@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.load.traces import TraceRequest, write_trace
 from tests.integration.cluster import DEADLINE_S, machines
 
@@ -44,7 +44,7 @@ def http(gateway: Process) -> str:
 
 
 async def finished(gateway: Process) -> int:
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         return (await client.cluster_status()).requests_finished
 
 

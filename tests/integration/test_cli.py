@@ -16,7 +16,7 @@ import grpc
 import psutil
 import pytest
 
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, InvalidRequest, UnknownModel
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2
@@ -63,7 +63,7 @@ def up() -> Iterator[Up]:
 
 async def until_paired(gateway: str) -> None:
     """A gateway serves after a few seconds in any case, when slow nodes may not be paired yet."""
-    async with asyncio.timeout(DEADLINE_S), Client(gateway) as client:
+    async with asyncio.timeout(DEADLINE_S), OperatorClient(gateway) as client:
         while True:
             nodes = [report.status for report in (await client.cluster_status()).nodes]
             prefills = [node for node in nodes if node.info.role == node_status_pb2.ROLE_PREFILL]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.expert_load import ExpertLoad, read_expert_load
 from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import DEADLINE_S, DEEPSEEK, Machines, status, until_status
@@ -72,7 +72,7 @@ async def test_nodes_with_redundant_experts_and_what_they_say_of_their_load(
             assert page.value("baton_expert_tokens_total", rank=str(rank)) == tokens
         assert page.value("baton_expert_imbalance", layers="max") == shown.expert_balance.imbalance_max
     assert loads["decode"].redundant_experts == 3
-    async with asyncio.timeout(DEADLINE_S), Client(gateway.address) as client:
+    async with asyncio.timeout(DEADLINE_S), OperatorClient(gateway.address) as client:
         while not all(node.status.expert_balance.imbalance_max for node in (await client.cluster_status()).nodes):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     listed = await asyncio.to_thread(run_warm, BATON, "status", "--target", gateway.address)

@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Event, Finished, Notice, collect
 from baton.core.errors import NoNode
 from baton.core.sampling import SamplingParams
@@ -71,12 +71,12 @@ async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, re
     # Ends beyond the tokens that come before the loss, and begins in any token.
     stop = text[len(reference.tokenizer.decode(known[: TOKENS - 6])) - 3 :][:8]
     stopping = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, stop=("never this", stop))
-    async with Client(addresses=[first.address, second.address]) as client, Client(second.address) as one:
-        requests: list[Callable[[Client], AsyncGenerator[Event, None]]] = [
+    async with AsyncClient(addresses=[first.address, second.address]) as client, AsyncClient(second.address) as one:
+        requests: list[Callable[[AsyncClient], AsyncGenerator[Event, None]]] = [
             lambda of: of.generate(prompt, GREEDY),
             lambda of: of.generate(other, DRAWN),
             lambda of: of.generate(prompt, stopping),
-            lambda of: of.chat(CHAT, DRAWN),
+            lambda of: of.stream_chat(CHAT, DRAWN),
         ]
         answers = [Answer() for _ in requests]
         async with asyncio.TaskGroup() as reading:
@@ -219,11 +219,11 @@ def token_ids_of(chunks: list[Any]) -> list[int]:
 async def test_an_answer_waits_for_a_gateway_to_come_back(
     start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.client.client._RESUME_S", DEADLINE_S)
+    monkeypatch.setattr("baton.client.answer_stream._RESUME_S", DEADLINE_S)
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), paused_engine=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     (prompt,) = reference.prompts([100])
-    async with Client(addresses=[first.address, second.address]) as client:
+    async with AsyncClient(addresses=[first.address, second.address]) as client:
         answer = Answer()
         async with asyncio.TaskGroup() as reading:
             reading.create_task(answer.read(client.generate(prompt, GREEDY)))

@@ -19,8 +19,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client.client import Client
-from baton.client.outputs import Finished, Piece, collect, collect_all
+from baton.client.operators import OperatorClient
+from baton.client.outputs import Finished, Piece, collect
 from baton.core.errors import Cancelled, InvalidRequest, UnknownModel
 from baton.core.sampling import SamplingParams
 from baton.core.types import FinishReason, Grammar, GrammarKind
@@ -59,13 +59,13 @@ async def channel(gateway: Process) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @pytest.fixture
-async def client(gateway: Process) -> AsyncIterator[Client]:
-    async with Client(gateway.address) as client:
+async def client(gateway: Process) -> AsyncIterator[OperatorClient]:
+    async with OperatorClient(gateway.address) as client:
         yield client
 
 
 @pytest.fixture
-async def expected(client: Client) -> tuple[list[int], str]:
+async def expected(client: OperatorClient) -> tuple[list[int], str]:
     """Token ids and text of the greedy output."""
     whole = await client.complete(PROMPT, GREEDY)
     return [token.token_id for token in whole.tokens], whole.text
@@ -136,7 +136,7 @@ async def test_ids_over_256_bytes_are_refused(channel: grpc.aio.Channel) -> None
         assert len(error.value) <= 256
 
 
-async def test_the_client_learns_all_about_the_model(client: Client) -> None:
+async def test_the_client_learns_all_about_the_model(client: OperatorClient) -> None:
     info = await client.model_info()
     assert (info.model.name, info.model.vocab_size, list(info.eos_token_ids)) == ("llama", 4096, [4095])
     archive = await client.tokenizer()
@@ -149,21 +149,21 @@ async def test_the_client_learns_all_about_the_model(client: Client) -> None:
     assert all(load.blocks_total for load in loads.nodes)
 
 
-async def test_the_gateways_template_goes_with_the_tokenizer(client: Client) -> None:
+async def test_the_gateways_template_goes_with_the_tokenizer(client: OperatorClient) -> None:
     assert (await client.model_info()).has_chat_template
     with zipfile.ZipFile(io.BytesIO(await client.tokenizer())) as opened:
         assert opened.read("chat_template.jinja").decode() == TEMPLATE
 
 
-async def test_a_chat_is_the_rendered_prompt(client: Client) -> None:
-    chat = await collect(client.chat([{"role": "user", "content": PROMPT}], GREEDY))
-    assert chat.chat is not None
-    assert chat.chat.content == chat.text == (await client.complete(f"{PROMPT}:", GREEDY)).text
+async def test_a_chat_is_the_rendered_prompt(client: OperatorClient) -> None:
+    chat = await client.chat([{"role": "user", "content": PROMPT}], GREEDY)
+    assert chat.text == chat.raw_text == (await client.complete(f"{PROMPT}:", GREEDY)).text
+    assert (chat.reasoning, chat.tool_calls, chat.usage.completion_tokens) == ("", (), 8)
     with pytest.raises(InvalidRequest, match="messages"):
-        await collect(client.chat([{"role": "user"}]))
+        await client.chat([{"role": "user"}])
 
 
-async def test_a_request_is_aborted_by_its_id(client: Client) -> None:
+async def test_a_request_is_aborted_by_its_id(client: OperatorClient) -> None:
     long = SamplingParams(max_tokens=3000, ignore_eos=True)
     events = client.generate(PROMPT, long, request_id="long")
     await anext(events)
@@ -173,9 +173,9 @@ async def test_a_request_is_aborted_by_its_id(client: Client) -> None:
             pass
 
 
-async def test_several_outputs_stream_and_complete(client: Client, channel: grpc.aio.Channel) -> None:
+async def test_several_outputs_stream_and_complete(client: OperatorClient, channel: grpc.aio.Channel) -> None:
     sampling = SamplingParams(temperature=1.0, max_tokens=6, seed=3, ignore_eos=True)
-    outputs = await collect_all(client.generate(PROMPT, sampling, n=3))
+    outputs = await client.complete(PROMPT, sampling, n=3)
     assert [output.index for output in outputs] == [0, 1, 2]
     assert [len(output.tokens) for output in outputs] == [6, 6, 6]
     request = pb.GenerateRequest(text=PROMPT, n=3, sampling=sampling_to_proto(sampling))
@@ -187,15 +187,14 @@ async def test_several_outputs_stream_and_complete(client: Client, channel: grpc
     assert common_pb2.Receipt.FromString(trailing["baton-receipt-bin"]) == whole.outputs[0].receipt
 
 
-async def test_an_output_follows_its_grammar(client: Client) -> None:
-    kinds = {f"GRAMMAR_KIND_{kind.name}" for kind in GrammarKind}
-    assert set(map(common_pb2.GrammarKind.Name, (await client.model_info()).grammar_kinds)) == kinds
+async def test_an_output_follows_its_grammar(client: OperatorClient) -> None:
+    assert set((await client.model_info()).grammar_kinds) == {kind.name for kind in GrammarKind}
     chosen = Grammar(GrammarKind.CHOICE, '["north", "south"]')
     whole = await client.complete(PROMPT, {"grammar": chosen, "max_tokens": 20})
     assert whole.text in ("north", "south")
 
 
-async def test_special_tokens_are_a_choice(client: Client) -> None:
+async def test_special_tokens_are_a_choice(client: OperatorClient) -> None:
     info = await client.model_info()
     end = info.eos_token_ids[0]
     assert await client.detokenize([end]) == ""
@@ -203,7 +202,7 @@ async def test_special_tokens_are_a_choice(client: Client) -> None:
     assert await client.tokenize(PROMPT, add_special_tokens=False) == await client.tokenize(PROMPT)
 
 
-async def test_a_mapping_gives_some_sampling_numbers(client: Client, expected: tuple[list[int], str]) -> None:
+async def test_a_mapping_gives_some_sampling_numbers(client: OperatorClient, expected: tuple[list[int], str]) -> None:
     assert (await client.complete(PROMPT, {"temperature": 0.0, "max_tokens": 8})).text == expected[1]
     with pytest.raises(InvalidRequest, match="cannot be sent"):
         await client.complete(PROMPT, {"temperatur": 0.0})
@@ -211,12 +210,24 @@ async def test_a_mapping_gives_some_sampling_numbers(client: Client, expected: t
         await client.complete(PROMPT, priority=2**40)
 
 
-async def test_events_have_the_index_of_their_output(client: Client) -> None:
+async def test_events_have_the_index_of_their_output(client: OperatorClient) -> None:
     events = [event async for event in client.generate(PROMPT, GREEDY)]
     assert {event.index for event in events if isinstance(event, Piece | Finished)} == {0}
 
 
-async def test_closing_a_stream_early_ends_the_request(client: Client) -> None:
+async def test_the_request_id_is_in_every_answer_and_error(client: OperatorClient) -> None:
+    events = [event async for event in client.generate(PROMPT, GREEDY, request_id="mine")]
+    whole = await client.complete(PROMPT, GREEDY)
+    assert {event.request_id for event in events} == {"mine"}
+    assert isinstance(events[-1], Finished)
+    assert events[-1].receipt.request_id == "mine"
+    assert whole.request_id == whole.receipt.request_id != ""
+    with pytest.raises(InvalidRequest) as refused:
+        await client.complete(PROMPT, {"top_p": 2.0}, request_id="wrong")
+    assert refused.value.request_id == "wrong"
+
+
+async def test_closing_a_stream_early_ends_the_request(client: OperatorClient) -> None:
     events = client.generate(PROMPT, SamplingParams(max_tokens=3000, ignore_eos=True))
     assert isinstance(await anext(events), Piece)
     await events.aclose()
@@ -262,7 +273,7 @@ def engine_request(client_ids: list[int], *, stream: bool, **params: object) -> 
 
 
 async def test_the_engine_streams_the_same_tokens(
-    channel: grpc.aio.Channel, client: Client, expected: tuple[list[int], str]
+    channel: grpc.aio.Channel, client: OperatorClient, expected: tuple[list[int], str]
 ) -> None:
     stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     prompt = await client.tokenize(PROMPT)
@@ -278,7 +289,7 @@ async def test_the_engine_streams_the_same_tokens(
 
 
 async def test_the_engine_names_what_stopped_it(
-    channel: grpc.aio.Channel, client: Client, expected: tuple[list[int], str]
+    channel: grpc.aio.Channel, client: OperatorClient, expected: tuple[list[int], str]
 ) -> None:
     stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     prompt = await client.tokenize(PROMPT)
@@ -302,7 +313,9 @@ async def test_the_engine_describes_itself(channel: grpc.aio.Channel) -> None:
     assert [bool(piece.sha256) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-async def test_a_router_learns_which_prompts_the_nodes_have_cached(channel: grpc.aio.Channel, client: Client) -> None:
+async def test_a_router_learns_which_prompts_the_nodes_have_cached(
+    channel: grpc.aio.Channel, client: OperatorClient
+) -> None:
     stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     block_size = (await stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size
     prompt = [11, 7, 5, 3] * block_size  # four blocks
@@ -367,6 +380,9 @@ async def test_open_inference_infers_text(channel: grpc.aio.Channel, expected: t
         "num_output_tokens": 8,
     }
     assert (response.id, response.model_name) == (PROMPT, "llama")
+    unnamed = infer(PROMPT)
+    unnamed.ClearField("id")
+    assert (await stub.ModelInfer(unnamed)).id.startswith("req-")
 
 
 async def test_open_inference_streams_and_goes_on_after_an_error(
@@ -403,7 +419,7 @@ async def test_open_inference_is_ready_for_the_served_model_only(channel: grpc.a
     assert await load.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_refusal_names_the_request_for_clients_of_any_kind(client: Client) -> None:
+async def test_a_refusal_names_the_request_for_clients_of_any_kind(client: OperatorClient) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await collect(client.generate(PROMPT, {"top_p": 2.0}))
     assert caught.value.field == "top_p"

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
 from baton.protos.v1 import node_status_pb2
@@ -43,7 +43,7 @@ def has_counted(bytes_sent: int, converted: int, last: node_status_pb2.NodeStatu
 
 async def until_seen(gateway: Process, converted: int) -> None:
     """Returns when the gateway knows of so many converted segments."""
-    async with asyncio.timeout(DEADLINE_S), Client(gateway.address) as client:
+    async with asyncio.timeout(DEADLINE_S), OperatorClient(gateway.address) as client:
         while all(node.status.segments_converted != converted for node in (await client.cluster_status()).nodes):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.errors import Draining, NoNode
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
@@ -32,7 +32,7 @@ WHAT = {
 }
 
 
-async def until_reported(client: Client, detail: str) -> operations_pb2.NodeReport:
+async def until_reported(client: OperatorClient, detail: str) -> operations_pb2.NodeReport:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             (report,) = (await client.cluster_status()).nodes
@@ -64,7 +64,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
     patient = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     hasty = gateway_before_its_node(start, node, waits_s=WAITS_S)
     (prompt,) = reference.prompts([40])
-    async with Client(patient.address) as client:
+    async with OperatorClient(patient.address) as client:
         report = await until_reported(client, WHAT[stage])
         assert not report.reachable
         assert report.status.loading.stage == stage
@@ -94,7 +94,7 @@ async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its
     gateway = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     (prompt,) = reference.prompts([40])
     early = asyncio.create_task(generate(gateway, prompt, GREEDY))
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         await until_reported(client, "starting, it sends no status yet")
     held.release()
     assert (await early).token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids

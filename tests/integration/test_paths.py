@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Grammar, GrammarKind
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
@@ -47,7 +47,7 @@ async def test_a_cluster_serves_out_of_a_directory_of_any_name(start: Machines, 
     shutil.copy(LLAMA / "chat_template.jinja", strange / "template")
     template = strange / "template"
     gateway = start.gateway([], [decode], model=model, chat_template=template, local_policy="local")
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         (base, one) = await client.list_models()
         assert (base.name, one.name) == (SHOWN[1], "one")
         found = await client.complete("Once", SamplingParams(max_tokens=8, grammar=JSON), model="one")

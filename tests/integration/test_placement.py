@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.client.outputs import Completion
 from baton.core.costs import StepCosts, StepWork
 from baton.core.sampling import SamplingParams
@@ -67,7 +67,7 @@ def assert_right(completion: Completion, prompt: list[int], reference: Reference
     assert completion.receipt.prefill_s > 0
 
 
-async def until_known(client: Client, *, waiting: Process, idle: Process) -> None:
+async def until_known(client: OperatorClient, *, waiting: Process, idle: Process) -> None:
     """Returns when the gateway knows that a whole prompt waits on one node, that the other one is idle, and both costs.
 
     Its older reports are of the requests before: with one of these it would choose another node.
@@ -88,7 +88,7 @@ async def test_both_nodes_compute_a_part_of_a_split_prompt(
     start, prefill, decode = nodes
     gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits, local_policy="elastic")
     prompts = reference.prompts([300, 200, 131])
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         completions = await asyncio.gather(*(client.complete(prompt, GREEDY) for prompt in prompts))
         for completion, prompt, split in zip(completions, prompts, (128, 96, 64), strict=True):
             assert_right(completion, prompt, reference, Path.SPLIT)
@@ -113,7 +113,7 @@ async def test_seeds_and_grammars_of_split_prompts_are_exact(
     outputs = []
     for prepare in (None, choose_splits):
         gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=prepare, local_policy="elastic")
-        async with Client(gateway.address) as client:
+        async with OperatorClient(gateway.address) as client:
             salt = str(prepare)
             outputs.append([await client.complete(prompt, sampling, cache_salt=salt) for sampling in (drawn, bound)])
     assert [each.receipt.path for each in outputs[1]] == [Path.SPLIT, Path.LOCAL]  # the first has left its KV
@@ -127,7 +127,7 @@ async def test_the_decode_node_computes_a_split_prompt_alone_when_the_prefill_no
     prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), paused_engine=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits, local_policy="elastic")
     (prompt,) = reference.prompts([300])
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         request = asyncio.create_task(client.complete(prompt, GREEDY))
         start.allow_steps(1, prefill)
         await until_status(prefill, lambda last: last.requests_running == 1)
@@ -152,7 +152,11 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     local = start.gateway([prefill], [decode], model=LLAMA, local_policy="local")
     first, second, third, queued = reference.prompts([400] * 4)
-    async with Client(elastic.address) as client, Client(remote.address) as strict, Client(local.address) as here:
+    async with (
+        OperatorClient(elastic.address) as client,
+        OperatorClient(remote.address) as strict,
+        OperatorClient(local.address) as here,
+    ):
         start.allow_steps(7, prefill)
         known = await asyncio.gather(strict.complete(first, GREEDY), here.complete(second, GREEDY))
         assert [each.receipt.path for each in known] == [Path.REMOTE, Path.LOCAL]

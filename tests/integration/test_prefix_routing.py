@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 async def until_known(gateway: Process, *nodes: Process) -> None:
     """Waits until the gateway knows that these nodes are idle and ready, and what their caches have."""
     for node in nodes:
-        async with connect(node.address) as channel, Client(gateway.address) as client:
+        async with connect(node.address) as channel, OperatorClient(gateway.address) as client:
             stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
             newest = await stream.read()
             stream.cancel()

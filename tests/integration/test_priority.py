@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.protos.v1 import node_status_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
@@ -26,7 +26,7 @@ async def finish_order(start: Machines, prefill: Process, decode: Process, full:
     prompts = reference.prompts([PROMPT_TOKENS] * len(PRIORITIES))
     finished: list[int] = []
 
-    async def serve(client: Client, index: int) -> None:
+    async def serve(client: AsyncClient, index: int) -> None:
         completion = await client.complete(prompts[index], GREEDY, priority=PRIORITIES[index])
         assert [token.token_id for token in completion.tokens] == reference.greedy(prompts[index], 4).token_ids
         finished.append(index)
@@ -35,7 +35,7 @@ async def finish_order(start: Machines, prefill: Process, decode: Process, full:
         taken = last.blocks_leased > 0 or last.requests_running > 0
         return last.requests_waiting == count and (taken or count == 0)
 
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         requests = []
         for index in range(len(PRIORITIES)):
             requests.append(asyncio.create_task(serve(client, index)))

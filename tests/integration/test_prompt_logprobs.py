@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.client.outputs import Completion
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
@@ -63,14 +63,14 @@ async def test_a_prefill_node_computes_every_position_even_if_the_decode_node_ha
     strict, _ = gateways
     reference = references[model]
     (prompt,) = reference.prompts([150])
-    async with Client(strict.address) as client:
+    async with AsyncClient(strict.address) as client:
         sent = []
         for expected_cached in (0, 128):  # the second time, all full blocks are cached
             completion = await client.complete(prompt, SAMPLING, priority=-1)
             assert_right(completion, prompt, reference)
-            assert completion.usage.cached_tokens == expected_cached
+            assert completion.receipt.decode_cached_tokens == expected_cached
             assert completion.receipt.path is RequestPath.REMOTE
-            assert completion.receipt.prefill_cached_tokens == 0
+            assert completion.receipt.prefill_cached_tokens == completion.usage.cached_tokens == 0
             sent.append(completion.receipt.prompt_tokens_sent)
         assert sent == [150, 22]
         plain = await client.complete(prompt, replace(SAMPLING, prompt_logprobs=None))
@@ -84,7 +84,7 @@ async def test_a_decode_node_computes_every_position_of_a_cached_prompt_again(
     _, local = gateways
     reference = references[model]
     _, prompt = reference.prompts([1, 140])
-    async with Client(local.address) as client:
+    async with AsyncClient(local.address) as client:
         for _ in range(2):
             completion = await client.complete(prompt, SAMPLING)
             assert_right(completion, prompt, reference)
@@ -93,7 +93,7 @@ async def test_a_decode_node_computes_every_position_of_a_cached_prompt_again(
 
 async def test_a_prompt_of_one_token_has_no_logprob(gateways: tuple[Process, Process]) -> None:
     for gateway in gateways:
-        async with Client(gateway.address) as client:
+        async with AsyncClient(gateway.address) as client:
             completion = await client.complete([7], SAMPLING)
             assert [(each.token_id, each.logprob) for each in completion.prompt_logprobs] == [(7, None)]
 
@@ -108,7 +108,7 @@ async def test_a_client_gets_them_once_when_the_prefill_node_is_killed_half_way(
     gateway = start.gateway(prefills, [decode], model=LLAMA)
     prompts = reference.prompts([200, 200])
     start.allow_steps(2, *prefills)
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         requests = [asyncio.create_task(client.complete(prompt, SAMPLING)) for prompt in prompts]
         half_way = (200 - 2 * 64, 400 - 2 * 64)
         killed = await first_of(lambda node: until_status(node, lambda last: last.tokens_waiting in half_way), prefills)
@@ -125,6 +125,6 @@ async def test_several_ranks_compute_them_together(start: Machines, reference: R
     prefill, decode = start.nodes(("prefill", {**node, "tensor_parallel_size": 2}), ("decode", node))
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     (prompt,) = reference.prompts([150])
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         for _ in range(2):
             assert_right(await client.complete(prompt, SAMPLING), prompt, reference)

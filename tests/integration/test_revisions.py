@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.cli.processes import Process
 from baton.cli.status import to_json
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.client.outputs import Notice
 from baton.core.errors import NoNode
 from baton.core.sampling import SamplingParams
@@ -61,7 +61,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.error: NoNode | None = None
 
-    async def read(self, client: Client, prompt: list[int]) -> None:
+    async def read(self, client: OperatorClient, prompt: list[int]) -> None:
         try:
             async for event in client.generate(prompt, GREEDY):
                 if not isinstance(event, Notice):
@@ -70,7 +70,7 @@ class Answer:
             self.error = error
 
 
-async def until_serving(client: Client, names: list[str]) -> None:
+async def until_serving(client: OperatorClient, names: list[str]) -> None:
     """Returns when the gateway has nodes of these revisions only."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -91,8 +91,8 @@ async def test_an_answer_goes_on_with_its_weights_at_another_gateway_or_ends_wit
     known = reference.greedy(prompt, TOKENS).token_ids
     ends, goes_on = Answer(), Answer()
     async with (
-        Client(addresses=[first.address, only_new.address]) as to_new,
-        Client(addresses=[first.address, with_both.address]) as to_both,
+        OperatorClient(addresses=[first.address, only_new.address]) as to_new,
+        OperatorClient(addresses=[first.address, with_both.address]) as to_both,
         asyncio.TaskGroup() as reading,
     ):
         reading.create_task(ends.read(to_new, prompt))
@@ -125,7 +125,7 @@ async def test_new_weights_replace_old_ones_under_load(two: Two, reference: Refe
     served = after = 0
     replaced, over = asyncio.Event(), asyncio.Event()
 
-    async def ask(client: Client, number: int) -> None:
+    async def ask(client: OperatorClient, number: int) -> None:
         nonlocal served, after
         while not over.is_set():
             number = (number + 1) % len(prompts)
@@ -141,7 +141,7 @@ async def test_new_weights_replace_old_ones_under_load(two: Two, reference: Refe
         wanted = served + more
         assert await until(lambda: served >= wanted, timeout_s=DEADLINE_S)
 
-    async with Client(gateway.address) as client, asyncio.TaskGroup() as group:
+    async with OperatorClient(gateway.address) as client, asyncio.TaskGroup() as group:
         assert str(to_json(await client.cluster_status())["mixed"]).startswith("mixed revisions of the weights: v")
         for number in range(CLIENTS):
             group.create_task(ask(client, number))

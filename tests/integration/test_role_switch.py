@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, InvalidRequest
 from baton.protos.v1 import node_status_pb2
 from baton.security.certificates import write_set
@@ -41,7 +41,7 @@ async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gat
 
     first = open_gateway()
     load = Load([first.address], prompts, answers)
-    async with Client(first.address) as client, asyncio.TaskGroup() as group:
+    async with OperatorClient(first.address) as client, asyncio.TaskGroup() as group:
         switching, single = nodes[1].address, nodes[2].address
         loads = [group.create_task(load.run())]
         await load.until_served(CLIENTS)
@@ -85,7 +85,7 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
     async def chosen() -> Process:
         return await first_of(lambda node: until_status(node, lambda last: last.blocks_leased > 0), decodes)
 
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         asking = asyncio.create_task(client.complete(prompt, GREEDY))
         first = await chosen()
         switching = asyncio.create_task(client.switch_role(first.address, PREFILL, grace_s=1e6))
@@ -104,7 +104,7 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
         await until_status(node, nothing_held)
 
 
-async def until_roles(client: Client, *wanted: node_status_pb2.Role.ValueType) -> None:
+async def until_roles(client: OperatorClient, *wanted: node_status_pb2.Role.ValueType) -> None:
     """Returns when the gateway reaches nodes of these roles."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -122,7 +122,7 @@ async def test_a_gateway_moves_an_idle_decode_node_to_where_prompts_wait(start: 
     gateway = start.gateway([prefill], decodes, model=LLAMA, balance_roles=True, **rules)
     prompts = reference.prompts([60, 70])
     answers = [reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids for prompt in prompts]
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         start.let_go(prefill)  # it learns what steps cost, and then reports seconds
         first = await client.complete(prompts[0], GREEDY)
         start.allow_steps(0, prefill)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
 from baton.protos.v1 import node_status_pb2
@@ -36,7 +36,7 @@ class Load:
 
     async def run(self) -> None:
         """Until `end`."""
-        async with Client(addresses=self.addresses) as client, asyncio.TaskGroup() as group:
+        async with AsyncClient(addresses=self.addresses) as client, asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(self._ask(client, number))
 
@@ -47,7 +47,7 @@ class Load:
         wanted = self.served + more
         assert await until(lambda: self.served >= wanted, timeout_s=DEADLINE_S)
 
-    async def _ask(self, client: Client, number: int) -> None:
+    async def _ask(self, client: AsyncClient, number: int) -> None:
         while not self._over.is_set():
             which = number % len(self.prompts)
             completion = await client.complete(self.prompts[which], self.sampling, timeout_s=DEADLINE_S)

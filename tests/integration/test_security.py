@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded, PermissionDenied, Unauthenticated
 from baton.core.types import Grammar, GrammarKind
 from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
@@ -50,8 +50,9 @@ class Secured:
     keys: dict[str, str]
     logs: Path
 
-    def client(self, name: str | None) -> Client:
-        return Client(self.gateway.address, api_key=self.keys[name] if name else None, tls_ca=self.folder / "ca.crt")
+    def client(self, name: str | None) -> OperatorClient:
+        key = self.keys[name] if name else None
+        return OperatorClient(self.gateway.address, api_key=key, tls_ca=self.folder / "ca.crt", retry_s=0.0)
 
     def dial(self, role: Role, *, to: str = NODE) -> Dial:
         return dial_with(self.folder, role, to=to)
@@ -135,7 +136,7 @@ async def test_the_same_over_http(secured: Secured, reference: Reference) -> Non
 async def test_a_caller_without_a_valid_key_is_unauthenticated_on_both_ports(secured: Secured) -> None:
     target, ca = secured.gateway.address, secured.folder / "ca.crt"
     for key in (None, "baton-guessed", "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhIn0."):
-        async with Client(target, api_key=key, tls_ca=ca) as client:
+        async with OperatorClient(target, api_key=key, tls_ca=ca) as client:
             with pytest.raises(Unauthenticated):
                 await client.complete(PROMPT)
             with pytest.raises(Unauthenticated):
@@ -173,11 +174,11 @@ async def test_a_client_over_its_limit_is_told_when_to_come_back_and_disturbs_no
 async def test_a_client_without_tls_or_with_another_ca_is_refused_with_the_reason(
     secured: Secured, tmp_path: Path
 ) -> None:
-    async with Client(secured.gateway.address, api_key=secured.keys["alice"]) as client:
+    async with OperatorClient(secured.gateway.address, api_key=secured.keys["alice"]) as client:
         with pytest.raises(NoNode, match="cannot reach"):
             await client.complete(PROMPT)
     Authority.new(days=1).pair.write(tmp_path, "ca")
-    async with Client(secured.gateway.address, tls_ca=tmp_path / "ca.crt") as client:
+    async with OperatorClient(secured.gateway.address, tls_ca=tmp_path / "ca.crt") as client:
         with pytest.raises(NoNode, match="not from the CA that is trusted here"):
             await client.complete(PROMPT)
 
@@ -307,7 +308,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def is_refused(client: Client) -> bool:
+async def is_refused(client: OperatorClient) -> bool:
     try:
         await client.list_models()
     except Unauthenticated:
@@ -346,7 +347,7 @@ async def shows(address: str, certificate: str) -> bool:
     return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port))) == certificate
 
 
-async def is_reached(client: Client) -> bool:
+async def is_reached(client: OperatorClient) -> bool:
     """False until the client has looked at its CA."""
     try:
         return bool(await client.list_models())

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Process
-from baton.client.client import Client
-from baton.client.outputs import collect
+from baton.client.client import AsyncClient
 from baton.core.errors import NoNode
 from baton.core.sampling import SamplingParams
 from baton.node.waiting import until
@@ -105,11 +104,11 @@ async def test_a_chat_with_only_a_seed_draws_as_the_checkpoint_says_and_goes_on_
     shutil.copytree(LLAMA, tuned)
     (tuned / "generation_config.json").write_text('{"temperature": 0.0}')
     prefill, decode = start.nodes(("prefill", NODE), ("decode", {**NODE, "max_context_tokens": 128}))
-    async with Client(start.gateway([prefill], [decode], model=tuned).address) as client:
+    async with AsyncClient(start.gateway([prefill], [decode], model=tuned).address) as client:
         hello = [{"role": "user", "content": "Write a function."}]
-        of_params = await collect(client.chat(hello, SamplingParams(seed=1, ignore_eos=True)))
-        of_mapping = await collect(client.chat(hello, {"seed": 2, "ignore_eos": True}))
-        greedy = await collect(client.chat(hello, SamplingParams(temperature=0.0, ignore_eos=True)))
+        of_params = await client.chat(hello, SamplingParams(seed=1, ignore_eos=True))
+        of_mapping = await client.chat(hello, {"seed": 2, "ignore_eos": True})
+        greedy = await client.chat(hello, SamplingParams(temperature=0.0, ignore_eos=True))
     assert [token.token_id for token in of_params.tokens] == [token.token_id for token in of_mapping.tokens]
     assert [token.token_id for token in of_params.tokens] == [token.token_id for token in greedy.tokens]
     assert of_params.usage.prompt_tokens + of_params.usage.completion_tokens == 128

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import module_of
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
 from tests.warm import run_warm
@@ -162,6 +162,6 @@ async def test_a_cluster_serves_whatever_proxies_the_environment_names(
             monkeypatch.setenv(each, "http://127.0.0.1:9")
     nodes = start.nodes(("prefill", {}), ("decode", {}))
     gateway = start.gateway(nodes[:1], nodes[1:])
-    async with Client(gateway.address) as client:
+    async with AsyncClient(gateway.address) as client:
         served = await client.complete(list(range(5, 100)), SamplingParams(max_tokens=4))
     assert served.receipt.path == "remote"

@@ -43,7 +43,7 @@ def assert_same(result: Result, expected: Expected, label: str) -> None:
 def assert_moved(result: Result, prompt: list[int], model: Path) -> None:
     receipt = result.proof
     assert receipt.path is RequestPath.REMOTE, receipt
-    assert receipt.prompt_tokens_sent == len(prompt) - result.cached_tokens
+    assert receipt.prompt_tokens_sent == len(prompt) - receipt.decode_cached_tokens
     assert receipt.bytes_sent == receipt.prompt_tokens_sent * bytes_per_token(model)
     assert receipt.segments >= 1
     assert receipt.transport not in ("", "loopback")
@@ -151,7 +151,9 @@ async def test_a_prefix_hit_on_the_decode_node_sends_only_the_rest(model: Path, 
         gateway = start.gateway([prefill], [decode], model=model)
         await generate(gateway, long_prompt[:100], params)
         result = await generate(gateway, long_prompt, params)
-        assert result.cached_tokens == 96  # full blocks of 16 out of 100 tokens
+        # Full blocks out of 100 tokens: of 16 on the decode node, of 64 on the prefill node, which computes the rest.
+        assert result.proof.decode_cached_tokens == 96
+        assert result.cached_tokens == result.proof.prefill_cached_tokens == 64
         assert_same(result, reference.greedy(long_prompt, 8), "after a partial hit")
         assert_moved(result, long_prompt, model)
         salted = await generate(gateway, long_prompt, params, cache_salt="another tenant")

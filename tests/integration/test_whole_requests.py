@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
 from baton.gateway.fleet import fleet
@@ -40,7 +40,7 @@ async def test_a_request_is_served_by_a_prefill_node_and_continues_on_the_decode
     gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_whole, local_policy="elastic")
     whole, moved = reference.prompts([150, 100])
     names = [(await status(node)).info.name for node in (prefill, decode)]
-    async with Client(gateway.address) as client:
+    async with OperatorClient(gateway.address) as client:
         start.allow_steps(
             3 + 11, prefill
         )  # the prompt's steps, the last of which draws a token, and one for each other

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.cli.processes import Process, Processes
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.core.errors import NoNode, PeerRefused
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
@@ -75,7 +75,7 @@ async def test_this_client_gets_the_answers_of_an_older_cluster(mixed: Mixed, re
 async def test_this_gateway_says_why_it_cannot_use_older_nodes(mixed: Mixed) -> None:
     nodes = [mixed.old.prefill], [mixed.old.decode]
     gateway = mixed.start.gateway(*nodes, wait=False, model=LLAMA, local_policy="strict", failover_wait_s=0)
-    async with Client(gateway.address) as client, asyncio.timeout(DEADLINE_S):
+    async with OperatorClient(gateway.address) as client, asyncio.timeout(DEADLINE_S):
         while True:
             details = [node.detail for node in (await client.cluster_status()).nodes]
             if sum("docs/upgrades.md" in each for each in details) == len(mixed.old):

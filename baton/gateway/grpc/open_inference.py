@@ -11,7 +11,7 @@ import grpc
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 from baton.core.version import __version__
 from baton.gateway.fleet.fleet import Fleet
-from baton.gateway.grpc.call import GrpcCall, answering, check_ids
+from baton.gateway.grpc.call import GrpcCall, answering
 from baton.gateway.grpc.open_inference_messages import (
     INPUTS,
     OUTPUTS,
@@ -23,6 +23,7 @@ from baton.gateway.grpc.open_inference_messages import (
 )
 from baton.gateway.serving.collected import AnswerCollector
 from baton.gateway.serving.serving import Serving
+from baton.gateway.serving.validate import check_request_id
 from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.inference import open_inference_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
@@ -71,7 +72,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
             if asked.stream:
                 cure = "call ModelStreamInfer"
                 raise InvalidRequest("stream is true", field="stream", value=True, allowed=("false",), cure=cure)
-            asked.message.request_id = await call.begin(request.id)
+            request.id = asked.message.request_id = await call.begin(request.id)
             return await self._whole(request, asked, call)
 
     # Its stub has no handler that writes to its context, either.
@@ -90,7 +91,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
                     await context.write(oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed))
 
     async def _answer(self, request: oip.ModelInferRequest, call: GrpcCall, context: Context) -> None:
-        check_ids("id", [request.id])
+        request.id = check_request_id(request.id)  # draws one where it is empty
         asked = read_request(request)
         if not asked.stream:
             whole = await self._whole(request, asked, call, final=True)

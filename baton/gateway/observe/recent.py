@@ -139,6 +139,7 @@ def shown(finished: FinishedRequest) -> Shown:
             "transfer_s": _seconds(receipt.transfer_s),
             "attempts": receipt.attempts,
             "prefill_cached_tokens": receipt.prefill_cached_tokens,
+            "decode_cached_tokens": receipt.decode_cached_tokens,
             "split_tokens": receipt.split_tokens,
             "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
         },

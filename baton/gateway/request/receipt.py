@@ -30,9 +30,10 @@ class ReceiptDraft:
         retries: what `failed` has recorded, for metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str = "") -> None:
         self.attempts = 0
-        self.cached_tokens = 0
+        self._request_id = request_id
+        self._decode_cached_tokens = 0
         self._path = Path.LOCAL
         self._path_why = ""
         self.retries: list[Retry] = []
@@ -80,7 +81,7 @@ class ReceiptDraft:
     def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
         self._decode_node = decode_node
         self._ticket = message.ticket
-        self.cached_tokens = message.cached_tokens
+        self._decode_cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
@@ -102,7 +103,7 @@ class ReceiptDraft:
         self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
         self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
         self._prefill_version = ""
-        self.cached_tokens = message.cached_tokens
+        self._decode_cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
         self._ticket = lease_pb2.Ticket()
         self._split_tokens = 0
@@ -124,6 +125,15 @@ class ReceiptDraft:
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens that no node computed.
+
+        The node that computes a prompt's beginning needs its KV, so only that node's own cache saves work: KV that just
+        the decode node has is not sent, but the prefill node computes it.
+        """
+        return self._decode_cached_tokens if self._path is Path.LOCAL else self._scheduled.cached_tokens
 
     def finish(self, *, ttft_s: float, total_s: float) -> Receipt:
         """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
@@ -153,6 +163,8 @@ class ReceiptDraft:
             revision_name=self._revision_name,
             prefill_version=self._prefill_version,
             decode_version=self._decode_version,
+            decode_cached_tokens=self._decode_cached_tokens,
+            request_id=self._request_id,
         )
 
     def _forget_prefill(self) -> None:

@@ -43,7 +43,7 @@ class GatewayRequestState:
         )
         self.messages = NodeMessages(request, rules.local_policy)
         self.output = RequestOutput(request, detokenizer, meter)
-        self.receipt = ReceiptDraft()
+        self.receipt = ReceiptDraft(request.request_id)
         self.now_s = request.started_at_s
         self.commands: list[Command] = []
 

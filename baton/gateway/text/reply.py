@@ -204,6 +204,7 @@ class Reply:
     def last(self, end: OutputEnd, usage: Usage, receipt: Receipt) -> pb.GenerateResponse:
         """The last message: the text that was held back, how the output ended, usage and receipt."""
         return pb.GenerateResponse(
+            request_id=self._request_id,
             text="" if self._stopped else self._held_back(),
             finish_reason=end.reason,
             stop_reason=end.stop_reason,

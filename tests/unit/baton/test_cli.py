@@ -42,6 +42,7 @@ RECEIPT = Receipt(
     segment_bytes=2048,
     kv_converted="bfloat16 to float8_e4m3fn",
     layer_groups=3,
+    request_id="zip-1",
 )
 USAGE = Usage(prompt_tokens=84, completion_tokens=11, cached_tokens=0)
 
@@ -140,8 +141,9 @@ def test_help_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_json_of_a_completion() -> None:
     tokens = (TokenOutput(7, 0, -0.5, ((7, -0.5), (8, -1.5))), TokenOutput(9, 1, -0.25))
-    printed = to_json(Completion("ab", tokens, FinishReason.STOP, "", USAGE, RECEIPT))
-    assert set(printed) == {"text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
+    printed = to_json(Completion("ab", tokens, FinishReason.STOP, "", USAGE, RECEIPT, request_id="zip-1"))
+    assert printed["request_id"] == "zip-1"
+    assert set(printed) == {"request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
     assert (printed["text"], printed["token_ids"], printed["finish_reason"]) == ("ab", [7, 9], "stop")
     assert printed["logprobs"] == [
         {
@@ -167,6 +169,7 @@ def test_the_summary_has_path_speed_and_transfer() -> None:
     assert "complete 2.0 ms after the first token" in shown
     assert "the KV was converted: bfloat16 to float8_e4m3fn" in shown
     assert "each chunk was sent in 3 groups of layers" in shown
+    assert shown.endswith("request zip-1")
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client.client import Client
+from baton.client.client import AsyncClient
 from baton.core.errors import NoNode
 from baton.core.proxies import proxy_for
 from baton.rpc.server import GrpcServer, connect
@@ -117,7 +117,7 @@ async def test_a_client_reaches_a_far_gateway_through_the_proxy(
 ) -> None:
     async with http_proxy(server) as (address, asked):
         monkeypatch.setenv(name, address)
-        async with Client(FAR) as client:
+        async with AsyncClient(FAR) as client:
             with pytest.raises(NoNode, match="is not a gateway"):
                 await client.tokenize("x")
     assert asked == [f"CONNECT {FAR} HTTP/1.1"]
@@ -125,7 +125,7 @@ async def test_a_client_reaches_a_far_gateway_through_the_proxy(
 
 async def test_an_unreachable_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", DEAD)
-    async with Client(FAR) as client:
+    async with AsyncClient(FAR) as client:
         with pytest.raises(NoNode) as caught:
             await client.tokenize("x")
     assert f"cannot reach {FAR} through the proxy 127.0.0.1:9 (https_proxy): " in str(caught.value)
@@ -138,7 +138,7 @@ async def test_nothing_within_the_cluster_or_on_this_machine_uses_a_proxy(
     server: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, DEAD)
-    async with Client(server) as client:
+    async with AsyncClient(server) as client:
         with pytest.raises(NoNode, match="is not a gateway"):
             await client.tokenize("x")
     async with connect(server) as channel:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.client.resumption import AnswerProgress, prepare_to_resume
+from baton.client.resumption import AnswerProgress, prepare
 from baton.core.errors import NoNode
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
@@ -113,7 +113,7 @@ def test_what_a_gateway_would_draw_is_drawn_once(seed: int | None) -> None:
     request = pb.GenerateRequest(request_id="" if seed is None else "mine")
     if seed is not None:
         request.sampling.seed = seed
-    prepare_to_resume(request)
+    prepare(request, resumes=True)
     assert request.sampling.HasField("seed")
     assert seed is None or (request.sampling.seed, request.request_id) == (seed, "mine")
     assert request.request_id

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from baton.client.messages import request_message
+from baton.client.messages import generate_message
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SAMPLING_FIELDS, SamplingParams
 from baton.core.sampling_field import HTTP, Door
@@ -25,12 +25,12 @@ BODIES: dict[Door, type[Model]] = {
 
 def test_params_and_a_mapping_send_the_same() -> None:
     given: dict[str, Any] = {"seed": 1, "stop": ["x"], "logit_bias": {3: 1.5}}
-    message = request_message(SamplingParams(**given), {})
-    assert message == request_message(given, {})
+    message = generate_message([1], SamplingParams(**given), {})
+    assert message == generate_message([1], given, {})
     assert {field.name for field, _ in message.sampling.ListFields()} == {*given}
 
 
-@pytest.mark.parametrize("make", [SamplingParams, lambda **given: request_message(given, {})])
+@pytest.mark.parametrize("make", [SamplingParams, lambda **given: generate_message([1], given, {})])
 def test_a_misspelt_parameter_is_a_type_error_with_the_allowed_ones(make: Any) -> None:
     with pytest.raises(TypeError, match=r"no sampling parameter tempreture; there are max_tokens, .*temperature"):
         make(tempreture=1.0)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from baton.cli.frame import Frame
 from baton.cli.top import Frames
-from baton.client.client import Client
+from baton.client.operators import OperatorClient
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
 from baton.gateway.http.view import View
 from baton.gateway.request.connections import Connections
@@ -65,7 +65,7 @@ def drawn(frame: Frame) -> str:
 
 
 async def test_the_client_gets_what_the_page_gets(gateway: Gateway) -> None:
-    async with gateway.served() as address, Client(address) as client:
+    async with gateway.served() as address, OperatorClient(address) as client:
         got, page = json.loads(await client.cluster_view()), json.loads(await gateway.view.shown_to(EVERYBODY))
     assert got.keys() == page.keys()
     assert (got["gateway"], got["sees"]) == ("gateway-1", "cluster")

@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.client.client import Client
-from baton.client.outputs import Notice, Piece, collect_all
+from baton.client.client import AsyncClient
+from baton.client.outputs import Notice, Piece
 from baton.core.errors import Overloaded
 from baton.gateway.grpc.call import GrpcCall
 from baton.gateway.grpc.services import SERVICE_NAMES, add_services
@@ -160,7 +160,7 @@ class Scripted(generation_pb2_grpc.GenerationServicer):
 
 
 @pytest.fixture
-async def several() -> AsyncIterator[tuple[Client, Scripted]]:
+async def several() -> AsyncIterator[tuple[AsyncClient, Scripted]]:
     """A client of a gateway that gives a notice and two outputs of a chat."""
     end = {"finish_reason": common_pb2.FINISH_REASON_STOP, "receipt": common_pb2.Receipt(path=common_pb2.PATH_LOCAL)}
     call = pb.ToolCallDelta(id="c", name="f", arguments="{")
@@ -174,14 +174,16 @@ async def several() -> AsyncIterator[tuple[Client, Scripted]]:
     async with GrpcServer("127.0.0.1:0", advertise=None) as server:
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         await server.start([])
-        async with Client(server.address) as client:
+        async with AsyncClient(server.address) as client:
             yield client, service
 
 
-async def test_the_client_has_notices_and_chat_pieces_as_events(several: tuple[Client, Scripted]) -> None:
+async def test_the_client_has_notices_and_chat_pieces_as_events(several: tuple[AsyncClient, Scripted]) -> None:
     client, service = several
-    events = [event async for event in client.chat([{"role": "user", "content": "hé"}], n=2, tool_choice="none")]
-    assert events[0] == Notice("the decode node was lost")
+    asked = client.stream_chat([{"role": "user", "content": "hé"}], n=2, tool_choice="none", request_id="mine")
+    events = [event async for event in asked]
+    assert events[0] == Notice("the decode node was lost", "mine")
+    assert {event.request_id for event in events} == {"mine"}
     assert events[0].text == ""
     assert isinstance(events[1], Piece)
     assert (events[1].index, events[1].chat and events[1].chat.content) == (1, "b")
@@ -192,23 +194,23 @@ async def test_the_client_has_notices_and_chat_pieces_as_events(several: tuple[C
     assert not request.HasField("sampling")
 
 
-async def test_the_client_joins_outputs_by_index(several: tuple[Client, Scripted]) -> None:
-    first, second = await collect_all(several[0].chat([], n=2))
+async def test_the_client_joins_outputs_by_index(several: tuple[AsyncClient, Scripted]) -> None:
+    first, second = await several[0].chat([], n=2)
+    assert first.request_id == second.request_id == several[1].requests[0].request_id != ""
     assert (first.index, second.index, second.text) == (0, 1, "b")
-    assert first.chat is not None
-    assert first.chat.reasoning == "a"
-    assert [(call.name, call.arguments) for call in first.chat.tool_calls] == [("f", "{}")]
+    assert (first.text, first.raw_text, first.reasoning) == ("", "a", "a")
+    assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", "{}")]
     assert first.usage == second.usage
     assert second.usage.completion_tokens == 2
 
 
 async def test_the_overload_is_typed_for_the_client(door: Door) -> None:
-    async with Client(door.address) as client:
+    async with AsyncClient(door.address, retry_s=0.0) as client:
         events = client.generate("a")
         first = asyncio.create_task(anext(events))
         await door.decode.submission()
         with pytest.raises(Overloaded) as caught:
-            await client.complete("b")
-        assert caught.value.retry_after_s == 1.0
+            await client.complete("b", request_id="refused")
+        assert (caught.value.retry_after_s, caught.value.request_id) == (1.0, "refused")
         first.cancel()
         await asyncio.wait([first])

@@ -10,7 +10,7 @@ def reserved() -> decode_pb2.Reserved:
 
 
 def remote() -> ReceiptDraft:
-    draft = ReceiptDraft()
+    draft = ReceiptDraft("zip-1")
     draft.submitted(revision="abc", revision_name="v7", decode_version="2")
     draft.reserved("decode-0", reserved())
     draft.calling("prefill-0", "cma", "bfloat16 to float8_e4m3fn", "1")
@@ -28,14 +28,14 @@ def test_a_remote_prefill() -> None:
     )
     draft.admitted(decode_pb2.Admitted(transfer_s=0.01, bytes_received=4096, segments=2))
     receipt = draft.finish(ttft_s=1.0, total_s=2.0)
-    assert receipt.path is Path.REMOTE
+    assert (receipt.request_id, receipt.path) == ("zip-1", Path.REMOTE)
     assert receipt.why == "prompt prefilled on prefill-0"
     assert (receipt.prefill_node, receipt.decode_node, receipt.transport) == ("prefill-0", "decode-0", "tcp")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 2)
     assert (receipt.segment_bytes, receipt.layer_groups) == (3072, 3)
     assert receipt.kv_converted == "bfloat16 to float8_e4m3fn"
     assert (receipt.queue_s, receipt.prefill_s, receipt.transfer_s) == (0.75, 0.125, 0.01)
-    assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)
+    assert (receipt.attempts, receipt.prefill_cached_tokens, receipt.decode_cached_tokens) == (1, 32, 16)
     assert (receipt.revision, receipt.revision_name) == ("abc", "v7")
     assert (receipt.prefill_version, receipt.decode_version) == ("1", "2")
 
@@ -60,3 +60,19 @@ def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
     assert (receipt.prefill_version, receipt.decode_version) == ("", "2")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.attempts) == (0, 0, 2)
     assert (receipt.queue_s, receipt.prefill_s) == (0.5, 0.75)
+
+
+def test_cached_tokens_are_those_that_the_computing_node_had() -> None:
+    draft = remote()
+    assert draft.cached_tokens == 32, "the prefill node computed the others, also where the decode node had them"
+    draft.accepted("decode-0", decode_pb2.Accepted(why="the prefill node is lost", cached_tokens=48))
+    assert draft.cached_tokens == 48
+
+
+def test_cached_tokens_of_a_prompt_whose_prefill_node_had_fewer_than_the_decode_node() -> None:
+    draft = ReceiptDraft()
+    draft.reserved("decode-0", reserved())
+    draft.calling("prefill-0", "cma", "")
+    draft.scheduled(prefill_pb2.PrefillScheduled(cached_tokens=0))
+    receipt = draft.finish(ttft_s=1.0, total_s=2.0)
+    assert (draft.cached_tokens, receipt.prefill_cached_tokens, receipt.decode_cached_tokens) == (0, 0, 16)

@@ -99,7 +99,7 @@ function detail(request) {
     if (receipt.segments) {
       add("transfer", `${count(receipt.segments)} segments, ${bytes(receipt.bytes_sent)} over ${receipt.transport}, in ${receipt.layer_groups} layer group${receipt.layer_groups === 1 ? "" : "s"}; ${seconds(receipt.transfer_s)} after the first token${receipt.kv_converted ? `; ${receipt.kv_converted}` : ""}`);
     }
-    add("cached", `${count(request.cached_tokens)} tokens on the decode node, ${count(receipt.prefill_cached_tokens)} on the prefill node`);
+    add("cached", `${count(request.cached_tokens)} tokens not computed; ${count(receipt.prefill_cached_tokens)} on the prefill node, ${count(receipt.decode_cached_tokens)} on the decode node`);
     if (receipt.predicted_ttft_s !== null) add("predicted", `first token after ${seconds(receipt.predicted_ttft_s)}; it came after ${seconds(request.ttft_s)}`);
     add("attempts", receipt.attempts);
   }

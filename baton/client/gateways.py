@@ -1,0 +1,183 @@
+"""The gateways of one client: channels, which gateway is asked next, and what a failed call means."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import TypeVar
+
+import grpc
+
+from baton.core.errors import BatonError, DeadlineExceeded, Draining, NoNode, Overloaded
+from baton.protos.v1 import generation_pb2_grpc, operations_pb2_grpc
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.access import client_proxy, dial_gateway
+from baton.security.tls import Dial
+
+Answer = TypeVar("Answer")
+
+# Without our details: how gRPC ends a call whose server process is going away.
+_BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_REFUSALS = (Overloaded, NoNode, Draining)
+_RETRY_S_MIN = 0.01  # a server that says "at once" is not asked in a busy loop
+_RETRY_S = 60.0  # how long refusals are retried where the call has no deadline
+
+
+class LostGateway(Exception):
+    """The gateway is not there or takes no requests; `error` is what that means if there is no other one."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Gateway:
+    """One gateway's address and the channel to it."""
+
+    def __init__(self, target: str, dial: Dial | None) -> None:
+        self.target = target
+        self.proxy = client_proxy(target)
+        self.channel = connect(target, dial=dial, proxy=self.proxy)
+        # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
+        self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
+        self.operations: operations_pb2_grpc.OperationsAsyncStub = operations_pb2_grpc.OperationsStub(self.channel)
+
+
+class Retries:
+    """How long a refused request is sent again: after the time that the refusal carries, before its deadline.
+
+    Args:
+        retry_s: the most time from now on; None: until the deadline, and for a minute where there is none.
+    """
+
+    def __init__(self, deadline_s: float | None, retry_s: float | None) -> None:
+        self.deadline_s = deadline_s
+        now_s = monotonic()
+        if retry_s is None:
+            self._until_s = now_s + _RETRY_S if deadline_s is None else deadline_s
+        else:
+            self._until_s = now_s + retry_s if deadline_s is None else min(deadline_s, now_s + retry_s)
+
+    def left_s(self) -> float | None:
+        """Time to the deadline; None: there is none."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - monotonic())
+
+    async def wait(self, refusal: BatonError) -> None:
+        """Returns when the request is to be sent again.
+
+        Raises:
+            BatonError: the refusal: waiting does not help, or not in time.
+        """
+        if not isinstance(refusal, _REFUSALS) or refusal.retry_after_s is None:
+            raise refusal from None
+        wait_s = max(_RETRY_S_MIN, refusal.retry_after_s)
+        if monotonic() + wait_s > self._until_s:
+            raise refusal from None
+        await asyncio.sleep(wait_s)
+
+
+class Gateways:
+    """One gateway or several in front of the same nodes, of which one is used until it is lost.
+
+    Args:
+        retry_s: see `Retries`.
+
+    Raises:
+        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+    """
+
+    def __init__(
+        self, targets: Sequence[str], *, api_key: str | None, tls_ca: str | Path | None, retry_s: float | None
+    ) -> None:
+        self.all = [
+            Gateway(each, dial_gateway(each, api_key=api_key, tls_ca=tls_ca)) for each in dict.fromkeys(targets)
+        ]
+        self.retry_s = retry_s
+        self._current = 0
+
+    @property
+    def current(self) -> Gateway:
+        """The gateway that is asked next."""
+        return self.all[self._current]
+
+    def leave(self, gateway: Gateway) -> None:
+        """The next gateway is used from now on, unless another request has left this one already."""
+        if self.current is gateway:
+            self._current = (self._current + 1) % len(self.all)
+
+    async def close(self) -> None:
+        for gateway in self.all:
+            await gateway.channel.close()
+
+    async def ask(
+        self,
+        ask: Callable[[Gateway, float | None], Awaitable[Answer]],
+        *,
+        timeout_s: float | None,
+        retry_s: float | None = None,
+    ) -> Answer:
+        """The answer of the first gateway that gives one.
+
+        Args:
+            ask: calls the gateway; gets the time that is left.
+            retry_s: None: the client's.
+        """
+        deadline_s = None if timeout_s is None else monotonic() + timeout_s
+        retries = Retries(deadline_s, self.retry_s if retry_s is None else retry_s)
+        while True:
+            try:
+                return await self._ask_once(ask, retries)
+            except BatonError as error:
+                await retries.wait(error)
+
+    async def _ask_once(self, ask: Callable[[Gateway, float | None], Awaitable[Answer]], retries: Retries) -> Answer:
+        for last in reversed(range(len(self.all))):
+            gateway = self.current
+            try:
+                with typed_errors(gateway):
+                    return await ask(gateway, retries.left_s())
+            except LostGateway as lost:
+                if not last:
+                    raise lost.error from None
+                self.leave(gateway)
+        raise AssertionError("the last gateway answers or raises")
+
+
+@contextmanager
+def typed_errors(gateway: Gateway) -> Iterator[None]:
+    """Turns gRPC's errors into ours.
+
+    Raises:
+        LostGateway: another gateway may answer.
+        BatonError: instead of any other gRPC status.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        typed, target = from_rpc_error(error), gateway.target
+        from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+        if isinstance(typed, Draining):
+            raise LostGateway(typed) from None
+        if from_gateway:
+            raise typed from None
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise LostGateway(_unreachable(gateway, last_cause(error))) from None
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            cure = "give the address of a gateway, not of a node; an older gateway lacks newer calls"
+            raise NoNode(f"{target} is not a gateway", field="target", value=target, cure=cure) from None
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded("the request did not finish in time", cure="allow more time") from None
+        if error.code() in _BROKEN_STREAM:
+            raise LostGateway(typed) from None
+        raise typed from None
+
+
+def _unreachable(gateway: Gateway, cause: str) -> NoNode:
+    target, through = gateway.target, ""
+    cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
+    if gateway.proxy is not None:
+        through = f" through the proxy {gateway.proxy}"
+        cure = f"name its host in no_proxy to reach it directly, or correct {gateway.proxy.variable}; else {cure}"
+    return NoNode(f"cannot reach {target}{through}: {cause}", field="target", value=target, cure=cure)

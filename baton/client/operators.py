@@ -1,0 +1,59 @@
+"""The client of operators: the command line, tests and tools ask a gateway about its cluster with it.
+
+It returns the wire's messages, which is why `baton` does not offer it to users.
+"""
+
+from collections.abc import AsyncIterable
+
+from baton.client.client import AsyncClient
+from baton.client.messages import set_text
+from baton.protos.v1 import node_status_pb2, operations_pb2
+
+
+class OperatorClient(AsyncClient):
+    """An `AsyncClient` that also asks what operators ask."""
+
+    async def loads(self) -> operations_pb2.GetLoadsResponse:
+        """How full each node is."""
+        return await self._ask(
+            lambda gateway, left_s: gateway.operations.GetLoads(operations_pb2.GetLoadsRequest(), timeout=left_s)
+        )
+
+    async def cluster_status(self) -> operations_pb2.ClusterStatusResponse:
+        """The cluster as the gateway sees it."""
+        request = operations_pb2.ClusterStatusRequest()
+        return await self._ask(lambda gateway, left_s: gateway.operations.ClusterStatus(request, timeout=left_s))
+
+    async def cluster_view(self) -> str:
+        """What the gateway's page /ui shows, as JSON."""
+        request = operations_pb2.ClusterViewRequest()
+        answer = await self._ask(lambda gateway, left_s: gateway.operations.ClusterView(request, timeout=left_s))
+        return answer.state_json
+
+    async def switch_role(
+        self, node: str, role: node_status_pb2.Role.ValueType, *, grace_s: float | None = None, force: bool = False
+    ) -> node_status_pb2.RoleSwitchProgress:
+        """Lets the node of that name or address switch to the role; returns when it has, and the gateway uses it so.
+
+        Args:
+            grace_s: how long its running requests may take to finish; None: the node's default.
+            force: even if no other node of its present role is left.
+
+        Raises:
+            BatonError: why it does not switch.
+        """
+        request = operations_pb2.SwitchNodeRoleRequest(role=role, grace_s=grace_s, force=force)
+        set_text(request, node=node)
+        # No deadline: the node's running requests may take as long as `grace_s`. No retries: operators see a refusal.
+        return await self._gateways.ask(
+            lambda gateway, _: _last_progress(gateway.operations.SwitchNodeRole(request)), timeout_s=None, retry_s=0.0
+        )
+
+
+async def _last_progress(
+    responses: AsyncIterable[operations_pb2.SwitchNodeRoleResponse],
+) -> node_status_pb2.RoleSwitchProgress:
+    last = node_status_pb2.RoleSwitchProgress()
+    async for response in responses:
+        last = response.progress
+    return last

@@ -1,0 +1,258 @@
+"""The client for programs without an event loop: `AsyncClient`'s calls, run by one thread of its own.
+
+with Client() as client:
+    for event in client.generate("Once upon a time", {"max_tokens": 64}):
+        print(event.text, end="")
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, overload
+
+from baton.client.client import UNARY_TIMEOUT_S, AsyncClient
+from baton.client.messages import ChatOptions, ChatStreamOptions, Options, Sampling, StreamOptions
+from baton.client.outputs import Completion, Event
+from baton.client.served import ModelCard, ModelInfo
+from baton.core.errors import Cancelled
+
+Answer = TypeVar("Answer")
+
+_CANCEL_S = 5.0  # how long an interrupted call may take to end its request
+
+
+class Client:
+    """As `AsyncClient`, for threads that may wait. Several threads may use one client at once.
+
+    Ctrl-C ends the request that the main thread waits for. Leaving a stream early, or closing it, ends its request.
+
+    Args:
+        target, addresses, api_key, tls_ca, unary_timeout_s, retry_s: as for `AsyncClient`.
+
+    Raises:
+        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        addresses: Sequence[str] = (),
+        api_key: str | None = None,
+        tls_ca: str | Path | None = None,
+        unary_timeout_s: float = UNARY_TIMEOUT_S,
+        retry_s: float | None = None,
+    ) -> None:
+        self._loop = _LoopThread()
+
+        async def connect() -> AsyncClient:  # channels belong to the loop in which they are made
+            return AsyncClient(
+                target,
+                addresses=addresses,
+                api_key=api_key,
+                tls_ca=tls_ca,
+                unary_timeout_s=unary_timeout_s,
+                retry_s=retry_s,
+            )
+
+        try:
+            self._client = self._loop.run(connect())
+        except BaseException:
+            self._loop.close(_nothing())
+            raise
+
+    @property
+    def target(self) -> str:
+        """The gateway that is asked next."""
+        return self._client.target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections; running requests end with `Cancelled`. A second call does nothing."""
+        self._loop.close(self._client.close())
+
+    # ---- requests
+
+    def generate(
+        self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[StreamOptions]
+    ) -> Generator[Event, None, None]:
+        """As `AsyncClient.generate`."""
+        return self._iterate(self._client.generate(prompt, sampling, **options))
+
+    @overload
+    def complete(
+        self, prompt: str | Sequence[int], sampling: Sampling = None, *, n: None = None, **options: Unpack[Options]
+    ) -> Completion: ...
+    @overload
+    def complete(
+        self, prompt: str | Sequence[int], sampling: Sampling = None, *, n: int, **options: Unpack[Options]
+    ) -> list[Completion]: ...
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> Completion | list[Completion]:
+        """As `AsyncClient.complete`."""
+        if n is None:
+            return self._loop.run(self._client.complete(prompt, sampling, **options))
+        return self._loop.run(self._client.complete(prompt, sampling, n=n, **options))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling = None,
+        **options: Unpack[ChatStreamOptions],
+    ) -> Generator[Event, None, None]:
+        """As `AsyncClient.stream_chat`."""
+        return self._iterate(self._client.stream_chat(messages, sampling, **options))
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling = None,
+        *,
+        n: None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling = None,
+        *,
+        n: int,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion | list[Completion]:
+        """As `AsyncClient.chat`."""
+        if n is None:
+            return self._loop.run(self._client.chat(messages, sampling, **options))
+        return self._loop.run(self._client.chat(messages, sampling, n=n, **options))
+
+    def abort(self, *request_ids: str) -> list[str]:
+        """As `AsyncClient.abort`."""
+        return self._loop.run(self._client.abort(*request_ids))
+
+    # ---- what a gateway knows
+
+    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        return self._loop.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        return self._loop.run(self._client.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens))
+
+    def list_models(self) -> list[ModelCard]:
+        """The served model and its adapters."""
+        return self._loop.run(self._client.list_models())
+
+    def model_info(self, model: str = "") -> ModelInfo:
+        """Limits, special tokens, default sampling and more of the served model."""
+        return self._loop.run(self._client.model_info(model))
+
+    def tokenizer(self, model: str = "") -> bytes:
+        """As `AsyncClient.tokenizer`."""
+        return self._loop.run(self._client.tokenizer(model))
+
+    def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
+        try:
+            while (event := self._loop.run(_next(events))) is not None:
+                yield event
+        finally:
+            if not self._loop.closed:
+                self._loop.run(events.aclose())
+
+
+async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
+    return await anext(events, None)
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, which does not keep the program from ending."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self.closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="baton-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """The coroutine's result. What interrupts the wait, such as Ctrl-C, cancels it first.
+
+        Raises:
+            RuntimeError: the client is closed.
+            Cancelled: it was closed meanwhile.
+        """
+        over = threading.Event()
+        with self._closing:  # what is submitted before `close` is cancelled by it; nothing is submitted after it
+            if self.closed:
+                work.close()
+                raise RuntimeError("the client is closed")
+            running = asyncio.run_coroutine_threadsafe(_announced(work, over.set), self._loop)
+        try:
+            return running.result()
+        except CancelledError:
+            raise Cancelled("the client was closed while the request ran") from None
+        except BaseException:
+            if not running.done():
+                running.cancel()
+                over.wait(_CANCEL_S)
+            raise
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Ends what still runs, runs `last`, and ends the thread."""
+        with self._closing:
+            if self.closed:
+                last.close()
+                return
+            self.closed = True
+            ending = asyncio.run_coroutine_threadsafe(_end_with(last), self._loop)
+        try:
+            ending.result(_CANCEL_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CANCEL_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
+async def _announced(work: Coroutine[Any, Any, Answer], announce: Callable[[], None]) -> Answer:
+    try:
+        return await work
+    finally:
+        announce()
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _end_with(last: Coroutine[Any, Any, None]) -> None:
+    """Cancels every other task of this loop, such as the calls of other threads, and awaits their ends, then `last`."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await last

@@ -1,0 +1,138 @@
+"""The client for programs without an event loop: whole answers, streams that end early, Ctrl-C, closing."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+import baton
+from baton.client.sync import Client
+from baton.core.errors import Cancelled, NoNode
+from baton.protos.v1 import common_pb2, generation_pb2_grpc
+from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.server import GrpcServer
+
+BOUND_S = 60.0
+
+
+class Endless(generation_pb2_grpc.GenerationServicer):
+    """A gateway that answers "short" at once, and anything else with one piece and then nothing."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()  # an endless answer was cancelled
+
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        for index in range(max(1, request.n)):
+            await context.write(pb.GenerateResponse(text="a piece", index=index))
+        try:
+            if request.text != "short":
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended.set()
+            raise
+        for index in range(max(1, request.n)):
+            end = pb.GenerateResponse(finish_reason=common_pb2.FINISH_REASON_STOP, index=index)
+            end.receipt.path = common_pb2.PATH_LOCAL
+            await context.write(end)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.ModelCard(name="llama", revisions=[pb.Revision(revision="abc")])])
+
+
+@asynccontextmanager
+async def endless() -> AsyncIterator[tuple[str, Endless]]:
+    service = Endless()  # type: ignore[abstract]  # clients call two methods
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server:
+        generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
+        await server.start([])
+        yield server.address, service
+
+
+async def test_answers_are_whole_or_streamed() -> None:
+    def use(address: str) -> None:
+        with Client(address) as client:
+            assert client.complete("short").text == "a piece"
+            assert [each.index for each in client.complete("short", n=3)] == [0, 1, 2]
+            assert "".join(event.text for event in client.generate("short")) == "a piece"
+            assert client.list_models() == [
+                baton.ModelCard("llama", "", 0, 0, (baton.ModelRevision(revision="abc", name=""),))
+            ]
+
+    async with endless() as (address, _):
+        await asyncio.to_thread(use, address)
+
+
+async def test_leaving_a_stream_early_ends_its_request() -> None:
+    def use(client: Client) -> None:
+        for event in client.generate("endless"):
+            assert event.text == "a piece"
+            break
+
+    async with endless() as (address, service):
+        client = await asyncio.to_thread(Client, address)
+        await asyncio.to_thread(use, client)
+        await asyncio.wait_for(service.ended.wait(), BOUND_S)
+        await asyncio.to_thread(client.close)
+
+
+async def test_closing_ends_what_another_thread_waits_for() -> None:
+    async with endless() as (address, service):
+        client = await asyncio.to_thread(Client, address)
+        events = client.generate("endless")
+        await asyncio.to_thread(next, events)
+        waiting = asyncio.create_task(asyncio.to_thread(lambda: next(events)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(client.close)
+        await asyncio.wait_for(service.ended.wait(), BOUND_S)
+        with pytest.raises((Cancelled, RuntimeError), match=r"the client (was|is) closed"):  # began before, or after
+            await asyncio.wait_for(waiting, BOUND_S)
+        client.close()  # once more
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            client.complete("short")
+
+
+def test_errors_are_those_of_the_asynchronous_client_and_no_thread_is_left() -> None:
+    with Client("127.0.0.1:9") as client:
+        with pytest.raises(NoNode, match="cannot reach"):
+            client.complete("short")
+        with pytest.raises(TypeError, match="no option 'request'"):
+            client.complete("short", request="mine")  # type: ignore[call-overload]
+    assert "baton-client" not in {thread.name for thread in threading.enumerate()}
+
+
+PROGRAM = """
+import sys
+from baton import Client
+client = Client(sys.argv[1])
+try:
+    for event in client.generate("endless"):
+        print(event.text, flush=True)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+    client.close()
+"""
+
+
+async def test_ctrl_c_ends_a_stream_and_its_request() -> None:
+    async with endless() as (address, service):
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PROGRAM, address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert program.stdout is not None
+        assert await asyncio.wait_for(program.stdout.readline(), BOUND_S) == b"a piece\n"
+        program.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(program.communicate(), BOUND_S)
+        assert (out, err, program.returncode) == (b"stopped\n", b"", 0)
+        await asyncio.wait_for(service.ended.wait(), BOUND_S)

@@ -16,7 +16,7 @@ from baton.node.failures import log_arrival, log_failure
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import decode_pb2 as pb
 from baton.rpc.error_detail import from_detail
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from decode_node.commands import (
     Abort,
     Admit,

@@ -12,7 +12,7 @@ from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.protos.v1 import prefill_pb2 as pb
 from baton.rpc.server import ListenAddress
 from baton.rpc.status import abort, client_may_leave
-from baton.settings.config import PrefillSettings
+from baton.settings.node_config import PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.driver import PrefillDriver

@@ -23,9 +23,10 @@ from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
 from baton.core.types import LocalPolicy, SamplingParams
 from baton.protos.v1 import common_pb2
-from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.config import DEMO_MODELS
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.settings.model_source import find_model
+from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
 _NODES_MAX = 256  # of each role, on one machine

@@ -1,7 +1,8 @@
 """How long a request the KV cache can hold: the default size in main memory, and a line where a cache is too small."""
 
 from baton.kvcache.spec import KVCacheSpec
-from baton.settings.config import CPU_CACHE_MIB, CPU_CACHE_SHARE, MIB, NodeSettings
+from baton.settings.config import MIB
+from baton.settings.node_config import CPU_CACHE_MIB, CPU_CACHE_SHARE, NodeSettings
 
 
 def cpu_cache_bytes(settings: NodeSettings, spec: KVCacheSpec, *, context_tokens: int, memory_bytes: int) -> int:
@@ -32,9 +33,7 @@ def shortage(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int, cont
         return ""
     blocks = -(-wanted // settings.block_size)
     mib = -(-blocks * settings.block_size * spec.bytes_per_token // MIB)
-    if settings.num_blocks is not None:
-        cure = f"--num-blocks {blocks} holds it"
-    elif on_gpu and settings.kv_cache_mib is None:
+    if on_gpu and settings.kv_cache_mib is None:
         cure = f"it needs {mib} MiB: raise --gpu-memory-fraction, or try --kv-cache-dtype fp8 or --tensor-parallel-size"
     else:
         cure = f"--kv-cache-mib {mib} holds it"

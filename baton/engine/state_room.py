@@ -17,7 +17,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
     """The number of slots of one rank's cache; 0 for models without states.
 
     Args:
-        given: the setting; 0: this chooses.
+        given: from a test; 0: this function chooses.
         spec: the rank's.
         seats: most requests of a step.
         most_bytes: what all slots may take together.
@@ -35,7 +35,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
             field="state_slots",
             value=given,
             allowed=(f"up to {fitting}", "0 to let the node choose"),
-            cure="lower --state-slots, or give the cache more memory",
+            cure="give the cache more memory",
         )
     if given:
         return given

@@ -103,7 +103,7 @@ _SWITCH_OUTCOME = Label("outcome", "how the switch of a role ended", tuple(Switc
 _REASON = Label("reason", "of the error", REASONS)
 _RETRY_REASON = Label("reason", f"of the error; {LOST}: the node was lost", (*REASONS, LOST))
 _STAGE = Label("stage", "which node failed or refused", ("prefill", "decode"))
-_FINISH = Label("finished_reason", "why the output ended", ("stop", "length"))
+_FINISH = Label("finish_reason", "why the output ended", ("stop", "length"))
 _PATH = Label("path", "where the prompt was computed", ("remote", "local", "split"))
 _REFUSAL = Label("reason", "why it did not run", ("full", "queue", "deadline", "shed"))
 _PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
@@ -187,21 +187,21 @@ METRICS: tuple[Metric, ...] = (
            "aborted; refused: they did not run for lack of room; failed: the cluster's fault", GATEWAY, (_OUTCOME,)),
     Metric("baton_request_errors_total", C, "requests",
            "Requests that ended with an error, by its reason", GATEWAY, (_REASON,)),
-    Metric("baton_door_errors_total", C, "requests",
+    Metric("baton_http_errors_total", C, "requests",
            "HTTP requests that were answered with an error before they became a request to the model: wrong body, no "
            "key, unknown path", GATEWAY, (_REASON,)),
     Metric("baton_requests_refused_total", C, "requests",
            "Requests that never ran, by reason. full: too many are here; queue: the wait would be too long; deadline: "
            "it would not end in time; shed: it waited and can no longer be in time", GATEWAY, (_REFUSAL,)),
-    Metric("baton_request_success_total", C, "outputs",
+    Metric("baton_output_success_total", C, "outputs",
            "Outputs that were served to their end, by why they ended", GATEWAY, (_FINISH,)),
-    Metric("baton_request_path_total", C, "outputs",
+    Metric("baton_output_path_total", C, "outputs",
            "Outputs by where their prompt was computed. local: on their decode node; split: in two parts",
            GATEWAY, (_PATH,)),
-    Metric("baton_request_retries_total", C, "attempts",
+    Metric("baton_output_retries_total", C, "attempts",
            "Attempts that failed and were followed by another one, by the node that failed and why",
            GATEWAY, (_STAGE, _RETRY_REASON)),
-    Metric("baton_request_fallbacks_total", C, "outputs",
+    Metric("baton_output_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
     Metric("baton_traces_total", C, "traces",
@@ -222,15 +222,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_ready", G, "",
            "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
     # ---- endpoint picker
-    Metric("baton_picks_total", C, "requests",
+    Metric("baton_picker_picks_total", C, "requests",
            "Requests of the proxy, by what the picker answered. no_gateway: none that was allowed is ready; shed: "
            "requests wait on all of them, and this one is sheddable", PICKER, (_PICK,)),
-    Metric("baton_picks_by_affinity_total", C, "requests",
+    Metric("baton_picker_picks_by_affinity_total", C, "requests",
            "Requests that got a gateway, by whether it is the one that their session or prompt belongs to",
            PICKER, (_AFFINITY,)),
-    Metric("baton_pick_failovers_total", C, "requests",
+    Metric("baton_picker_failovers_total", C, "requests",
            "Requests that another gateway served than the first one picked, as the proxy reported", PICKER),
-    Metric("baton_pick_gateways", G, "gateways",
+    Metric("baton_picker_gateways", G, "gateways",
            "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
@@ -242,9 +242,9 @@ METRICS: tuple[Metric, ...] = (
            NODES, (_TIER,)),
     Metric("baton_prefix_cache_hits_total", C, "tokens",
            "Tokens whose KV the prefix cache had", NODES, (_TIER,)),
-    Metric("baton_request_prompt_tokens", H, "tokens",
+    Metric("baton_output_prompt_tokens", H, "tokens",
            "Prompt length of outputs that were served to their end", GATEWAY, (), _TOKENS),
-    Metric("baton_request_generation_tokens", H, "tokens",
+    Metric("baton_output_generation_tokens", H, "tokens",
            "Length of outputs that were served to their end", GATEWAY, (), _TOKENS),
     # ---- times of requests at the gateway
     Metric("baton_time_to_first_token_seconds", H, "seconds",
@@ -257,14 +257,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_request_admission_time_seconds", H, "seconds",
            "From a request's arrival at the gateway until it may run: its check, template, tokenizer, and the wait "
            "for its turn", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_queue_time_seconds", H, "seconds",
+    Metric("baton_output_queue_time_seconds", H, "seconds",
            "Time that an output waited on nodes, for blocks and for steps", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_prefill_time_seconds", H, "seconds",
+    Metric("baton_output_prefill_time_seconds", H, "seconds",
            "Time that an output's prompt was computed", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_transfer_time_seconds", H, "seconds",
+    Metric("baton_output_transfer_time_seconds", H, "seconds",
            "Exposed transfer: from the sampled first token until all KV is on the decode node. Only of outputs with a "
            "hand-over", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_decode_time_seconds", H, "seconds",
+    Metric("baton_output_decode_time_seconds", H, "seconds",
            "From an output's first token to its end", GATEWAY, (), _SLOW_S),
     # ---- role
     Metric("baton_role_switches_total", C, "switches",

@@ -17,7 +17,7 @@ from baton.node.service import SERVICE_NAME, NodeService
 from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
 from baton.rpc.convert import role_name
 from baton.rpc.server import GrpcServer
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 
 class Starting:

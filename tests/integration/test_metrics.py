@@ -128,9 +128,9 @@ def test_a_gateway_counts_what_its_clients_got(cluster: Cluster) -> None:
     for outcome, count in outcomes.items():
         assert page.value("baton_requests_total", outcome=outcome) == count, outcome
         assert page.value("baton_e2e_request_latency_seconds_count", outcome=outcome) == count
-    assert page.value("baton_door_errors_total", reason="INVALID_REQUEST") == 1
-    assert page.value("baton_request_success_total", finished_reason="length") == 3
-    assert page.value("baton_request_path_total") == 3
+    assert page.value("baton_http_errors_total", reason="INVALID_REQUEST") == 1
+    assert page.value("baton_output_success_total", finish_reason="length") == 3
+    assert page.value("baton_output_path_total") == 3
     assert page.value("baton_generation_tokens_total") == 3 * TOKENS
     assert page.value("baton_prompt_tokens_total") == 2 * len(PROMPT) + 64
     assert page.value("baton_time_to_first_token_seconds_count") == 3
@@ -143,8 +143,8 @@ def test_a_gateway_counts_what_its_clients_got(cluster: Cluster) -> None:
 
 def test_nodes_count_the_same_tokens_and_bytes(cluster: Cluster) -> None:
     gateway, prefill, decode = scrape(cluster.gateway), scrape(cluster.prefill), scrape(cluster.decode)
-    handed_over = gateway.value("baton_request_path_total", path="remote")
-    assert handed_over == gateway.value("baton_request_transfer_time_seconds_count") > 0
+    handed_over = gateway.value("baton_output_path_total", path="remote")
+    assert handed_over == gateway.value("baton_output_transfer_time_seconds_count") > 0
     sent = prefill.value("baton_kv_transfer_bytes_total", direction="sent")
     assert sent == decode.value("baton_kv_transfer_bytes_total", direction="received") > 0
     assert sent == prefill.value("baton_link_bytes_total") == decode.value("baton_link_bytes_total")

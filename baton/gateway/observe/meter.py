@@ -53,23 +53,23 @@ class RequestMeter:
         self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
         self._requests = tally.counters("baton_requests_total")
         self._errors = tally.counters("baton_request_errors_total")
-        self._door_errors = tally.counters("baton_door_errors_total")
-        self._success = tally.counters("baton_request_success_total")
-        self._paths = tally.counters("baton_request_path_total")
+        self._door_errors = tally.counters("baton_http_errors_total")
+        self._success = tally.counters("baton_output_success_total")
+        self._paths = tally.counters("baton_output_path_total")
         self._retries = {
-            Retry(stage, reason): tally.counter("baton_request_retries_total", stage, reason)
+            Retry(stage, reason): tally.counter("baton_output_retries_total", stage, reason)
             for stage in (PREFILL, DECODE)
             for reason in (*REASONS, LOST)
         }
-        self._fallbacks = tally.counters("baton_request_fallbacks_total")
-        self._prompt_length = tally.histogram("baton_request_prompt_tokens")
-        self._output_length = tally.histogram("baton_request_generation_tokens")
+        self._fallbacks = tally.counters("baton_output_fallbacks_total")
+        self._prompt_length = tally.histogram("baton_output_prompt_tokens")
+        self._output_length = tally.histogram("baton_output_generation_tokens")
         self._e2e = {each.value: tally.histogram("baton_e2e_request_latency_seconds", each) for each in Outcome}
         self._admission = tally.histogram("baton_request_admission_time_seconds")
-        self._queue = tally.histogram("baton_request_queue_time_seconds")
-        self._prefill = tally.histogram("baton_request_prefill_time_seconds")
-        self._transfer = tally.histogram("baton_request_transfer_time_seconds")
-        self._decode = tally.histogram("baton_request_decode_time_seconds")
+        self._queue = tally.histogram("baton_output_queue_time_seconds")
+        self._prefill = tally.histogram("baton_output_prefill_time_seconds")
+        self._transfer = tally.histogram("baton_output_transfer_time_seconds")
+        self._decode = tally.histogram("baton_output_decode_time_seconds")
 
     # ---- tokens
 

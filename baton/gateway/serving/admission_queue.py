@@ -85,7 +85,7 @@ class AdmissionQueue:
 
     def __init__(self, settings: GatewaySettings, connections: Connections, board: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
-        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
+        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.max_queue_s)
         self._rooms = Rooms(ttft_s)
         self._elastic = settings.local_policy is LocalPolicy.ELASTIC
         self._uses_prefills = settings.local_policy is not LocalPolicy.LOCAL

@@ -12,8 +12,9 @@ from baton.core.memory import memory_limit_bytes
 from baton.node.doctor.machine import Wanted, check_machine, read_host
 from baton.node.doctor.packages import check_packages
 from baton.node.doctor.verdict import Grade, Verdict
-from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
+from baton.settings.config import MIB
 from baton.settings.environment import visible_gpus
+from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings
 from baton.settings.reader import read_settings
 
 _COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
@@ -25,7 +26,7 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
     cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
-    staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
+    staging_bytes = settings.staging_bytes(on_gpu=on_gpu)
     yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes), read_host())
     broken = False
     for verdict in check_packages():

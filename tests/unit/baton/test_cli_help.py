@@ -10,8 +10,8 @@ from baton.cli.program import new_app
 from baton.core.errors import ConfigError
 from baton.load.command import bench
 from baton.planner.command import plan
-from baton.settings.config import DecodeSettings
 from baton.settings.gateway_config import GatewaySettings
+from baton.settings.node_config import DecodeSettings
 from baton.settings.reader import fail, read_settings
 
 _PASSED_ON = {"prefill-node", "decode-node", "gateway", "picker", "bench", "plan"}

@@ -47,9 +47,9 @@ def test_a_process_has_a_bounded_number_of_series(role: ProcessRole) -> None:
 def test_closed_labels_have_every_value_that_the_code_has() -> None:
     all_errors = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, BatonError)]
     assert {each.reason for each in all_errors} == set(REASONS)
-    assert label_values("baton_request_retries_total", "reason") == {*REASONS, LOST}
-    assert label_values("baton_request_success_total", "finished_reason") == set(FinishReason)
-    assert label_values("baton_request_path_total", "path") == set(Path)
+    assert label_values("baton_output_retries_total", "reason") == {*REASONS, LOST}
+    assert label_values("baton_output_success_total", "finish_reason") == set(FinishReason)
+    assert label_values("baton_output_path_total", "path") == set(Path)
     assert label_values("baton_kv_segments_refused_total", "reason") == {each.name.lower() for each in SegmentRefusal}
 
 

@@ -101,9 +101,9 @@ def test_only_a_hand_over_has_a_transfer_time() -> None:
     metered = Metered()
     for path in Path:
         metered.meter.output_ended(ended(path), ())
-        assert metered.counter("baton_request_path_total", path) == 1
-    assert metered.observed("baton_request_transfer_time_seconds") == 2
-    assert metered.observed("baton_request_decode_time_seconds") == 3
+        assert metered.counter("baton_output_path_total", path) == 1
+    assert metered.observed("baton_output_transfer_time_seconds") == 2
+    assert metered.observed("baton_output_decode_time_seconds") == 3
 
 
 def test_a_prompt_that_prefill_nodes_failed_fell_back() -> None:
@@ -113,14 +113,14 @@ def test_a_prompt_that_prefill_nodes_failed_fell_back() -> None:
     draft.failed("prefill-1 failed (y)", PREFILL, NoNode("y"))
     draft.failed("decode-0 was lost (z)", DECODE)
     metered.meter.output_ended(ended(Path.LOCAL), draft.retries)
-    assert metered.counter("baton_request_retries_total", "prefill", "DATA_LOSS") == 1
-    assert metered.counter("baton_request_retries_total", "decode", "LOST") == 1
-    assert metered.counter("baton_request_fallbacks_total", "NO_NODE") == 1
-    assert metered.counter("baton_request_fallbacks_total", "DATA_LOSS") == 0
+    assert metered.counter("baton_output_retries_total", "prefill", "DATA_LOSS") == 1
+    assert metered.counter("baton_output_retries_total", "decode", "LOST") == 1
+    assert metered.counter("baton_output_fallbacks_total", "NO_NODE") == 1
+    assert metered.counter("baton_output_fallbacks_total", "DATA_LOSS") == 0
 
 
 def test_an_output_that_was_not_served_to_its_end_counts_its_retries_only() -> None:
     metered = Metered()
     metered.meter.output_ended(None, [Retry(DECODE, "OVERLOADED")])
-    assert metered.counter("baton_request_retries_total", "decode", "OVERLOADED") == 1
-    assert metered.observed("baton_request_queue_time_seconds") == 0
+    assert metered.counter("baton_output_retries_total", "decode", "OVERLOADED") == 1
+    assert metered.observed("baton_output_queue_time_seconds") == 0

@@ -1,7 +1,8 @@
 """Every metric of every process: one table, from which docs/metrics.md is written and the exposition is built. Pure.
 
-Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`. Label values come
-from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
+Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`, or with
+`baton_output_` where a request may have several. Those that begin with `gen_ai_server_` are OpenTelemetry's. Label
+values come from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
 """
 
 from dataclasses import dataclass
@@ -98,6 +99,18 @@ REASONS = (
 # Of a retry; the node was lost without an error.
 LOST = "LOST"
 
+# The label value that stands for the name of the served model.
+SERVED_MODEL = "{model_name}"
+
+_OPERATION = Label("gen_ai_operation_name", "what the client asked for", ("chat", "text_completion"))
+_PROVIDER = Label("gen_ai_provider_name", "who serves", ("baton",))
+_SERVED_MODEL = Label("gen_ai_response_model", "name of the served model", (SERVED_MODEL,))
+_GEN_AI = (_OPERATION, _PROVIDER, _SERVED_MODEL)
+_ERROR_TYPE = Label(
+    "error_type",
+    "how the request failed; empty: it did not",
+    ("", *(outcome for outcome in Outcome if outcome is not Outcome.FINISHED)),
+)
 _OUTCOME = Label("outcome", "how the request ended", tuple(Outcome))
 _SWITCH_OUTCOME = Label("outcome", "how the switch of a role ended", tuple(SwitchOutcome))
 _REASON = Label("reason", "of the error", REASONS)
@@ -142,6 +155,14 @@ _SLOW_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0,
 )  # fmt: skip
+# As OpenTelemetry's conventions for generative AI advise.
+_GEN_AI_DURATION_S = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
+_GEN_AI_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+_GEN_AI_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
 
 C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
@@ -266,6 +287,16 @@ METRICS: tuple[Metric, ...] = (
            "hand-over", GATEWAY, (), _SLOW_S),
     Metric("baton_output_decode_time_seconds", H, "seconds",
            "From an output's first token to its end", GATEWAY, (), _SLOW_S),
+    # ---- OpenTelemetry's names of the same times
+    Metric("gen_ai_server_request_duration_seconds", H, "seconds",
+           "`gen_ai.server.request.duration`: from a request's arrival at the gateway to its end",
+           GATEWAY, (*_GEN_AI, _ERROR_TYPE), _GEN_AI_DURATION_S),
+    Metric("gen_ai_server_time_to_first_token_seconds", H, "seconds",
+           "`gen_ai.server.time_to_first_token`: as baton_time_to_first_token_seconds, of requests that were served to "
+           "their end", GATEWAY, _GEN_AI, _GEN_AI_FIRST_TOKEN_S),
+    Metric("gen_ai_server_time_per_output_token_seconds", H, "seconds",
+           "`gen_ai.server.time_per_output_token`: mean time of an output's tokens after its first one, of outputs "
+           "that were served to their end", GATEWAY, _GEN_AI, _GEN_AI_TOKEN_S),
     # ---- role
     Metric("baton_role_switches_total", C, "switches",
            "Switches of the node's role that somebody asked for, by outcome. refused: it kept its role, as its "

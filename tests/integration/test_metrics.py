@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, ProcessRole, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Kind, Metric, ProcessRole, metrics_of
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
 
@@ -117,8 +117,9 @@ def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(
             assert len(samples) <= metric.series_max
         for label in metric.labels:
             if label.values:
-                assert {sample.labels[label.name] for sample in samples} <= set(label.values)
-    exported = {family.name for family in page.families if family.name.startswith("baton_")}
+                known = {"llama" if value == SERVED_MODEL else value for value in label.values}
+                assert {sample.labels[label.name] for sample in samples} <= known
+    exported = {family.name for family in page.families if family.name.startswith(("baton_", "gen_ai_"))}
     assert exported == {metric.name.removesuffix("_total") for metric in metrics_of(role)}
 
 
@@ -135,6 +136,11 @@ def test_a_gateway_counts_what_its_clients_got(cluster: Cluster) -> None:
     assert page.value("baton_prompt_tokens_total") == 2 * len(PROMPT) + 64
     assert page.value("baton_time_to_first_token_seconds_count") == 3
     assert page.value("baton_inter_token_latency_seconds_count") == 3 * (TOKENS - 1)
+    named = {"gen_ai_provider_name": "baton", "gen_ai_response_model": "llama"}
+    assert page.value("gen_ai_server_request_duration_seconds_count", error_type="", **named) == 3
+    assert page.value("gen_ai_server_request_duration_seconds_count", error_type="client_error") == 1
+    assert page.value("gen_ai_server_time_to_first_token_seconds_count", **named) == 3
+    assert page.value("gen_ai_server_time_per_output_token_seconds_count", **named) == 3
     assert page.value("baton_num_requests_running") == page.value("baton_num_requests_waiting") == 0
     assert page.value("baton_nodes", state="ready") == 2
     first, total = "baton_time_to_first_token_seconds_sum", "baton_e2e_request_latency_seconds_sum"

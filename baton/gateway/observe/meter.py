@@ -19,7 +19,7 @@ from baton.core.errors import (
 from baton.core.types import Path
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, Retry
-from baton.metrics.declared import LOST, REASONS, Outcome
+from baton.metrics.declared import LOST, REASONS, SERVED_MODEL, Outcome
 from baton.metrics.tally import Tally
 
 _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
@@ -28,6 +28,7 @@ _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
     ((DeadlineExceeded,), Outcome.DEADLINE),
     ((Overloaded,), Outcome.REFUSED),
 )
+CHAT, COMPLETION = "chat", "text_completion"
 FAILURES = frozenset({Outcome.DEADLINE, Outcome.FAILED})
 
 
@@ -41,6 +42,23 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
         if isinstance(error, errors):
             return outcome
     return Outcome.REFUSED if isinstance(error, Draining) and not begun else Outcome.FAILED
+
+
+class StandardHistograms:
+    """OpenTelemetry's histograms of one operation."""
+
+    def __init__(self, tally: Tally, operation: str) -> None:
+        labels = (operation, "baton", SERVED_MODEL)
+        self.durations = {
+            outcome: tally.histogram(
+                "gen_ai_server_request_duration_seconds",
+                *labels,
+                "" if outcome is Outcome.FINISHED else outcome.value,
+            )
+            for outcome in Outcome
+        }
+        self.first_token = tally.histogram("gen_ai_server_time_to_first_token_seconds", *labels)
+        self.per_token = tally.histogram("gen_ai_server_time_per_output_token_seconds", *labels)
 
 
 class RequestMeter:
@@ -70,6 +88,7 @@ class RequestMeter:
         self._prefill = tally.histogram("baton_output_prefill_time_seconds")
         self._transfer = tally.histogram("baton_output_transfer_time_seconds")
         self._decode = tally.histogram("baton_output_decode_time_seconds")
+        self._standard = {operation: StandardHistograms(tally, operation) for operation in (CHAT, COMPLETION)}
 
     # ---- tokens
 
@@ -92,12 +111,29 @@ class RequestMeter:
         """A request may run, that long after its arrival."""
         self._admission.observe(seconds)
 
-    def ended(self, outcome: Outcome, seconds: float, error: BatonError | None = None) -> None:
-        """A client's request has ended, that long after its arrival."""
+    def ended(
+        self, outcome: Outcome, seconds: float, error: BatonError | None = None, *, operation: str = COMPLETION
+    ) -> None:
+        """A client's request has ended, that long after its arrival.
+
+        Args:
+            operation: CHAT or COMPLETION.
+        """
         self._requests[outcome].add()
         self._e2e[outcome].observe(seconds)
+        self._standard[operation].durations[outcome].observe(seconds)
         if error is not None:
             self._errors[error.reason].add()
+
+    def served(self, first_token_s: float | None, outputs: Sequence[Ended], *, operation: str) -> None:
+        """A request was served to its end, with its first token that long after its arrival."""
+        standard = self._standard[operation]
+        if first_token_s is not None:
+            standard.first_token.observe(first_token_s)
+        for output in outputs:
+            later = output.usage.completion_tokens - 1
+            if later > 0:
+                standard.per_token.observe((output.receipt.total_s - output.receipt.first_token_s) / later)
 
     def refused_at_door(self, error: BatonError) -> None:
         """A message was no request to the model."""

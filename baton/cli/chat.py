@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.outputs import Event, Notice
 from baton.core.errors import BatonError
@@ -44,10 +44,10 @@ def chat(
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.messages import Options, Sampling
@@ -77,10 +77,10 @@ def generate(
         int | None, typer.Option(help=f"Alternatives to show for each token, 0 to {MAX_LOGPROBS}.")
     ] = None,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Send prompts to a gateway and print the output."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     given = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.core.errors import BatonError, shortened
 from baton.core.log_lines import escaped
@@ -36,10 +36,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Show nodes, requests, blocks and prefill/decode pairs."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)

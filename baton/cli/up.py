@@ -227,8 +227,8 @@ async def _until_paired(
 
 
 def up(
-    prefill: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
-    decode: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
+    prefill_nodes: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
+    decode_nodes: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
     model: Annotated[
         Path | None,
         typer.Option(help="Directory, or name on the Hugging Face hub (owner/name@revision); default: a demo model."),
@@ -279,8 +279,8 @@ def up(
     """
     write_in_background("stderr", "stdout")
     options = ClusterOptions(
-        prefill=prefill,
-        decode=decode,
+        prefill=prefill_nodes,
+        decode=decode_nodes,
         model=model,
         model_name=model_name,
         device=device,

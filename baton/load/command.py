@@ -218,10 +218,9 @@ def bench(
         str,
         typer.Option(help="API key; @FILE reads it from a file. Default: BATON_API_KEY.", rich_help_panel=_CLIENT),
     ] = "",
-    tls_ca: Annotated[
+    client_ca: Annotated[
         str | None,
         typer.Option(
-            "--tls-ca",
             "--client-ca",
             help='PEM file with the CA of the server\'s certificate, or "system". Default: BATON_CLIENT_CA.',
             rich_help_panel=_CLIENT,
@@ -284,7 +283,7 @@ def bench(
             arrivals, burstiness, rate, speed,
         )  # fmt: skip
         shape.check()
-        use(None, tls_ca)
+        use(None, client_ca)
         key = read_key(api_key) or client_access().api_key or ""
         options = RunOptions(
             workload=shape.name, timeout_s=timeout, drain_s=drain, bound_s=late_ms / 1e3, connections=connections,

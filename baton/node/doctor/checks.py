@@ -1,7 +1,8 @@
 """Runs all checks in turn and prints each verdict at once. Exit code 1 when a check failed."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import combinations_with_replacement
 
 from rich.console import Console
@@ -78,7 +79,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
     parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
     parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
+    if given.json:
+        return _print_json(checks(given.pairs, given.min_gb_per_s))
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
     for verdict in checks(given.pairs, given.min_gb_per_s):
@@ -89,3 +93,11 @@ def main() -> int:
             console.print(f"     {escape(verdict.cure)}")
     console.print(f"{failed} failed" if failed else "all well")
     return 1 if failed else 0
+
+
+def _print_json(verdicts: Iterable[Verdict]) -> int:
+    """Prints all verdicts as one object; returns the exit code."""
+    found = list(verdicts)
+    ok = all(verdict.grade is not Grade.FAIL for verdict in found)
+    Console(soft_wrap=True).print_json(data={"ok": ok, "checks": [asdict(verdict) for verdict in found]}, indent=None)
+    return 0 if ok else 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from baton.cli.processes import Process, Processes
-from baton.cli.status import to_json
+from baton.cli.status_json import to_json
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
 from baton.node import assembly

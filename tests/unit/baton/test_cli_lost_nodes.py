@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from baton.cli.status import render
+from baton.cli.status_tables import render
 from baton.protos.v1 import common_pb2, generation_pb2, node_pb2
 
 

@@ -31,8 +31,8 @@ class GroupedFlags(TyperCommand):
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         groups: dict[str, Rows] = {}
-        for parameter in self.get_params(ctx):  # type: ignore[arg-type]
-            if record := parameter.get_help_record(ctx):  # type: ignore[arg-type]
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 groups.setdefault(_title(parameter, kind), []).append(record)
         _write(formatter, groups.items())
@@ -41,7 +41,7 @@ class GroupedFlags(TyperCommand):
 class App(typer.Typer):
     """A program whose commands have grouped help."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Any:  # type: ignore[override]
+    def command(self, name: str | None = None, **settings: Any) -> Any:
         return super().command(name, **{"cls": GroupedFlags, **settings})
 
 

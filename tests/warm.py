@@ -165,6 +165,7 @@ def without_internal(arguments: Sequence[str]) -> list[str]:
     for word in words:
         if word in known and word != "--supervisor":
             name, info = known[word]
+            assert info.annotation is not None
             values[name] = TypeAdapter(info.annotation).validate_python(next(words))
         else:
             kept.append(word)

@@ -146,7 +146,7 @@ def test_a_prompt_may_be_token_ids(up: Up) -> None:
     assert len(found["token_ids"]) == 4
     receipt = found["receipt"]
     assert isinstance(receipt, dict)
-    assert receipt["path"] == "local"  # too short for a hand-over
+    assert receipt["path"] == "remote"  # policy strict
     assert "threshold" in receipt["why"]
 
 

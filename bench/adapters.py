@@ -11,7 +11,7 @@ import torch
 from baton.engine.build import BuiltRunner, build_runner
 from baton.models.adapters.adapter import Adapter, LayerDelta
 from baton.models.adapters.bank import AdapterBank
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.engine.steps import decode_ms
 from bench.table import Row
 

@@ -26,7 +26,7 @@ from baton.engine.build import build_runner, calibrate
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from bench.exposed import Setup, on_gpus, write_model
 from bench.table import Row
 

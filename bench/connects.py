@@ -41,7 +41,7 @@ _QUIET_TIMEOUT_S = 300.0
 _REPORT_TIMEOUT_S = 300.0
 _MIB = 1 << 20
 _BAR = 24
-_FLAGS = ("--model", str(MODEL), "--device", "cpu", "--num-blocks", "64", "--log-level", "error")
+_FLAGS = ("--model", str(MODEL), "--device", "cpu", "--kv-cache-mib", "6", "--log-level", "error")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run(progress: Callable[[str], None], connects: int = CONNECTS, kills: int = 
     rows: list[Row] = []
     failure: BaseException | None = None
     with Processes(progress) as processes:
-        prefill = processes.start("prefill_node", [*_FLAGS, "--connect-timeout-s", "60"])
+        prefill = processes.start("prefill_node", _FLAGS)
         decode = processes.start("decode_node", _FLAGS)
         processes.wait_ready([prefill, decode])
         watched = Watched(prefill, {}), Watched(decode, {})

@@ -35,7 +35,7 @@ PROMPT_TOKENS = (3, 20)
 OUTPUT_TOKENS = 2
 SEED = 7
 # Few, so that all are written before the second quarter: memory counts only once it is written.
-BLOCKS = 128
+CACHE_MIB = 12  # 128 blocks
 # Allowed growth from the second quarter to the last: allocators and gRPC vary by this much.
 GROWTH_MIB_MAX = 2.0
 GROWTH_MAX = 0.01
@@ -75,7 +75,7 @@ def run(progress: Callable[[str], None], requests: int = REQUESTS) -> Iterator[R
         RuntimeError: a process grew in every round, or a node kept a block or a lease.
     """
     with Processes(progress) as processes:
-        flags = ["--model", str(MODEL), "--device", "cpu", "--num-blocks", str(BLOCKS)]
+        flags = ["--model", str(MODEL), "--device", "cpu", "--kv-cache-mib", str(CACHE_MIB)]
         prefill = processes.start("prefill_node", flags)
         decode = processes.start("decode_node", flags)
         processes.wait_ready([prefill, decode])

@@ -39,10 +39,11 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Way:
-    """One prefill node: its name in the rows, and its flags."""
+    """One prefill node: its name in the rows, its flags, and the program that runs it."""
 
     name: str
     flags: tuple[str, ...]
+    program: str = "prefill_node"
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,15 @@ def _way(chunk: int, *, whole: bool = False) -> Way:
     Args:
         whole: a chunk's KV is sent only when all of its layers are computed.
     """
-    flags = ("--max-batch-tokens", str(chunk), "--layer-groups", "off" if whole else "on")
-    return Way(f"chunks of {chunk}" + ", each sent whole" * whole, flags)
+    flags = ("--max-batch-tokens", str(chunk))
+    if whole:
+        return Way(f"chunks of {chunk}, each sent whole", flags, "bench.whole_chunks")
+    return Way(f"chunks of {chunk}", flags)
 
 
 def on_cpu() -> Setup:
     """The first way has the default chunk size."""
-    flags = ("--device", "cpu", "--num-blocks", "640")
+    flags = ("--device", "cpu", "--kv-cache-mib", "60")
     ways = (_way(256), _way(256, whole=True), _way(64))
     return Setup("the demo Llama's shape", _DEMO / "config.json", 16384, (1024, 8192), 1024, ways, 3, flags, (), ())
 
@@ -88,7 +91,7 @@ def on_gpus() -> Setup:
     """The first chunk size is that of a profile on an H200. Given sizes keep nodes from profiling at the same time."""
     other = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
     # Enough blocks for more than the longest prompt; few requests, so that few graphs are captured.
-    flags = ("--num-blocks", "2304", "--max-batch-requests", "8")
+    flags = ("--kv-cache-mib", "4608", "--max-batch-requests", "8")
     prefill = ("--device", "cuda:0", "--cuda-graphs", "false")
     decode = ("--device", other, "--max-batch-tokens", "2048")
     prompts = (1024, 8192, 32768)
@@ -110,7 +113,7 @@ def run(progress: Callable[[str], None], setup: Setup | None = None) -> list[Row
     with tempfile.TemporaryDirectory(prefix="baton-") as folder, Processes(progress) as processes:
         model = write_model(Path(folder), setup)
         common = ["--model", str(model), "--load-format", "dummy", "--prefix-cache", "false", *setup.node_flags]
-        prefills = [processes.start("prefill_node", [*common, *setup.prefill_flags, *way.flags]) for way in setup.ways]
+        prefills = [processes.start(way.program, [*common, *setup.prefill_flags, *way.flags]) for way in setup.ways]
         decode = processes.start("decode_node", [*common, *setup.decode_flags])
         processes.wait_ready([*prefills, decode])
         ends = ["--model", str(model), "--decode", decode.address, "--local-policy", "strict"]

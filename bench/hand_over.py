@@ -23,7 +23,8 @@ from baton.engine.build import build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
-from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import NodeSettings
 from bench.table import Row
 
 MODEL = DEMO_MODELS / "llama"

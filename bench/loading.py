@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.build import build_runner
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.llama_checkpoint import Written, llama_of, write_llama
 from bench.plain_reads import Plain, drop
 from bench.table import Row, print_rows

@@ -15,7 +15,7 @@ import torch
 from baton.engine.build import BuiltRunner, build_runner
 from baton.models.families.moe.gpt_oss import Mxfp4Experts
 from baton.models.quantization.packed_linear import PackedLinear
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine.roofline import Weights, count_weights, decode_work
 from bench.engine.steps import decode_ms

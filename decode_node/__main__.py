@@ -7,8 +7,8 @@ def main() -> None:
     with plain_interrupts("decode_node"):
         from baton.core.errors import ConfigError
         from baton.core.supervisor import Supervisor
-        from baton.settings.config import DecodeSettings
         from baton.settings.environment import quiet_grpc
+        from baton.settings.node_config import DecodeSettings
         from baton.settings.reader import fail, read_settings
 
         settings = read_settings(DecodeSettings, "decode_node")

@@ -16,7 +16,7 @@ from baton.node.failures import log_arrival, log_failure
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.error_detail import from_detail
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from decode_node.commands import (
     Abort,
     Admit,

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from baton.settings.config import CommonSettings, DecodeSettings, NodeSettings, PrefillSettings, ProcessSettings
+from baton.settings.config import CommonSettings, ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.node_config import DecodeSettings, NodeSettings, PrefillSettings
 from baton.settings.reader import settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
@@ -12,7 +13,7 @@ _INTRODUCTION = """# Configuration
 
 Each setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its settings.
 A wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
-Every number has a least and a greatest value; what is done again and again has a period of 0.05 s to a day.
+Every number has a least and a greatest value.
 
 Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. `-P`
 keeps Python from importing modules of the working directory, where a `models.py` or a folder `gateway` would hide
@@ -45,8 +46,8 @@ def page() -> str:
 
 
 def _section(title: str, cls: type[ProcessSettings], inherited: type[ProcessSettings] | None) -> str:
-    known = set(inherited.model_fields) if inherited else set()
-    rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
+    known = settings_table(inherited) if inherited else []
+    rows = [row for row in settings_table(cls) if row not in known]
     lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
     return "\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""])
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, ProcessRole
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, SERVED_MODEL, Kind, Label, Metric, ProcessRole
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -32,10 +32,12 @@ scrape_configs:
 ```
 
 Every series has the labels `{"` and `".join(BASE_LABELS)}`. Names and meanings are vLLM's, with `baton_` for `vllm:`,
-where vLLM has the same metric. Label values come from the closed sets below, or are numbers of a node's ranks, or names
-of nodes that are paired now and of what carries their KV. All series with closed labels are there from the start, at 0.
-Counters begin at 0 with each process. What prometheus_client says of a process (`process_resident_memory_bytes`,
-`process_cpu_seconds_total`, `process_open_fds`) is there too, except where a gateway has several workers.
+where vLLM has the same metric, and with `baton_output_` where a request may have several. `gen_ai_server_` are
+OpenTelemetry's names, for dashboards that know them. Label values come from the closed sets below, or are numbers of a
+node's ranks, or names of nodes that are paired now and of what carries their KV. All series with closed labels are
+there from the start, at 0. Counters begin at 0 with each process. What prometheus_client says of a process
+(`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`) is there too, except where a gateway
+has several workers.
 
 `/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
 
@@ -81,7 +83,7 @@ def _labels() -> str:
     rows = []
     for label in _all_labels():
         users = ", ".join(f"`{metric.name}`" for metric in METRICS if label in metric.labels)
-        values = ", ".join(f"`{value}`" for value in label.values) or label.meaning
+        values = ", ".join(f"`{value}`" for value in label.values if value not in ("", SERVED_MODEL)) or label.meaning
         rows.append(f"| `{label.name}` | {label.meaning} | {values} | {users} |")
     head = ["| label | meaning | values | of |", "|---|---|---|---|"]
     return "\n".join(["## Labels", "", *head, *rows, ""])

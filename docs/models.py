@@ -65,10 +65,11 @@ _NOTES = """- Of a multimodal model (`...ForConditionalGeneration`), Baton serve
   departs from one before, where a step cuts a prompt, and while answers are decoded. The layers write the first two
   as they pass them, so no prompt takes another step for them. A prompt that comes again is reused from its second
   time on, a prefix of unequal prompts from its third. A hand-over brings the state, so the decode node gets only the
-  blocks that it lacks, whatever states it keeps: of a conversation's next turn the new ones. `--state-slots` sets how
-  many states a node holds; the least recently used make room. `--batch-invariant` keeps states of prompts only, where
-  it cuts them. On an H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of LFM2, Qwen3-Next,
-  Kimi-Linear, Granite 4 and Nemotron-H; their speed is on the [page of hybrids](../bench/results/hybrids.md).
+  blocks that it lacks, whatever states it keeps: of a conversation's next turn the new ones. A node holds
+  three states for each request of a step; the least recently used make room. `--batch-invariant` keeps states of
+  prompts only, where it cuts them. On an H200, steps captured as CUDA graphs gave the CPU's tokens for tiny models of
+  LFM2, Qwen3-Next, Kimi-Linear, Granite 4 and Nemotron-H; their speed is on the
+  [page of hybrids](../bench/results/hybrids.md).
 - Each layer of LongCat-Flash has two attentions, so its cache has twice as many layers as the model. Experts without
   weights (`zero_expert_num`) take no memory and no products: a token's weights of these multiply its input. Files that
   ask for what transformers ignores (`router_bias`, `norm_topk_prob`) are refused. LongCat-Flash and Falcon-H1 were

@@ -149,7 +149,7 @@ class WarmUpReceiver:
                 field="digests",
                 value="off",
                 allowed=("on",),
-                cure="start both nodes with the same --digests",
+                cure="start both nodes with the same release",
             )
         if not maps_slot(lease):
             return None

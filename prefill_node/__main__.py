@@ -7,8 +7,8 @@ def main() -> None:
     with plain_interrupts("prefill_node"):
         from baton.core.errors import ConfigError
         from baton.core.supervisor import Supervisor
-        from baton.settings.config import PrefillSettings
         from baton.settings.environment import quiet_grpc
+        from baton.settings.node_config import PrefillSettings
         from baton.settings.reader import fail, read_settings
 
         settings = read_settings(PrefillSettings, "prefill_node")

@@ -14,7 +14,7 @@ from baton.node.failures import log_arrival, log_failure
 from baton.protos.internal.v1 import lease_pb2
 from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.rpc.convert import grammar_from_proto
-from baton.settings.config import PrefillSettings
+from baton.settings.node_config import PrefillSettings
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
@@ -98,7 +98,7 @@ class PrefillDriver:
         self._transfer = node.transfer
         self._spec = node.description.spec
         self._max_chunk_tokens = node.limits.max_batch_tokens
-        self._layer_groups = settings.layer_groups
+        self._overlap_layers = settings.overlap_layers
         self._machine = PrefillMachine(PrefillRules(node.name, self._spec))
         self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
         self._on_freed = on_freed
@@ -147,7 +147,7 @@ class PrefillDriver:
 
     def _layers_per_group(self, peer: DecodePeer, ticket: lease_pb2.Ticket) -> int:
         """How many layers of the call's largest chunk are sent together, over that peer's link."""
-        if not self._layer_groups or peer.link is None:
+        if not self._overlap_layers or peer.link is None:
             return self._spec.num_layers
         chunk_tokens = max(0, min(self._max_chunk_tokens, ticket.token_stop - ticket.token_start))
         chunk_bytes = chunk_tokens * self._spec.bytes_per_token

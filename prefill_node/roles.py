@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from baton.node.role import RoleKind
 from baton.protos.v1 import node_status_pb2
-from baton.settings.config import DecodeSettings, PrefillSettings
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.service import PrefillService

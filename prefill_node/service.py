@@ -13,7 +13,7 @@ from baton.protos.internal.v1 import prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.server import ListenAddress
 from baton.rpc.status import abort, client_may_leave
-from baton.settings.config import PrefillSettings
+from baton.settings.node_config import PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.driver import PrefillDriver

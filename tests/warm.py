@@ -17,7 +17,13 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from baton.cli.processes import module_of
+from baton.settings.config import flag
+from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.internal import is_internal, set_internal_defaults
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 
 PRELOADED = (
     "baton.cli",
@@ -28,6 +34,7 @@ PRELOADED = (
     "prefill_node.service",
 )
 BATON = "baton"
+ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
 SHOW_STACKS = signal.SIGUSR1  # to stderr, of all threads
 _OUTPUTS = ("stdout", "stderr")
 
@@ -79,6 +86,7 @@ def launch_warm(
     """Runs `python -m program`, or the command `baton`, in a forked process, in a session of its own.
 
     Args:
+        arguments: flags of a role may also give values that no user sets (`baton.settings.internal`).
         prepare: called in the process before the program starts.
         variables: added to this process's environment.
         outputs: an existing directory for the files `stdout` and `stderr`.
@@ -140,9 +148,27 @@ def _run(
     faulthandler.register(SHOW_STACKS, all_threads=True)
     if prepare is not None:
         prepare()
-    sys.argv = [program, *arguments]
+    sys.argv = [program, *without_internal(arguments)]
     if program == BATON:
         from baton.cli import main
 
         main()
     runpy.run_module(module_of(program), run_name="__main__", alter_sys=True)
+
+
+def without_internal(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the values that no flag sets; those become the defaults of this process's settings."""
+    known = {flag(name): (name, info) for cls in ROLES for name, info in cls.model_fields.items() if is_internal(info)}
+    kept: list[str] = []
+    values: dict[str, object] = {}
+    words = iter(arguments)
+    for word in words:
+        if word in known and word != "--supervisor":
+            name, info = known[word]
+            assert info.annotation is not None
+            values[name] = TypeAdapter(info.annotation).validate_python(next(words))
+        else:
+            kept.append(word)
+    if values:
+        set_internal_defaults(values, *ROLES)
+    return kept

@@ -1,14 +1,18 @@
 """The program `baton`: its commands."""
 
 import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
 
+from baton.cli.adapter import adapter_app
 from baton.cli.bench import bench
 from baton.cli.certs import certs, key
 from baton.cli.chat import chat
 from baton.cli.doctor import doctor
+from baton.cli.drain import drain
 from baton.cli.expert_load import expert_load
 from baton.cli.generate import generate
 from baton.cli.plan import plan
@@ -20,6 +24,20 @@ from baton.cli.top import top
 from baton.cli.up import demo, up
 from baton.core.version import __version__
 
+_PASSED_ON = (prefill_node, decode_node, gateway, picker, bench, plan)
+OPERATE = "Operate a cluster"
+# Most used first.
+_GROUPS: Mapping[str, Mapping[str, Callable[..., None]]] = MappingProxyType(
+    {
+        "Use a model": {"up": up, "chat": chat, "generate": generate, "demo": demo},
+        "Run one process": {
+            "prefill-node": prefill_node, "decode-node": decode_node, "gateway": gateway, "picker": picker,
+        },
+        OPERATE: {"status": status, "top": top, "drain": drain, "role": switch_role, "expert-load": expert_load},
+        "Prepare and measure": {"doctor": doctor, "certs": certs, "key": key, "bench": bench, "plan": plan},
+    }
+)  # fmt: skip
+
 
 def main() -> None:
     """The program `baton`."""
@@ -28,14 +46,13 @@ def main() -> None:
 
 def program() -> typer.Typer:
     """Its commands."""
-    app = new_app()
+    app = new_app(completion=True)
     app.callback()(_whole_program)
-    for command in (up, chat, generate, status, top, demo, doctor, certs, key):
-        app.command()(command)
-    app.command("role")(switch_role)
-    app.command("expert-load")(expert_load)
-    for role in (prefill_node, decode_node, gateway, picker, bench, plan):
-        app.command(context_settings=PASS_ON)(role)
+    for title, commands in _GROUPS.items():
+        for name, command in commands.items():
+            settings = PASS_ON if command in _PASSED_ON else None
+            app.command(name, context_settings=settings, rich_help_panel=title)(command)
+    app.add_typer(adapter_app(), name="adapter", rich_help_panel=OPERATE)
     return app
 
 

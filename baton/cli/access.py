@@ -12,23 +12,22 @@ ApiKey = Annotated[
     str | None,
     typer.Option(help="API key; @FILE reads it from a file, which other users cannot see. Default: BATON_API_KEY."),
 ]
-TlsCa = Annotated[
+ClientCa = Annotated[
     str | None,
     typer.Option(
-        "--tls-ca",
         "--client-ca",
         help='PEM file with the CA of the gateway\'s certificate, or "system". Default: BATON_CLIENT_CA.',
     ),
 ]
 
 
-def use(api_key: str | None, tls_ca: str | None) -> None:
+def use(api_key: str | None, client_ca: str | None) -> None:
     """Lets this command and its children call gateways so.
 
     Raises:
         InvalidRequest: the key's file cannot be read.
     """
-    set_client_access(api_key=None if api_key is None else read_key(api_key), tls_ca=tls_ca)
+    set_client_access(api_key=None if api_key is None else read_key(api_key), tls_ca=client_ca)
 
 
 def read_key(given: str) -> str:

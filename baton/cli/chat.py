@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.cli.sampling_flags import takes_sampling_flags
 from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.client.outputs import Event, Notice
@@ -35,10 +35,10 @@ def chat(
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     questions = Questions(target, model, sampling, _read_object(template_kwargs))
     failed = _converse(Conversation(system), questions)
     raise typer.Exit(1 if failed else 0)

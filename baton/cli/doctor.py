@@ -11,6 +11,8 @@ from baton.core.limits import RATE_MAX
 def doctor(
     pairs: Annotated[int, typer.Option(min=1, max=4096, help="How many peers a node on this machine will have.")] = 8,
     min_gb_per_s: Annotated[float, typer.Option(min=0, max=RATE_MAX, help="Slowest acceptable link, in GB/s.")] = 0.3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check whether this machine or pod can run a node. Prints one verdict per line."""
-    become("baton.node.doctor", [f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}"])
+    """Check whether this machine or pod can run a node. Prints one verdict per line; exit code 1: a check failed."""
+    shown = ["--json"] if as_json else []
+    become("baton.node.doctor", [f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}", *shown])

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.cli.prompts import Prompt, PromptRecord, parse_token_ids, read_records
 from baton.cli.sampling_flags import takes_sampling_flags
 from baton.client.client import DEFAULT_TARGET, AsyncClient
@@ -60,10 +60,10 @@ def generate(
         typer.Option(min=DURATION_S_MIN, max=1e3 * SECONDS_MAX, help="Expected mean time per further token."),
     ] = None,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Send prompts to a gateway and print the output."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     if sum(way is not None for way in (prompt, token_ids, file)) != 1:
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
     options: Options = {"timeout_s": timeout, "ttft_s": _seconds(ttft_ms), "tpot_s": _seconds(tpot_ms)}

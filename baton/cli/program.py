@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from baton.cli.grouped_help import App, GroupedCommands
 from baton.core.errors import BatonError
 from baton.core.logs import write_line
 
@@ -14,9 +15,13 @@ from baton.core.logs import write_line
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-def new_app() -> typer.Typer:
-    # Plain help: rich's boxes cut off names of flags on terminals of 80 columns.
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+def new_app(*, completion: bool = False) -> typer.Typer:
+    """A program without commands yet.
+
+    Args:
+        completion: it also installs and shows the completion of its commands and flags for a shell.
+    """
+    return App(cls=GroupedCommands, add_completion=completion, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:

@@ -2,34 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
 import typer
-from google.protobuf.message import Message
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
+from baton.cli.status_json import to_json
+from baton.cli.status_tables import render
 from baton.client.client import DEFAULT_TARGET
 from baton.client.operators import OperatorClient
-from baton.core.errors import BatonError, shortened
-from baton.core.log_lines import escaped
+from baton.core.errors import BatonError
 from baton.core.logs import write_line
-from baton.protos.v1 import node_status_pb2, operations_pb2
-from baton.rpc.convert import phase_name, role_name
-from baton.rpc.revisions import Member, describe_revision, mixture, revision_of
+from baton.protos.v1 import operations_pb2
 
 # Where output goes to no terminal, long names do not wrap.
 _WIDTH_IN_FILES = 160
-_COLUMNS = 80
 _WATCH_S = 1.0
-_DIGITS = 12  # of a revision
-_ADAPTERS_MAX, _ADAPTER_NAME_MAX = 16, 64  # that a node's line has
 
 
 def status(
@@ -37,10 +29,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Show nodes, requests, blocks and prefill/decode pairs."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)
@@ -51,47 +43,6 @@ def status(
         asyncio.run(_watch(target, console, as_json=as_json))
     except KeyboardInterrupt:
         raise typer.Exit from None
-
-
-def render(cluster: operations_pb2.ClusterStatusResponse) -> Group:
-    """The status as tables and lines of at most 80 columns, unless names are long."""
-    cluster = _escaped(cluster)
-    nodes = cluster.nodes
-    version = f" ({cluster.package_version})" if cluster.package_version else ""
-    parts: list[RenderableType] = [
-        Text(
-            f"{cluster.gateway}{version}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
-            f"{cluster.requests_failed} failed\n"
-            f"prompts prefilled remotely {cluster.remote_total}, locally {cluster.local_total}"
-        ),
-        Text(),
-        _nodes_table(nodes),
-        Text(),
-    ]
-    parts += [Text(f"{_name(node)}: {node.detail}", style="red") for node in nodes if not node.reachable]
-    if mixed := mixture(_members(cluster)):
-        parts.append(Text(mixed, style="yellow"))
-    parts += [Text(line) for line in _described(nodes, _model)]
-    parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
-    parts += [Text(line) for line in _described([node for node in nodes if node.status.adapters], _adapters)]
-    parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
-    balanced = [node for node in nodes if node.reachable and node.status.HasField("expert_balance")]
-    parts += [Text(line) for line in _described(balanced, _experts)]
-    pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
-    if pairs:
-        parts += [Text(), _pairs_table(pairs, nodes)]
-    for node, peer in pairs:
-        if _is_lost(node, peer, nodes):
-            continue
-        style = "" if peer.phase == node_status_pb2.PEER_PHASE_READY else "red"
-        both = f"{_name(node)} and {peer.name}"
-        if peer.detail:
-            parts.append(Text(f"{both}: {peer.detail}", style=style))
-        if peer.kv_converted:
-            parts.append(Text(f"{both}: KV is converted, {peer.kv_converted}"))
-        for item in peer.mismatches:
-            parts.append(Text(f"{both}: {item.field}: {item.ours} and {item.theirs}; {item.cure}", style="red"))
-    return Group(*parts)
 
 
 def _print(console: Console, cluster: operations_pb2.ClusterStatusResponse, *, as_json: bool) -> None:
@@ -121,291 +72,6 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
             await asyncio.sleep(_WATCH_S)
 
 
-def _escaped(cluster: operations_pb2.ClusterStatusResponse) -> operations_pb2.ClusterStatusResponse:
-    """Nodes choose their names: a copy without a character that a terminal would obey."""
-    copy = operations_pb2.ClusterStatusResponse()
-    copy.CopyFrom(cluster)
-    _escape(copy)
-    return copy
-
-
-def _escape(message: Message) -> None:
-    for field, value in message.ListFields():
-        if isinstance(value, str):
-            setattr(message, field.name, escaped(value))
-        elif isinstance(value, Message):
-            _escape(value)
-        elif field.message_type is not None:
-            for each in value:
-                _escape(each)
-
-
-def to_json(cluster: operations_pb2.ClusterStatusResponse) -> dict[str, object]:
-    """The object that `--json` prints. Incarnations are hexadecimal: JSON numbers lose their digits."""
-    return {
-        "gateway": cluster.gateway,
-        "version": cluster.package_version,
-        "mixed": mixture(_members(cluster)),
-        "requests_running": cluster.requests_running,
-        "requests_finished": cluster.requests_finished,
-        "requests_failed": cluster.requests_failed,
-        "remote_total": cluster.remote_total,
-        "local_total": cluster.local_total,
-        "nodes": [_node_to_json(node) for node in cluster.nodes],
-    }
-
-
 async def _ask(target: str) -> operations_pb2.ClusterStatusResponse:
     async with OperatorClient(target) as client:
         return await client.cluster_status()
-
-
-def _node_to_json(node: operations_pb2.NodeReport) -> dict[str, object]:
-    status, info = node.status, node.status.info
-    return {
-        "name": info.name,
-        "address": node.address,
-        "role": _role(node),
-        "reachable": node.reachable,
-        "detail": node.detail,
-        "draining": status.draining,
-        "incarnation": f"{info.incarnation:x}",
-        "version": info.package_version,
-        "model": info.model.name,
-        "revision": revision_of(info.model),
-        "revision_name": info.model.revision_name,
-        "architecture": info.model.architecture,
-        "dtype": info.cache_spec.dtype,
-        "layout": info.cache_shape.layout,
-        "block_size": info.cache_shape.block_size,
-        "tensor_parallel_size": info.tensor_parallel_size or 1,
-        "attention_data_parallel": info.attention_data_parallel,
-        "max_context_tokens": info.max_context_tokens,
-        "model_context_tokens": info.model_context_tokens,
-        "blocks_total": status.blocks_total,
-        "blocks_free": status.blocks_free,
-        "blocks_used": status.blocks_total - status.blocks_free,
-        "blocks_leased": status.blocks_leased,
-        "requests_running": status.requests_running,
-        "requests_waiting": status.requests_waiting,
-        "requests_total": status.requests_total,
-        "tokens_waiting": status.tokens_waiting,
-        "backlog_s": status.backlog_s,
-        "decode_rows": status.decode_rows,
-        "context_tokens": status.context_tokens,
-        "max_batch_tokens": status.max_batch_tokens,
-        "max_batch_requests": status.max_batch_requests,
-        "step_costs": _costs_to_json(status.step_costs) if status.HasField("step_costs") else None,
-        "adapters": [{"name": each.name, "revision": each.revision} for each in status.adapters],
-        "expert_balance": _balance_to_json(status.expert_balance) if status.HasField("expert_balance") else None,
-        "preemptions": status.preemptions,
-        "segments_refused": status.segments_refused,
-        "segments_late": status.segments_late,
-        "segments_converted": status.segments_converted,
-        "peers": [_peer_to_json(peer) for peer in status.peers],
-    }
-
-
-def _costs_to_json(costs: node_status_pb2.StepCosts) -> dict[str, object]:
-    return {
-        "points": [{"tokens": point.tokens, "seconds": point.seconds} for point in costs.points],
-        "key_s": costs.key_s,
-        "pair_s": costs.pair_s,
-        "decode_row_s": costs.decode_row_s,
-    }
-
-
-def _balance_to_json(balance: node_status_pb2.ExpertBalance) -> dict[str, object]:
-    return {
-        "redundant_experts": balance.redundant_experts,
-        "rank_tokens": list(balance.rank_tokens),
-        "imbalance_mean": balance.imbalance_mean,
-        "imbalance_max": balance.imbalance_max,
-    }
-
-
-def _peer_to_json(peer: node_status_pb2.PeerState) -> dict[str, object]:
-    return {
-        "name": peer.name,
-        "address": peer.address,
-        "incarnation": f"{peer.incarnation:x}",
-        "state": _phase(peer),
-        "transport": peer.transport,
-        "kv_converted": peer.kv_converted,
-        "gigabytes_per_s": peer.gigabytes_per_s,
-        "latency_s": peer.latency_s,
-        "bytes_total": peer.bytes_total,
-        "segments_total": peer.segments_total,
-        "detail": peer.detail,
-        "mismatches": [
-            {"field": item.field, "ours": item.ours, "theirs": item.theirs, "cure": item.cure}
-            for item in peer.mismatches
-        ],
-    }
-
-
-def _nodes_table(nodes: Sequence[operations_pb2.NodeReport]) -> Table:
-    table = _table()
-    for name in ("node", "role", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "blocks used"):
-        table.add_column(name, justify="right")
-    table.add_column("address", overflow="fold")
-    for node in nodes:
-        status = node.status
-        state = "draining" if status.draining else "ready"
-        cells = (
-            _name(node),
-            _role(node),
-            state if node.reachable else _gone(node),
-            str(status.requests_running),
-            str(status.requests_waiting),
-            f"{status.blocks_total - status.blocks_free}/{status.blocks_total}",
-            node.address,
-        )
-        table.add_row(*map(escape, cells), style=None if node.reachable else "red")
-    return table
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-
-
-def _described(
-    nodes: Sequence[operations_pb2.NodeReport], describe: Callable[[node_status_pb2.NodeStatus], str]
-) -> list[str]:
-    """One line for all nodes that are alike, or two where it is long."""
-    alike: dict[str, list[str]] = {}
-    for node in nodes:
-        if node.status.info.model.name:  # otherwise it has never been reached
-            alike.setdefault(describe(node.status), []).append(_name(node))
-    return [_described_line(", ".join(names), what) for what, names in alike.items()]
-
-
-def _described_line(names: str, what: str) -> str:
-    line = f"{names}: {what}"
-    return line if len(line) <= _COLUMNS else f"{names}:\n  {what}"
-
-
-def _model(status: node_status_pb2.NodeStatus) -> str:
-    info = status.info
-    ranks = info.tensor_parallel_size or 1
-    own = " with requests of their own" if info.attention_data_parallel else ""
-    return (
-        f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
-        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}{own}{_context(info)}"
-    )
-
-
-def _context(info: node_status_pb2.NodeInfo) -> str:
-    """Says so where a node takes shorter requests than its model could."""
-    if info.max_context_tokens >= info.model_context_tokens:
-        return ""
-    return f", requests of up to {info.max_context_tokens:,} of the model's {info.model_context_tokens:,} tokens"
-
-
-def _release(status: node_status_pb2.NodeStatus) -> str:
-    model = status.info.model
-    return f"Baton {status.info.package_version}, weights {describe_revision(revision_of(model), model.revision_name)}"
-
-
-def _adapters(status: node_status_pb2.NodeStatus) -> str:
-    """The first ones by name, with as many digits of the revision as tell people which it is; `--json` has all."""
-    listed = [
-        f"{shortened(each.name, _ADAPTER_NAME_MAX)} ({each.revision[:_DIGITS]})"
-        for each in status.adapters[:_ADAPTERS_MAX]
-    ]
-    more = len(status.adapters) - len(listed)
-    return f"adapters {', '.join(listed)}{f' and {more} more' if more else ''}"
-
-
-def _experts(status: node_status_pb2.NodeStatus) -> str:
-    """How evenly the ranks share the tokens of experts."""
-    balance = status.expert_balance
-    copies = f"; {balance.redundant_experts} redundant" if balance.redundant_experts else ""
-    if not balance.imbalance_max:
-        return f"experts: whole ones on each rank, no tokens yet{copies}"
-    shares = [tokens / sum(balance.rank_tokens) for tokens in balance.rank_tokens]
-    return (
-        f"experts: {100 * min(shares):.0f} to {100 * max(shares):.0f} % a rank; busiest {balance.imbalance_mean:.2f} x "
-        f"mean, at worst {balance.imbalance_max:.2f} x{copies}"
-    )
-
-
-def _members(cluster: operations_pb2.ClusterStatusResponse) -> list[Member]:
-    """The gateway, and the nodes that work on requests."""
-    members = [Member(cluster.gateway, cluster.package_version)]
-    for node in cluster.nodes:
-        if node.reachable and not node.detail:
-            info = node.status.info
-            name, model = _name(node), info.model
-            members.append(Member(name, info.package_version, revision_of(model), model.revision_name))
-    return members
-
-
-def _work(status: node_status_pb2.NodeStatus) -> str:
-    steps = f"up to {status.max_batch_tokens} tokens, {status.max_batch_requests} requests a step"
-    waiting = f"{status.tokens_waiting} prompt tokens wait"
-    if status.backlog_s:
-        waiting = f"{status.backlog_s:.2f} s of prompts wait"
-    return f"{steps}; {status.decode_rows} decoding; {waiting}"
-
-
-def _pairs_table(
-    pairs: Sequence[tuple[operations_pb2.NodeReport, node_status_pb2.PeerState]],
-    nodes: Sequence[operations_pb2.NodeReport],
-) -> Table:
-    table = _table()
-    for name in ("prefill", "decode", "state", "transport"):
-        table.add_column(name, overflow="fold")
-    for name in ("GB/s", "us", "MiB sent", "segments"):
-        table.add_column(name, justify="right")
-    for node, peer in pairs:
-        state = "lost" if _is_lost(node, peer, nodes) else _phase(peer)
-        cells = (
-            _name(node),
-            peer.name,
-            state,
-            peer.transport,
-            f"{peer.gigabytes_per_s:.2f}",
-            f"{peer.latency_s * 1e6:.0f}",
-            f"{peer.bytes_total / (1 << 20):.1f}",
-            str(peer.segments_total),
-        )
-        table.add_row(*map(escape, cells), style=None if state == "ready" else "red")
-    return table
-
-
-def _gone(node: operations_pb2.NodeReport) -> str:
-    """The state of a node that cannot be reached."""
-    if node.status.HasField("loading"):
-        return "loading"
-    return "lost" if node.status.info.name else "unreachable"
-
-
-def _is_lost(
-    node: operations_pb2.NodeReport, peer: node_status_pb2.PeerState, nodes: Sequence[operations_pb2.NodeReport]
-) -> bool:
-    """Whether an end of the pair is lost. What the prefill node last said of the pair is then out of date."""
-    ends = (node, *(each for each in nodes if peer.incarnation == each.status.info.incarnation != 0))
-    return not all(end.reachable for end in ends)
-
-
-def _name(node: operations_pb2.NodeReport) -> str:
-    return node.status.info.name or node.address
-
-
-def _role(node: operations_pb2.NodeReport) -> str:
-    return role_name(node.status.info.role)
-
-
-def _version(node: operations_pb2.NodeReport) -> str:
-    return node.status.info.package_version
-
-
-def _is_prefill(node: operations_pb2.NodeReport) -> bool:
-    return node.status.info.role == node_status_pb2.ROLE_PREFILL
-
-
-def _phase(peer: node_status_pb2.PeerState) -> str:
-    return phase_name(peer.phase)

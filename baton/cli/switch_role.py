@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.client.client import DEFAULT_TARGET
 from baton.client.operators import OperatorClient
 from baton.core.limits import SECONDS_MAX
@@ -35,10 +35,10 @@ def role(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Even if no other node of its present role is left.")] = False,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Switch a running node to another role. It keeps its weights, and no request is lost."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     asyncio.run(_switch(target, node, wanted, grace_s=grace_s, force=force))
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.access import ApiKey, ClientCa, use
 from baton.cli.cluster_view import ClusterView, read_view
 from baton.cli.frame import Frame
 from baton.client.client import DEFAULT_TARGET
@@ -34,10 +34,10 @@ def top(
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame without colours; so do pipes.")] = False,
     api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
+    client_ca: ClientCa = None,
 ) -> None:
     """Show the cluster with latencies and slow requests, live."""
-    use(api_key, tls_ca)
+    use(api_key, client_ca)
     console = Console(highlight=False)
     if once or not console.is_terminal or console.is_dumb_terminal:
         _print(asyncio.run(_ask(target)))

@@ -25,9 +25,10 @@ from baton.core.logs import write_in_background, write_line
 from baton.core.sampling import SamplingParams
 from baton.core.types import LocalPolicy
 from baton.protos.v1 import node_status_pb2
-from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.config import DEMO_MODELS
 from baton.settings.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.settings.model_source import find_model
+from baton.settings.node_config import NodeSettings
 
 _PAIRED_TIMEOUT_S = 60.0
 _NODES_MAX = 256  # of each role, on one machine
@@ -228,8 +229,8 @@ async def _until_paired(
 
 
 def up(
-    prefill: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
-    decode: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
+    prefill_nodes: Annotated[int, typer.Option(min=0, max=_NODES_MAX, help="Prefill nodes.")] = ClusterOptions.prefill,
+    decode_nodes: Annotated[int, typer.Option(min=1, max=_NODES_MAX, help="Decode nodes.")] = ClusterOptions.decode,
     model: Annotated[
         Path | None,
         typer.Option(help="Directory, or name on the Hugging Face hub (owner/name@revision); default: a demo model."),
@@ -280,8 +281,8 @@ def up(
     """
     write_in_background("stderr", "stdout")
     options = ClusterOptions(
-        prefill=prefill,
-        decode=decode,
+        prefill=prefill_nodes,
+        decode=decode_nodes,
         model=model,
         model_name=model_name,
         device=device,

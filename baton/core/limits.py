@@ -1,14 +1,11 @@
 """Bounds of settings: every number has a least and a greatest value.
 
 The greatest ones are such as no machine reaches: beyond them arithmetic overflows, or a loop or a table never ends. The
-least ones keep a loop from taking a core: what is done again and again has a period of at least PERIOD_S_MIN, any other
-time is at least DURATION_S_MIN, or 0 where that means something.
+least ones keep a loop from taking a core: a time is at least DURATION_S_MIN, or 0 where that means something.
 """
 
 SECONDS_MAX, RATE_MAX = 1e9, 1e9
-PERIOD_S_MIN, PERIOD_S_MAX = 0.05, 86_400.0
 DURATION_S_MIN = 0.001
-KEEPALIVE_S_MIN = 0.6  # servers refuse more than two pings a second
 RATE_MIN = 0.001  # in GB/s
 SIZE_MIB_MIN = 0.001
 COUNT_MAX = 1 << 20

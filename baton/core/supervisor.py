@@ -58,7 +58,7 @@ class Supervisor:
         except OSError as error:
             self._socket.close()
             raise ConfigError(
-                f"BATON_SUPERVISOR (--supervisor) is {name!r}, where nothing listens: {error.strerror}",
+                f"--supervisor is {name!r}, where nothing listens: {error.strerror}",
                 field="supervisor",
                 value=name,
                 cure="leave it to `baton up`",

@@ -46,9 +46,9 @@ from baton.models.loading.loader import load_model
 from baton.models.loading.local_config import local_config
 from baton.models.loading.needs import attention_needs, kv_cache_spec, resolve_dtype
 from baton.models.loading.tokenizer_files.find import tokenizer_json
-from baton.settings.config import (
+from baton.settings.config import MIB
+from baton.settings.node_config import (
     GPU_BATCH_REQUESTS,
-    MIB,
     DecodeSettings,
     NodeSettings,
     PrefillSettings,

@@ -18,14 +18,14 @@ from baton.engine.device.step_costs import (
 )
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec
-from baton.settings.config import (
+from baton.settings.config import MIB
+from baton.settings.node_config import (
     CPU_BATCH_REQUESTS,
     CPU_BATCH_TOKENS,
     CPU_CACHE_MIB,
     CPU_CACHE_SHARE,
     GPU_BATCH_REQUESTS,
     GPU_PREFILL_REQUESTS,
-    MIB,
     SMALL_GPU_BATCH_REQUESTS,
     NodeSettings,
 )
@@ -59,9 +59,7 @@ def shortage(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int, cont
         return ""
     blocks = -(-wanted // settings.block_size)
     mib = -(-blocks * settings.block_size * spec.bytes_per_token // MIB)
-    if settings.num_blocks is not None:
-        cure = f"--num-blocks {blocks} holds it"
-    elif on_gpu and settings.kv_cache_mib is None:
+    if on_gpu and settings.kv_cache_mib is None:
         cure = f"it needs {mib} MiB: raise --gpu-memory-fraction, or try --kv-cache-dtype fp8 or --tensor-parallel-size"
     else:
         cure = f"--kv-cache-mib {mib} holds it"
@@ -91,7 +89,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
     """The number of slots of one rank's cache; 0 for models without states.
 
     Args:
-        given: the setting; 0: this chooses.
+        given: from a test; 0: this function chooses.
         spec: the rank's.
         seats: most requests of a step.
         most_bytes: what all slots may take together.
@@ -109,7 +107,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
             field="state_slots",
             value=given,
             allowed=(f"up to {fitting}", "0 to let the node choose"),
-            cure="lower --state-slots, or give the cache more memory",
+            cure="give the cache more memory",
         )
     if given:
         return given

@@ -6,7 +6,7 @@ from baton.core.errors import ConfigError
 from baton.core.expert_load import read_expert_load
 from baton.models.config.model_config import ModelConfig
 from baton.models.layers.parallel import TensorParallel, with_experts_placed
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 
 def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSettings) -> TensorParallel:

@@ -19,8 +19,8 @@ from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.content_digest import content_digest
 from baton.models.loading.digest_cache import DigestCache
 from baton.models.loading.identity import ModelIdentity, config_digest
-from baton.settings.config import NodeSettings
 from baton.settings.environment import cache_directory
+from baton.settings.node_config import NodeSettings
 
 _log = logging.getLogger(__name__)
 # A start that waited so long for the digest after the weights were loaded logs it.

@@ -1,11 +1,6 @@
 """`baton bench`: the flags, and what they mean for a measurement."""
 
-import asyncio
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,24 +8,19 @@ import typer
 
 from baton.cli.access import read_key, use
 from baton.cli.output import check_output
-from baton.cli.signals import Stopped, stop_on_signals
-from baton.cli.up import ClusterOptions, local_cluster
-from baton.core.errors import InvalidRequest
 from baton.core.limits import COUNT_MAX, DURATION_S_MIN, SECONDS_MAX, TOKENS_MAX
 from baton.core.types import Slo
 from baton.load.arrivals import Arrivals
 from baton.load.goals import Goal, parse_goal
 from baton.load.lengths import FORMS
-from baton.load.measure import Measurement
 from baton.load.plots import check_plot, plot
-from baton.load.probe import probe
-from baton.load.progress import LoadProgress
-from baton.load.results import LoadResults, read_results, relabelled
-from baton.load.runner import Clients, RunOptions, default_processes
+from baton.load.results import combined_results
+from baton.load.runner import RunOptions, default_processes
+from baton.load.session import Search, What, measured_results
 from baton.load.shape import DEFAULT_RATE, Shape
 from baton.load.tables import markdown
 from baton.load.target import Api, Target
-from baton.load.workload import PRESETS, LengthSpan, TraceReplay
+from baton.load.workload import PRESETS, LengthSpan
 from baton.settings.environment import client_access
 
 COMPARE = "compare"
@@ -70,7 +60,7 @@ def bench(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="TraceReplay a trace: Mooncake's .jsonl, Azure's .csv, or lines of JSON with at_s, prompt_tokens, "
+            help="Replay a trace: Mooncake's .jsonl, Azure's .csv, or lines of JSON with at_s, prompt_tokens, "
             "output_tokens and perhaps prefix_ids and prefix_tokens; also as .xz.",
             rich_help_panel=_LOAD,
         ),
@@ -218,10 +208,9 @@ def bench(
         str,
         typer.Option(help="API key; @FILE reads it from a file. Default: BATON_API_KEY.", rich_help_panel=_CLIENT),
     ] = "",
-    tls_ca: Annotated[
+    client_ca: Annotated[
         str | None,
         typer.Option(
-            "--tls-ca",
             "--client-ca",
             help='PEM file with the CA of the server\'s certificate, or "system". Default: BATON_CLIENT_CA.',
             rich_help_panel=_CLIENT,
@@ -276,7 +265,7 @@ def bench(
     if json is not None:
         check_output(json, field="json")
     if names and all(map(_is_file, names)):
-        results = _from_files(names, goals)
+        results = combined_results(names, goals)
     else:
         _check_goals(goals, find_rate=find_rate, send_slo=send_slo)
         shape = Shape(
@@ -284,7 +273,7 @@ def bench(
             arrivals, burstiness, rate, speed,
         )  # fmt: skip
         shape.check()
-        use(None, tls_ca)
+        use(None, client_ca)
         key = read_key(api_key) or client_access().api_key or ""
         options = RunOptions(
             workload=shape.name, timeout_s=timeout, drain_s=drain, bound_s=late_ms / 1e3, connections=connections,
@@ -294,61 +283,12 @@ def bench(
         what = What(goals, search, rounds if comparing else 1, seed)
         span = LengthSpan(_DURATION_S if duration is None and requests is None else duration, requests, warmup)
         given = [Target.parse(name, api=api, api_key=key, model=model) for name in names]
-        results = _measured(given, shape, span, options, what, processes or default_processes())
+        results = measured_results(given, shape, span, options, what, processes or default_processes())
     print(markdown(results), flush=True)
     if json is not None:
         results.write(json)
     if plot_file is not None:
         plot(results, plot_file)
-
-
-@dataclass(frozen=True)
-class Search:
-    precision: float
-    runs_max: int
-
-
-@dataclass(frozen=True)
-class What:
-    """What is measured; `search`: None: the given rate."""
-
-    goals: Sequence[Goal]
-    search: Search | None
-    rounds: int
-    seed: int
-
-
-def _measured(
-    given: Sequence[Target], shape: Shape, span: LengthSpan, options: RunOptions, what: What, processes: int
-) -> LoadResults:
-    command = f"baton bench {shlex.join(_without_key(sys.argv[1:]))}"
-    try:
-        with stop_on_signals(), _some_target(given) as targets, LoadProgress() as shown:
-            servers = [asyncio.run(probe(target)) for target in targets]
-            workload, rate = shape.build(servers)
-            if isinstance(workload, TraceReplay) and workload.left_out:
-                shown.say(f"{workload.left_out} of the trace's {len(workload.trace)} requests do not fit: left out")
-            with Clients(processes) as clients:
-                measurement = Measurement(clients, workload, span, options, shown.run, what.seed)
-                if what.search is None:
-                    return LoadResults(measurement.rounds(servers, rate, what.rounds), what.goals, (), command)
-                runs, found = measurement.search(
-                    servers, what.goals, start=rate, precision=what.search.precision, runs_max=what.search.runs_max
-                )
-                return LoadResults(runs, what.goals, found, command)
-    except Stopped:
-        print("baton: stopped", file=sys.stderr, flush=True)
-        raise typer.Exit(130) from None
-
-
-@contextmanager
-def _some_target(given: Sequence[Target]) -> Iterator[Sequence[Target]]:
-    """The given ones, or a local cluster for as long as the context lasts."""
-    if given:
-        yield given
-        return
-    with local_cluster(ClusterOptions(log_level="warning")) as cluster:
-        yield [Target(cluster.gateway.address, "demo", Api.GRPC)]
 
 
 def _targets(words: Sequence[str]) -> tuple[bool, list[str]]:
@@ -375,40 +315,3 @@ def _check_goals(goals: Sequence[Goal], *, find_rate: bool, send_slo: bool) -> N
 
 def _is_file(name: str) -> bool:
     return name.endswith(".json")
-
-
-def _from_files(names: Sequence[str], goals: Sequence[Goal]) -> LoadResults:
-    """What the files have, each under one label: the given one, or the file's name.
-
-    Raises:
-        InvalidRequest: a file is none of ours, or has several deployments.
-    """
-    every = []
-    for name in names:
-        label, path = name.split("=", 1) if "=" in name else (Path(name).stem, name)
-        found = read_results(Path(path))
-        every.append(found if len(names) == 1 else relabelled(found, label))
-        if len(names) > 1 and len(found.labels) > 1:
-            raise InvalidRequest(
-                f"{path} has the deployments {', '.join(found.labels)}", field="results", value=path,
-                cure="compare files of one deployment each",
-            )  # fmt: skip
-    runs = [run for results in every for run in results.runs]
-    searched = [found for results in every for found in results.found]
-    of_files = {tuple(results.goals) for results in every}
-    if searched and (goals or len(of_files) > 1):
-        raise InvalidRequest(
-            "searches keep what they searched for", field="slo", cure="compare files of equal --slo, and give none"
-        )
-    return LoadResults(runs, goals or every[0].goals, searched, every[0].command, every[0].version)
-
-
-def _without_key(arguments: Sequence[str]) -> list[str]:
-    """The command line for the results: they are shown to others."""
-    hidden, kept = False, []
-    for argument in arguments:
-        if argument.startswith("--api-key="):
-            argument = "--api-key=..."
-        kept.append("..." if hidden else argument)
-        hidden = argument == "--api-key"
-    return kept

@@ -269,3 +269,29 @@ def _to_ms(seconds: float) -> float:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
+
+
+def combined_results(names: Sequence[str], goals: Sequence[Goal]) -> LoadResults:
+    """What the files have, each under one label: the given one, or the file's name.
+
+    Raises:
+        InvalidRequest: a file is none of ours, or has several deployments.
+    """
+    every = []
+    for name in names:
+        label, path = name.split("=", 1) if "=" in name else (Path(name).stem, name)
+        found = read_results(Path(path))
+        every.append(found if len(names) == 1 else relabelled(found, label))
+        if len(names) > 1 and len(found.labels) > 1:
+            raise InvalidRequest(
+                f"{path} has the deployments {', '.join(found.labels)}", field="results", value=path,
+                cure="compare files of one deployment each",
+            )  # fmt: skip
+    runs = [run for results in every for run in results.runs]
+    searched = [found for results in every for found in results.found]
+    of_files = {tuple(results.goals) for results in every}
+    if searched and (goals or len(of_files) > 1):
+        raise InvalidRequest(
+            "searches keep what they searched for", field="slo", cure="compare files of equal --slo, and give none"
+        )
+    return LoadResults(runs, goals or every[0].goals, searched, every[0].command, every[0].version)

@@ -1,7 +1,8 @@
 """Every metric of every process: one table, from which docs/metrics.md is written and the exposition is built. Pure.
 
-Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`. Label values come
-from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
+Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`, or with
+`baton_output_` where a request may have several. Those that begin with `gen_ai_server_` are OpenTelemetry's. Label
+values come from closed sets, or are numbers of ranks or names of paired nodes, so that the number of series is bounded.
 """
 
 from dataclasses import dataclass
@@ -97,12 +98,24 @@ REASONS = tuple(dict.fromkeys(row.error.reason for row in TABLE))
 # Of a retry; the node was lost without an error.
 LOST = "LOST"
 
+# The label value that stands for the name of the served model.
+SERVED_MODEL = "{model_name}"
+
+_OPERATION = Label("gen_ai_operation_name", "what the client asked for", ("chat", "text_completion"))
+_PROVIDER = Label("gen_ai_provider_name", "who serves", ("baton",))
+_SERVED_MODEL = Label("gen_ai_response_model", "name of the served model", (SERVED_MODEL,))
+_GEN_AI = (_OPERATION, _PROVIDER, _SERVED_MODEL)
+_ERROR_TYPE = Label(
+    "error_type",
+    "how the request failed; empty: it did not",
+    ("", *(outcome for outcome in Outcome if outcome is not Outcome.FINISHED)),
+)
 _OUTCOME = Label("outcome", "how the request ended", tuple(Outcome))
 _SWITCH_OUTCOME = Label("outcome", "how the switch of a role ended", tuple(SwitchOutcome))
 _REASON = Label("reason", "of the error", REASONS)
 _RETRY_REASON = Label("reason", f"of the error; {LOST}: the node was lost", (*REASONS, LOST))
 _STAGE = Label("stage", "which node failed or refused", ("prefill", "decode"))
-_FINISH = Label("finished_reason", "why the output ended", ("stop", "length"))
+_FINISH = Label("finish_reason", "why the output ended", ("stop", "length"))
 _PATH = Label("path", "where the prompt was computed", ("remote", "local", "split"))
 _REFUSAL = Label("reason", "why it did not run", ("full", "queue", "deadline", "shed"))
 _PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
@@ -141,6 +154,14 @@ _SLOW_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0,
 )  # fmt: skip
+# As OpenTelemetry's conventions for generative AI advise.
+_GEN_AI_DURATION_S = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
+_GEN_AI_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+_GEN_AI_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
 
 C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
@@ -186,21 +207,21 @@ METRICS: tuple[Metric, ...] = (
            "aborted; refused: they did not run for lack of room; failed: the cluster's fault", GATEWAY, (_OUTCOME,)),
     Metric("baton_request_errors_total", C, "requests",
            "Requests that ended with an error, by its reason", GATEWAY, (_REASON,)),
-    Metric("baton_door_errors_total", C, "requests",
+    Metric("baton_http_errors_total", C, "requests",
            "HTTP requests that were answered with an error before they became a request to the model: wrong body, no "
            "key, unknown path", GATEWAY, (_REASON,)),
     Metric("baton_requests_refused_total", C, "requests",
            "Requests that never ran, by reason. full: too many are here; queue: the wait would be too long; deadline: "
            "it would not end in time; shed: it waited and can no longer be in time", GATEWAY, (_REFUSAL,)),
-    Metric("baton_request_success_total", C, "outputs",
+    Metric("baton_output_success_total", C, "outputs",
            "Outputs that were served to their end, by why they ended", GATEWAY, (_FINISH,)),
-    Metric("baton_request_path_total", C, "outputs",
+    Metric("baton_output_path_total", C, "outputs",
            "Outputs by where their prompt was computed. local: on their decode node; split: in two parts",
            GATEWAY, (_PATH,)),
-    Metric("baton_request_retries_total", C, "attempts",
+    Metric("baton_output_retries_total", C, "attempts",
            "Attempts that failed and were followed by another one, by the node that failed and why",
            GATEWAY, (_STAGE, _RETRY_REASON)),
-    Metric("baton_request_fallbacks_total", C, "outputs",
+    Metric("baton_output_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
     Metric("baton_traces_total", C, "traces",
@@ -221,15 +242,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_ready", G, "",
            "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
     # ---- endpoint picker
-    Metric("baton_picks_total", C, "requests",
+    Metric("baton_picker_picks_total", C, "requests",
            "Requests of the proxy, by what the picker answered. no_gateway: none that was allowed is ready; shed: "
            "requests wait on all of them, and this one is sheddable", PICKER, (_PICK,)),
-    Metric("baton_picks_by_affinity_total", C, "requests",
+    Metric("baton_picker_picks_by_affinity_total", C, "requests",
            "Requests that got a gateway, by whether it is the one that their session or prompt belongs to",
            PICKER, (_AFFINITY,)),
-    Metric("baton_pick_failovers_total", C, "requests",
+    Metric("baton_picker_failovers_total", C, "requests",
            "Requests that another gateway served than the first one picked, as the proxy reported", PICKER),
-    Metric("baton_pick_gateways", G, "gateways",
+    Metric("baton_picker_gateways", G, "gateways",
            "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
@@ -241,9 +262,9 @@ METRICS: tuple[Metric, ...] = (
            NODES, (_TIER,)),
     Metric("baton_prefix_cache_hits_total", C, "tokens",
            "Tokens whose KV the prefix cache had", NODES, (_TIER,)),
-    Metric("baton_request_prompt_tokens", H, "tokens",
+    Metric("baton_output_prompt_tokens", H, "tokens",
            "Prompt length of outputs that were served to their end", GATEWAY, (), _TOKENS),
-    Metric("baton_request_generation_tokens", H, "tokens",
+    Metric("baton_output_generation_tokens", H, "tokens",
            "Length of outputs that were served to their end", GATEWAY, (), _TOKENS),
     # ---- times of requests at the gateway
     Metric("baton_time_to_first_token_seconds", H, "seconds",
@@ -256,15 +277,25 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_request_admission_time_seconds", H, "seconds",
            "From a request's arrival at the gateway until it may run: its check, template, tokenizer, and the wait "
            "for its turn", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_queue_time_seconds", H, "seconds",
+    Metric("baton_output_queue_time_seconds", H, "seconds",
            "Time that an output waited on nodes, for blocks and for steps", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_prefill_time_seconds", H, "seconds",
+    Metric("baton_output_prefill_time_seconds", H, "seconds",
            "Time that an output's prompt was computed", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_transfer_time_seconds", H, "seconds",
+    Metric("baton_output_transfer_time_seconds", H, "seconds",
            "Exposed transfer: from the sampled first token until all KV is on the decode node. Only of outputs with a "
            "hand-over", GATEWAY, (), _SLOW_S),
-    Metric("baton_request_decode_time_seconds", H, "seconds",
+    Metric("baton_output_decode_time_seconds", H, "seconds",
            "From an output's first token to its end", GATEWAY, (), _SLOW_S),
+    # ---- OpenTelemetry's names of the same times
+    Metric("gen_ai_server_request_duration_seconds", H, "seconds",
+           "`gen_ai.server.request.duration`: from a request's arrival at the gateway to its end",
+           GATEWAY, (*_GEN_AI, _ERROR_TYPE), _GEN_AI_DURATION_S),
+    Metric("gen_ai_server_time_to_first_token_seconds", H, "seconds",
+           "`gen_ai.server.time_to_first_token`: as baton_time_to_first_token_seconds, of requests that were served to "
+           "their end", GATEWAY, _GEN_AI, _GEN_AI_FIRST_TOKEN_S),
+    Metric("gen_ai_server_time_per_output_token_seconds", H, "seconds",
+           "`gen_ai.server.time_per_output_token`: mean time of an output's tokens after its first one, of outputs "
+           "that were served to their end", GATEWAY, _GEN_AI, _GEN_AI_TOKEN_S),
     # ---- role
     Metric("baton_role_switches_total", C, "switches",
            "Switches of the node's role that somebody asked for, by outcome. refused: it kept its role, as its "

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from baton.core.errors import shortened
 from baton.core.version import __version__
 from baton.metrics import declared
-from baton.metrics.declared import BASE_LABELS, Kind, ProcessRole, metrics_of
+from baton.metrics.declared import BASE_LABELS, SERVED_MODEL, Kind, ProcessRole, metrics_of
 from baton.metrics.tally import Layout, Series, scale
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,7 +86,8 @@ class Exposition:
         for labels, first in self._series(metric.name):
             stop = first + len(bounds)
             buckets = list(zip(bounds, map(float, accumulate(totals[first:stop])), strict=True))
-            family.add_metric([*self._base, *labels], buckets, totals[stop] / scale(metric))
+            named = [self._base[-1] if label == SERVED_MODEL else label for label in labels]
+            family.add_metric([*self._base, *named], buckets, totals[stop] / scale(metric))
         return family
 
     def _series(self, name: str) -> Iterator[tuple[tuple[str, ...], int]]:

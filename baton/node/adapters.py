@@ -15,7 +15,7 @@ from baton.engine.engine import Engine
 from baton.models.adapters.adapter import WEIGHTS_FILE, read_adapter
 from baton.models.adapters.bank import AdapterBank
 from baton.models.adapters.config import CONFIG_FILE
-from baton.settings.config import NodeSettings, is_adapter_name
+from baton.settings.node_config import NodeSettings, is_adapter_name
 
 log = logging.getLogger("baton")
 

@@ -38,8 +38,8 @@ from baton.node.ranks.steps import StepWriter
 from baton.node.starting import nameless
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
-from baton.settings.config import NodeSettings, PrefillSettings
 from baton.settings.model_source import hub_commit
+from baton.settings.node_config import STAGING_SLOTS, NodeSettings, PrefillSettings
 from kvtransfer.flows import heads_of
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.plan import WIRE_NEWEST, NodeDescription, wire_oldest
@@ -276,8 +276,8 @@ def transfer_settings(settings: NodeSettings, built: BuiltRunner, incarnation: i
         incarnation=incarnation,
         transport=settings.transport,
         segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
-        staging_slots=settings.staging_slots,
-        digests=settings.digests,
+        staging_slots=STAGING_SLOTS,
+        digests=True,
         receive_bytes_per_s=settings.receive_bytes_per_s,
         peers_are_known=settings.tls_ca is not None,
         heads=tuple(

@@ -16,7 +16,7 @@ def below_floor(node: Node, measure: LinkMeasure) -> Mismatch | None:
     settings = node.settings
     if measure.gigabytes_per_s >= settings.link_floor_gb_per_s:
         return None
-    staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=node.built.cache.view.is_cuda)
+    staging_bytes = settings.staging_bytes(on_gpu=node.built.cache.view.is_cuda)
     here = machine_cures(Wanted(pairs=1, cache_bytes=0, staging_bytes=staging_bytes), read_host())
     return Mismatch(
         "link",

@@ -50,8 +50,8 @@ from baton.rpc.server import (
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.peers import PeerTls
-from baton.settings.config import NodeSettings
 from baton.settings.model_source import find_model
+from baton.settings.node_config import NodeSettings
 
 log = logging.getLogger("baton")
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from baton.node.assembly import Node
 from baton.protos.v1 import node_status_pb2
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 
 class ServedRole(Protocol):

@@ -23,7 +23,7 @@ from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.secure_server import check_certificate
 from baton.security import roles as certified
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from baton.settings.reader import in_role
 
 log = logging.getLogger("baton")

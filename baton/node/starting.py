@@ -18,7 +18,7 @@ from baton.protos.internal.v1 import node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 from baton.rpc.server import GrpcServer
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 
 class Starting:

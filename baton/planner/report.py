@@ -67,7 +67,8 @@ def commands(plan: Plan, model: str) -> list[str]:
     policy = " --local-policy local" if best.is_colocated else ""
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
     lines.append(
-        f"{variables}baton up --model {model} --prefill {spec.prefills} --decode {spec.decodes}{ranks}{policy}"
+        f"{variables}baton up --model {model} --prefill-nodes {spec.prefills} --decode-nodes {spec.decodes}"
+        f"{ranks}{policy}"
     )
     lines.append(
         "# or one process for each node, on any machines (PREFILL and DECODE: their addresses, with commas between),"

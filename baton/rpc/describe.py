@@ -1,4 +1,4 @@
-"""Asks one node for its status, and for what only operators see."""
+"""What operators ask of one node: its status, a drain, adapters."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -17,6 +17,7 @@ from baton.settings.environment import environment_tls
 Answer = TypeVar("Answer")
 
 _TIMEOUT_S = 10.0
+_LOAD_TIMEOUT_S = 600.0
 
 
 async def describe(address: str) -> node_status_pb2.NodeStatus:
@@ -35,6 +36,37 @@ async def expert_load(address: str) -> node_pb2.GetExpertLoadResponse:
         BatonError: also where the node does not count them.
     """
     return await _ask(address, lambda node: node.GetExpertLoad(node_pb2.GetExpertLoadRequest(), timeout=_TIMEOUT_S))
+
+
+async def drain(address: str, grace_s: float | None) -> None:
+    """Begins a drain, at whose end the node's process ends; returns at once. Asks as `describe`.
+
+    Args:
+        grace_s: how long running requests may take to finish; None: the node's own setting.
+    """
+    request = node_pb2.DrainRequest(grace_s=grace_s)
+    await _ask(address, lambda node: node.Drain(request, timeout=_TIMEOUT_S))
+
+
+async def load_adapter(address: str, name: str, path: str) -> str:
+    """Loads the adapter from a directory of the node's machine; returns its revision. Asks as `describe`.
+
+    Raises:
+        BatonError: also where the adapter does not fit the model, or the node has no room for it.
+    """
+    request = node_pb2.LoadAdapterRequest(name=name, path=path)
+    answer = await _ask(address, lambda node: node.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S))
+    return answer.adapter.revision
+
+
+async def unload_adapter(address: str, name: str) -> None:
+    """New requests do not get the adapter any more; those that have it go on. Asks as `describe`.
+
+    Raises:
+        BatonError: also where the node does not have it.
+    """
+    request = node_pb2.UnloadAdapterRequest(name=name)
+    await _ask(address, lambda node: node.UnloadAdapter(request, timeout=_TIMEOUT_S))
 
 
 async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awaitable[Answer]]") -> Answer:

@@ -186,5 +186,5 @@ def too_large(size_bytes: int, method: str, *, bytes_max: int | None = None) -> 
         field="message",
         value=size_bytes,
         allowed=() if bytes_max is None else (f"up to {bytes_max} bytes",),
-        cure="send less at once; a gateway's limit is its setting --http-body-mib",
+        cure="send less at once",
     )

@@ -26,7 +26,7 @@ def dial_gateway(target: str, *, api_key: str | None = None, tls_ca: str | Path 
         return None
     if tls_ca is None and not found.insecure and not is_local(target):
         message = f"the API key would go to {target} unencrypted"
-        cure = "set BATON_CLIENT_CA (--tls-ca), or allow it with BATON_INSECURE=true"
+        cure = "set BATON_CLIENT_CA (--client-ca), or allow it with BATON_INSECURE=true"
         raise ConfigError(message, field="tls_ca", value="", cure=cure)
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
     if tls_ca is None:

@@ -1,8 +1,8 @@
-"""The settings of all processes, and of nodes, with their defaults, bounds and meanings.
+"""The settings of all processes, with their defaults, bounds and meanings.
 
     ProcessSettings
     ├── CommonSettings               model, TLS between the cluster's processes
-    │   ├── NodeSettings             cache, engine, transfer
+    │   ├── NodeSettings             cache, engine, transfer: in `baton.settings.node_config`
     │   │   ├── PrefillSettings
     │   │   └── DecodeSettings
     │   └── GatewaySettings          in `baton.settings.gateway_config`
@@ -14,51 +14,31 @@ does a variable that is spelled nearly like a setting's (`baton.settings.reader`
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from baton.core.limits import (
-    COUNT_MAX,
-    DURATION_S_MIN,
-    KEEPALIVE_S_MIN,
-    RATE_MAX,
-    RATE_MIN,
-    SECONDS_MAX,
-    SIZE_MIB_MIN,
-    TOKENS_MAX,
-)
+from baton.core.limits import DURATION_S_MIN, SECONDS_MAX
+from baton.settings.internal import internal, is_internal
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
 MIB = 1 << 20
-GIGA = 1e9
-# Defaults that depend on the device, or that code without settings also needs.
 KEEPALIVE_S = 10.0
-CPU_CACHE_MIB = 128
-CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
-CPU_BATCH_TOKENS = 256
-CPU_BATCH_REQUESTS = 64
-# Of nodes that decode; the smaller one where the cache is too small for more. Where only prompts are computed, requests
-# leave with their first token, so steps hold few of them.
-GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
-_CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 CLIENT_VARIABLES = (
     "BATON_API_KEY",
     "BATON_CLIENT_CA",
     "BATON_TARGET",
 )  # of clients; no process has settings of these names
-_CONVERTIBLE = ("float32", "bfloat16", "float16")
-# Limits that no machine reaches, as those of `baton.core.limits`.
-_THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
-_EXPERTS_MAX = 1 << 16
-LEADER_PORT = 7004  # of a leader whose environment names no port
-_ADAPTERS = 8  # slots where adapters are wanted and no number is given
-_ADAPTER_NAME_MAX = 128
-_SEATS_MAX = 1 << 16
-_BLOCKS_MAX = 2**31 - 1  # ids of blocks take 32 bits
-_CACHE_MIB_MAX = 1 << 26
+
+
+class _Variables(EnvSettingsSource):
+    """The variables of the environment, without those named as an internal value."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return (None, field_name, False) if is_internal(field) else super().get_field_value(field, field_name)
 
 
 class ProcessSettings(BaseSettings):
@@ -105,9 +85,21 @@ class ProcessSettings(BaseSettings):
         description="file that the process writes once ready: a JSON line with address and pid; replaces a regular "
         "file, and nothing else",
     )
-    supervisor: str | None = Field(
-        None, description="set by `baton up`, which gets reports of this process and ends it when it ends itself"
+    supervisor: str | None = internal(
+        None, "name of the socket of `baton up`, which gets reports of this process and ends it when it ends itself"
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del env_settings, dotenv_settings, file_secret_settings  # the variables have a source of our own
+        return init_settings, _Variables(settings_cls)
 
     @field_validator("name")
     @classmethod
@@ -132,317 +124,6 @@ class CommonSettings(ProcessSettings):
     )
 
 
-class NodeSettings(CommonSettings):
-    """Settings of both node roles."""
-
-    model_revision: str | None = Field(
-        None,
-        min_length=1,
-        max_length=128,
-        description="name of the weights' revision in status, metrics and receipts; not compared: nodes work together "
-        "if their weights are equal; default: the commit, for a model of the hub, else none",
-    )
-    kv_cache_layout: str | None = Field(
-        None, description="order of the cache's axes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC"
-    )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
-        "auto",
-        description="dtype of the cache; auto: that of dtype; fp8 uses the checkpoint's k_scale and v_scale, "
-        "or 1 without them; fp8_e5m2 is refused for checkpoints in fp8",
-    )
-    block_size: int = Field(16, ge=1, le=1024, description="token slots per block")
-    num_blocks: int | None = Field(
-        None, ge=1, le=_BLOCKS_MAX, description="blocks in the cache; default: as many as kv_cache_mib holds"
-    )
-    kv_cache_mib: int | None = Field(
-        None,
-        ge=1,
-        le=_CACHE_MIB_MAX,
-        description="memory for the cache when num_blocks is not given; default: on a CPU what one request of the "
-        f"longest context needs, at least {CPU_CACHE_MIB} and at most a quarter of the memory of machine or container; "
-        "on a GPU, what is left of gpu_memory_fraction",
-    )
-    state_slots: int = Field(
-        0,
-        ge=0,
-        le=_SLOTS_MAX,
-        description="recurrent states in the cache, one for each request and for each kept prefix; 0: three for each "
-        "request of a step, in at most half of the cache's memory. Only for models with recurrent layers",
-    )
-    gpu_memory_fraction: float = Field(
-        0.9,
-        ge=0.01,
-        le=1,
-        description="share of the GPU's memory that this node may use; a profile at start sizes the cache",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of weights and activations; auto: float32 on a CPU, on a GPU that of the checkpoint"
-    )
-    device: str = Field(
-        "auto", description="device of weights and cache: cpu, cuda, cuda:1; auto: a GPU if there is one, else the CPU"
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="ranks that share the model; each is a process with part of the weights and KV; on GPUs, each rank "
-        "has its own GPU, counted from --device",
-    )
-    num_hosts: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="hosts that share the node's ranks in equal numbers; on each of them the same command runs, with a "
-        "host_rank of its own (elsewhere called nnodes and node_rank). Needs tls_cert. Default: LWS_GROUP_SIZE or "
-        "NNODES, else 1",
-    )
-    host_rank: int = Field(
-        0,
-        ge=0,
-        le=63,
-        description="number of this host among num_hosts. Host 0 leads and serves; the others only compute. Default: "
-        "LWS_WORKER_INDEX or NODE_RANK, else 0",
-    )
-    leader_address: str | None = Field(
-        None,
-        description="host:port where host 0 waits for the ranks of the other hosts; default: LWS_LEADER_ADDRESS with "
-        f"port {LEADER_PORT}, or MASTER_ADDR:MASTER_PORT",
-    )
-    expert_parallel: bool = Field(
-        False,
-        description="give each rank whole experts of a mixture instead of some channels of all; the rest of the model "
-        "is split as before",
-    )
-    attention_data_parallel: bool = Field(
-        False,
-        description="for models with latent attention (DeepSeek, Kimi-K2, GLM-5): each rank computes the attention of "
-        "its own requests with whole attention weights and holds only their KV, so that the node has room for as many "
-        "times the KV as it has ranks; together with expert_parallel (elsewhere called enable_dp_attention)",
-    )
-    redundant_experts: int = Field(
-        0,
-        ge=0,
-        le=_EXPERTS_MAX,
-        description="copies of experts in each layer, divided over the ranks with the experts themselves, so that "
-        "ranks get equally many tokens (elsewhere num_redundant_experts, ep_num_redundant_experts). Needs "
-        "expert_parallel",
-    )
-    expert_load: Path | None = Field(
-        None,
-        description="file of `baton expert-load`, by whose tokens of each expert copies are made and experts are "
-        "placed; the same on every host of the node. Default: all experts count alike. Needs expert_parallel",
-    )
-    threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
-    load_format: Literal["safetensors", "dummy"] = Field(
-        "safetensors", description="dummy: random weights, for tests and benchmarks"
-    )
-    attention_backend: str | None = Field(
-        None, description="name of the attention backend to use; default: the first one that fits"
-    )
-    max_batch_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=COUNT_MAX,
-        description="most tokens in one engine step; longer prompts are cut into chunks; default: "
-        f"{CPU_BATCH_TOKENS} on a CPU; on a GPU, by a profile at start, the smallest fast size whose steps take at "
-        "most 150 ms on a prefill node, and 50 ms next to 32 decodes on a decode node",
-    )
-    max_batch_requests: int | None = Field(
-        None,
-        ge=1,
-        le=_SEATS_MAX,
-        description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU; on a GPU, "
-        f"{GPU_BATCH_REQUESTS}, or {SMALL_GPU_BATCH_REQUESTS} with a small cache, or {GPU_PREFILL_REQUESTS} on a "
-        "prefill node that only computes prompts",
-    )
-    cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
-    batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
-    max_waiting: int = Field(
-        256, ge=0, le=COUNT_MAX, description="most requests that wait for room; further ones are refused"
-    )
-    max_context_tokens: int | None = Field(
-        None,
-        ge=2,
-        le=TOKENS_MAX,
-        description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
-        "original context must be given to every node and gateway",
-    )
-    prefix_cache: bool = Field(True, description="reuse the KV of a prefix that earlier prompts had")
-    adapter: str = Field(
-        "",
-        description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
-        "be given several times. Clients name an adapter as their model",
-    )
-    adapter_directory: Path | None = Field(
-        None,
-        description="directory that is watched: each directory in it with an adapter_config.json is loaded as an "
-        "adapter of its name, and unloaded when it is removed",
-    )
-    max_adapters: int | None = Field(
-        None,
-        ge=0,
-        le=_ADAPTERS_MAX,
-        description="adapters that the node can hold at once; their memory is taken at start; default: 8, or as many "
-        "as adapter names, where adapter or adapter_directory is given; else 0",
-    )
-    max_adapter_rank: int = Field(
-        16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
-    )
-    adapter_experts: bool = Field(
-        False,
-        description="adapters may be of routed experts, too: every adapter takes the memory of a matrix pair for each "
-        "layer of each expert, which is most of it",
-    )
-    transport: Literal["ucx", "loopback"] = Field(
-        "ucx", description="what carries KV; loopback works only inside one process"
-    )
-    segment_mib: float | None = Field(
-        None,
-        ge=SIZE_MIB_MIN,
-        le=1024,
-        description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
-        f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
-    )
-    staging_slots: int = Field(4, ge=2, le=_SLOTS_MAX, description="staging buffers of segment_mib each, per direction")
-    link_floor_gb_per_s: float = Field(
-        0.0,
-        ge=0,
-        le=RATE_MAX,
-        description="slowest link to a peer that is accepted, in GB/s as measured when the pair connects; a pair with "
-        "a slower link is refused; 0: any link",
-    )
-    digests: bool = Field(True, description="check the digest of every segment before its KV enters the cache")
-    keepalive_s: float = Field(
-        KEEPALIVE_S, ge=KEEPALIVE_S_MIN, le=3600, description="a peer that answers no ping for that long counts as lost"
-    )
-
-    @field_validator("model_revision")
-    @classmethod
-    def _is_revision(cls, name: str | None) -> str | None:
-        return check_printable(name)
-
-    @field_validator("adapter")
-    @classmethod
-    def _are_adapters(cls, given: str) -> str:
-        for each in _listed(given):
-            name, found, directory = each.partition("=")
-            if not (found and directory and is_adapter_name(name)):
-                name_of = f"a name has up to {_ADAPTER_NAME_MAX} printable characters"
-                raise ValueError(f"{each!r} is not name=directory; {name_of}")
-        return given
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """Directories of the adapters to load at start, by name."""
-        return {name: Path(path) for name, _, path in (each.partition("=") for each in _listed(self.adapter))}
-
-    @property
-    def adapter_slots(self) -> int:
-        """Adapters that the node can hold."""
-        if self.max_adapters is not None:
-            return self.max_adapters
-        wanted = bool(self.adapter) or self.adapter_directory is not None
-        return max(_ADAPTERS, len(self.adapters)) if wanted else 0
-
-    @property
-    def ranks_per_host(self) -> int:
-        return self.tensor_parallel_size // self.num_hosts
-
-    def segment_bytes(self, *, on_gpu: bool) -> int:
-        mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
-        return int(mib * MIB)
-
-    def staging_bytes(self, *, on_gpu: bool) -> int:
-        """Staging memory of both directions together."""
-        return 2 * self.staging_slots * self.segment_bytes(on_gpu=on_gpu)
-
-    @property
-    def receive_bytes_per_s(self) -> float | None:
-        """Limit of received KV; None: no limit."""
-        return None
-
-    @property
-    def converted_kv_dtypes(self) -> tuple[str, ...]:
-        """Cache dtypes of other nodes that this node accepts although its own differs."""
-        return ()
-
-    @property
-    def decodes(self) -> bool:
-        """Whether requests decode on this node."""
-        return True
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        return None if self.kv_cache_mib is None else self.kv_cache_mib * MIB
-
-
-class PrefillSettings(NodeSettings):
-    """Role prefill."""
-
-    connect_timeout_s: float = Field(
-        10.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="time limit for connecting a pair with a decode node"
-    )
-    layer_groups: bool = Field(
-        True,
-        description="send the KV of a chunk's first layers while later layers compute, in as many groups as suit the "
-        "measured link; false: send once the chunk is computed",
-    )
-    also_decodes: bool = Field(
-        True,
-        description="serve whole requests too, prompt and decode, which gateways send where the decode nodes have no "
-        "room for them; false: this node computes prompts only",
-    )
-
-    @property
-    def decodes(self) -> bool:
-        return self.also_decodes
-
-
-class DecodeSettings(NodeSettings):
-    """Role decode."""
-
-    local_prefill_tokens: int | None = Field(
-        None,
-        ge=0,
-        le=TOKENS_MAX,
-        description="the decode node prefills a prompt with fewer uncached tokens itself; default: as many as cost its "
-        "streams next to nothing, by measured step costs",
-    )
-    receive_limit_gb_per_s: float | None = Field(
-        None,
-        ge=RATE_MIN,
-        le=RATE_MAX,
-        description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
-    )
-    kv_convert_from: str = Field(
-        "",
-        description="cache dtypes of prefill nodes that this node accepts although its own differs, comma-separated: "
-        "float32, bfloat16, float16; the prefill nodes convert; default: such nodes are refused",
-    )
-    lease_s: float = Field(
-        300.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="how long blocks stay reserved for KV that has not arrived",
-    )
-
-    @property
-    def receive_bytes_per_s(self) -> float | None:
-        limit = self.receive_limit_gb_per_s
-        return None if limit is None else limit * GIGA
-
-    @property
-    def converted_kv_dtypes(self) -> tuple[str, ...]:
-        return _listed(self.kv_convert_from)
-
-    @field_validator("kv_convert_from")
-    @classmethod
-    def _are_convertible(cls, names: str) -> str:
-        if unknown := set(_listed(names)) - set(_CONVERTIBLE):
-            raise ValueError(f"{', '.join(sorted(unknown))} cannot be converted; allowed: {', '.join(_CONVERTIBLE)}")
-        return names
-
-
 def tokenizer_file(model: Path) -> Path:
     """The tokenizer.json of a model directory. The demo models share one, so that the wheel has it once."""
     own = model / "tokenizer.json"
@@ -462,11 +143,6 @@ def check_printable(name: str | None) -> str | None:
     return name
 
 
-def is_adapter_name(name: str) -> bool:
-    """Whether clients can name a model so."""
-    return 0 < len(name) <= _ADAPTER_NAME_MAX and name.isprintable() and not set(name) & set(" ,=")
-
-
 def variable(name: str) -> str:
     return f"BATON_{name.upper()}"
 
@@ -475,5 +151,5 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _listed(names: str) -> tuple[str, ...]:
+def listed(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())

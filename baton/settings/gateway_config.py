@@ -7,21 +7,13 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from baton.core.limits import (
-    COUNT_MAX,
-    DURATION_S_MIN,
-    KEEPALIVE_S_MIN,
-    PERIOD_S_MAX,
-    PERIOD_S_MIN,
-    SECONDS_MAX,
-    SIZE_MIB_MIN,
-    TOKENS_MAX,
-)
+from baton.core.limits import COUNT_MAX, DURATION_S_MIN, SECONDS_MAX, TOKENS_MAX
 from baton.core.types import LocalPolicy, Slo
 from baton.settings.config import CommonSettings, ProcessSettings, check_printable
+from baton.settings.internal import internal
 
 GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
-_HTTP_BODY_MIB_MAX = 4096
+_RESOLVE_S = 5.0
 
 
 class GatewaySettings(CommonSettings):
@@ -29,7 +21,7 @@ class GatewaySettings(CommonSettings):
 
     prefill: str = Field(
         "",
-        description="prefill nodes, comma-separated: host:port, where names are resolved again every resolve_s; "
+        description="prefill nodes, comma-separated: host:port, where names are resolved again every 5 s; "
         "file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of Kubernetes",
     )
     decode: str = Field("", description="decode nodes, in the same form")
@@ -71,19 +63,6 @@ class GatewaySettings(CommonSettings):
         False,
         description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
     )
-    http_body_mib: float = Field(
-        32.0,
-        ge=SIZE_MIB_MIN,
-        le=_HTTP_BODY_MIB_MAX,
-        description="largest body of an HTTP request, and largest gRPC message",
-    )
-    failover_wait_s: float = Field(
-        30.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="how long a request waits for a decode node: one that has begun when its own was lost, a new one "
-        "while nodes load",
-    )
     chat_template: Path | None = Field(
         None, description="file with a jinja chat template to use in place of the checkpoint's"
     )
@@ -92,41 +71,15 @@ class GatewaySettings(CommonSettings):
         description="special tokens, such as that which ends a text, in clients' texts; allow: they are tokens, as in "
         "other servers; text: they are encoded as ordinary text, and only the chat template writes special tokens",
     )
-    resolve_s: float = Field(
-        5.0,
-        ge=PERIOD_S_MIN,
-        le=PERIOD_S_MAX,
-        description="interval at which names of nodes are resolved and their files read again",
-    )
-    link_retry_s: float = Field(
-        60.0,
-        ge=PERIOD_S_MIN,
-        le=PERIOD_S_MAX,
-        description="interval at which a pair that was refused for its slow link is measured again",
-    )
     balance_roles: bool = Field(
         False,
-        description="let nodes switch between prefill and decode: when one role has needed nodes for balance_hold_s "
-        "while the other had one to spare; never the last node of a role",
-    )
-    balance_backlog_s: float = Field(
-        2.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when "
-        "its nodes use more than 80 % of their blocks or seats",
-    )
-    balance_hold_s: float = Field(30.0, ge=0, le=SECONDS_MAX, description="see balance_roles")
-    balance_cool_down_s: float = Field(
-        120.0,
-        ge=0,
-        le=SECONDS_MAX,
-        description="after a node has changed its role, or nodes came or went, balance_roles moves none for so long",
+        description="let nodes switch between prefill and decode: when one role has needed nodes for half a "
+        "minute while the other had one to spare; never the last node of a role",
     )
     request_timeout_s: float = Field(
         600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of a request whose client gives none"
     )
-    queue_s: float = Field(
+    max_queue_s: float = Field(
         10.0,
         ge=0,
         le=SECONDS_MAX,
@@ -168,34 +121,40 @@ class GatewaySettings(CommonSettings):
     )
     access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
-    prefill_stall_s: float = Field(
-        10.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="a prefill that reports no progress for that long is started again",
-    )
-    decode_stall_s: float = Field(
-        30.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="a decode node that sends nothing for that long counts as lost",
-    )
-    keepalive_s: float = Field(
-        GATEWAY_KEEPALIVE_S,
-        ge=KEEPALIVE_S_MIN,
-        le=3600,
-        description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
-        "Python is busy answers",
-    )
-    max_attempts: int = Field(
-        3,
-        ge=1,
-        le=COUNT_MAX,
-        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: "
-        "most nodes that may fail or end with a request; broken links do not count",
-    )
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
+    )
+
+    http_body_mib: float = internal(32.0, "largest body of an HTTP request, and largest gRPC message")
+    resolve_s: float = internal(_RESOLVE_S, "interval at which names of nodes are resolved and their files read again")
+    keepalive_s: float = internal(
+        GATEWAY_KEEPALIVE_S,
+        "a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose Python is "
+        "busy answers",
+    )
+    failover_wait_s: float = internal(
+        30.0,
+        "how long a request waits for a decode node: one that has begun when its own was lost, a new one while nodes "
+        "load",
+    )
+    prefill_stall_s: float = internal(10.0, "a prefill that reports no progress for that long is started again")
+    decode_stall_s: float = internal(30.0, "a decode node that sends nothing for that long counts as lost")
+    max_attempts: int = internal(
+        3,
+        "most prefill attempts per request; the last one runs on the decode node. Under policy strict: most nodes that "
+        "may fail or end with a request; broken links do not count",
+    )
+    link_retry_s: float = internal(
+        60.0, "interval at which a pair that was refused for its slow link is measured again"
+    )
+    balance_backlog_s: float = internal(
+        2.0,
+        "prefill needs nodes when prompts of more seconds wait on the average prefill node; decode, when its nodes use "
+        "more than 80 % of their blocks or seats",
+    )
+    balance_hold_s: float = internal(30.0, "how long a role has needed nodes before balance_roles moves one")
+    balance_cool_down_s: float = internal(
+        120.0, "after a node has changed its role, or nodes came or went, balance_roles moves none for so long"
     )
 
     @field_validator("model_name")
@@ -215,14 +174,8 @@ class PickerSettings(ProcessSettings):
     pool: str = Field(
         "",
         description="HTTP addresses of the gateways, comma-separated: host:port, where names are resolved again every "
-        "resolve_s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
+        "5 s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
         "Kubernetes",
-    )
-    resolve_s: float = Field(
-        5.0,
-        ge=PERIOD_S_MIN,
-        le=PERIOD_S_MAX,
-        description="interval at which names of gateways are resolved and files read again",
     )
     pool_metrics_port: int | None = Field(
         None,
@@ -230,18 +183,6 @@ class PickerSettings(ProcessSettings):
         le=65535,
         description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
         "port, which works without TLS and keys only",
-    )
-    poll_s: float = Field(
-        0.25,
-        ge=PERIOD_S_MIN,
-        le=PERIOD_S_MAX,
-        description="pause between two looks at one gateway's load and readiness",
-    )
-    stale_s: float = Field(
-        3.0,
-        ge=DURATION_S_MIN,
-        le=SECONDS_MAX,
-        description="a gateway that has not answered for that long gets no requests",
     )
     fallbacks: int = Field(
         1,
@@ -252,13 +193,12 @@ class PickerSettings(ProcessSettings):
     sheddable: str = Field(
         "",
         description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 where "
-        "requests wait on every gateway",
-    )
-    shed_waiting: int = Field(
-        8,
-        ge=1,
-        le=COUNT_MAX,
-        description="requests that wait on each gateway, from which on sheddable ones are refused",
+        "eight requests wait on every gateway",
     )
     client_tls_cert: Path | None = Field(None, description="PEM file with the certificate that the proxy sees")
     client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
+
+    resolve_s: float = internal(_RESOLVE_S, "interval at which names of gateways are resolved and files read again")
+    poll_s: float = internal(0.25, "pause between two looks at one gateway's load and readiness")
+    stale_s: float = internal(3.0, "a gateway that has not answered for that long gets no requests")
+    shed_waiting: int = internal(8, "requests that wait on each gateway, from which on sheddable ones are refused")

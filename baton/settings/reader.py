@@ -15,21 +15,16 @@ from baton.core.errors import ConfigError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
 from baton.core.supervisor import Supervisor
-from baton.settings.config import (
-    CLIENT_VARIABLES,
-    LEADER_PORT,
-    DecodeSettings,
-    NodeSettings,
-    PrefillSettings,
-    ProcessSettings,
-    flag,
-    variable,
-)
+from baton.settings.config import CLIENT_VARIABLES, ProcessSettings, flag, variable
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.groups import in_groups
+from baton.settings.internal import settings_of
+from baton.settings.node_config import LEADER_PORT, DecodeSettings, NodeSettings, PrefillSettings
+from baton.settings.renamed import cure_of_older
 
 _PREFIX = "BATON_"
 _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
-_SETTINGS = frozenset(name for cls in _ROLES for name in cls.model_fields)
+_SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
 # Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
@@ -50,9 +45,9 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
         for name, value in vars(flags).items()
         if value is not None
     }
-    if misspelled := misspelled_variables(os.environ):
-        for name, nearest in misspelled.items():
-            write_line(f"{program}: {name} is no setting; did you mean {nearest}?")
+    if wrong := wrong_variables(os.environ):
+        for name, cure in wrong.items():
+            write_line(f"{program}: {name} is no setting; {cure}")
         raise SystemExit(2)
     if issubclass(cls, NodeSettings):
         given = hosts_of(os.environ) | given
@@ -78,17 +73,25 @@ def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
         raise ConfigError("; ".join(lines), cure="correct the node's variables, and restart it") from None
 
 
-def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the environment that nearly have the name of a setting of some process, with that name.
+def wrong_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment that nearly have the name of a setting of some process, or had it in an older
+    release, each with its cure.
 
     Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
     """
     known = {variable(name) for name in _SETTINGS} | {*CLIENT_VARIABLES}
     ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
     ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
-    names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
-    found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
-    return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
+    found = {}
+    for name in environ:
+        if not name.startswith(_PREFIX) or name.upper() in known:
+            continue
+        end = name.removeprefix(_PREFIX)
+        if (cure := cure_of_older(end.lower(), variable)) is not None:
+            found[name] = cure
+        elif nearest := get_close_matches(end, ends, n=1, cutoff=_ALIKE):
+            found[shortened(name, _SHOWN_MAX)] = f"did you mean {ends[nearest[0]]}?"
+    return found
 
 
 def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -155,6 +158,9 @@ class _Parser(argparse.ArgumentParser):
         given, unknown = super().parse_known_args(args, namespace)
         for text in unknown:
             name = text.partition("=")[0]
+            older = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+            if (cure := cure_of_older(older, flag)) is not None:
+                self.error(f"{name} is no flag; {cure}")
             nearest = get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
             self.error(f"{name} is no flag" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         return given, unknown
@@ -170,23 +176,31 @@ def _where(name: str) -> str:
 
 
 def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:
+    """The parser of one process's flags, in groups, most used first."""
     parser = _Parser(
-        prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
+        prog=program,
+        description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE.",
+        usage="%(prog)s [FLAGS]",
     )
-    for name, info in cls.model_fields.items():
-        default = "" if info.default is None else f" (default: {info.default})"
-        help_text = f"{info.description}{default}".replace("%", "%%")
-        # A switch may stand alone: --insecure is --insecure true.
-        how: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
-        how |= {"action": "append"} if name in _REPEATABLE else {}
-        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **how)
+    settings = settings_of(cls)
+    for title, names in in_groups(cls):
+        group = parser.add_argument_group(title)
+        for name in names:
+            info = settings[name]
+            default = "" if info.default is None or info.default == "" else f" (default: {info.default})"
+            help_text = f"{info.description}{default}".replace("%", "%%")
+            # A switch may stand alone: --insecure is --insecure true.
+            how: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+            how |= {"action": "append"} if name in _REPEATABLE else {}
+            group.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **how)
+    parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)  # from `baton up`
     return parser
 
 
 def settings_table(cls: type[ProcessSettings]) -> list[tuple[str, str, str, str]]:
     """Rows of flag, variable, default and meaning, for docs/configuration.md."""
     rows = []
-    for name, info in cls.model_fields.items():
+    for name, info in settings_of(cls).items():
         default = info.default
         shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
         rows.append((flag(name), variable(name), shown, info.description or ""))

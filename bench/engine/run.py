@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.build import BuiltRunner, build_runner, calibrate
 from baton.models.layers.products import use_library_products
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops

@@ -17,7 +17,7 @@ from bench.exposed import Setup, on_cpu, on_gpus, write_model
 ELASTIC, STATIC, COLOCATED = "elastic", "static", "colocated"
 
 # Most of Baton's settings are the defaults. These name the model, or follow from the size of the machine.
-_CPU_FLAGS = ("--device", "cpu", "--num-blocks", "4096")
+_CPU_FLAGS = ("--device", "cpu", "--kv-cache-mib", "384")
 
 
 @dataclass(frozen=True)

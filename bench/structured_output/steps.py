@@ -12,7 +12,8 @@ from baton.core.types import Grammar, GrammarKind
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.grammar_rows import GrammarRows
 from baton.grammar.compiler import GrammarCompiler
-from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import NodeSettings
 from bench.engine.run import CONFIGS
 from bench.engine.steps import decode_ms
 from bench.structured_output.tokenizer import EOS_ID

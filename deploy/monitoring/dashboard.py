@@ -82,8 +82,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Prefill": (
         Panel("Backlog", "s", _sums("baton_prefill_backlog_seconds", "instance", matchers=_of("prefill"))),
         Panel("Busy share of prefill nodes", "percentunit", _busy("prefill")),
-        Panel("Prefill time", "s", _quantiles("baton_request_prefill_time_seconds")),
-        Panel("Where prompts are computed", "ops", _rate("baton_request_path_total", "path")),
+        Panel("Prefill time", "s", _quantiles("baton_output_prefill_time_seconds")),
+        Panel("Where prompts are computed", "ops", _rate("baton_output_path_total", "path")),
         Panel("Hit rate of the prefix cache", "percentunit", {"{{instance}}": f"{_HITS} / {_QUERIES}"}),
         Panel("Wait for a step", "s", _quantiles("baton_engine_queue_time_seconds")),
     ),
@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Transfer and links": (
         Panel("KV transferred", "Bps", _rate("baton_kv_transfer_bytes_total", "direction")),
-        Panel("Exposed transfer time", "s", _quantiles("baton_request_transfer_time_seconds")),
+        Panel("Exposed transfer time", "s", _quantiles("baton_output_transfer_time_seconds")),
         Panel("Pairs that are ready", "short", _sums("baton_pairs_ready", "instance")),
         Panel("Links by transport", "short", {"{{transport}}": "count by (transport) (baton_link_info{MODEL})"}),
         Panel("KV by link", "Bps", _rate("baton_link_bytes_total", "instance", "peer")),
@@ -111,8 +111,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Failures, refusals and retries": (
         Panel("Errors by reason", "reqps", _rate("baton_request_errors_total", "reason")),
         Panel("Refusals by reason", "reqps", _rate("baton_requests_refused_total", "reason")),
-        Panel("Retries by stage and reason", "ops", _rate("baton_request_retries_total", "stage", "reason")),
-        Panel("Fallbacks to decode nodes by last failure", "ops", _rate("baton_request_fallbacks_total", "reason")),
+        Panel("Retries by stage and reason", "ops", _rate("baton_output_retries_total", "stage", "reason")),
+        Panel("Fallbacks to decode nodes by last failure", "ops", _rate("baton_output_fallbacks_total", "reason")),
         Panel("Errors in engines", "reqps", _rate("baton_engine_requests_failed_total", "reason")),
         Panel("Traces", "ops", _rate("baton_traces_total", "state")),
     ),

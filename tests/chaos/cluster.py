@@ -41,7 +41,7 @@ _FLAGS: dict[str, Flags] = {
     "d": {**_NODE, "lease_s": 20, "local_prefill_tokens": 32},
     "g": {
         "model": LLAMA, "http_listen": "off", "drain_grace_s": 4, "prefill_stall_s": 4, "decode_stall_s": 6,
-        "queue_s": 30, "failover_wait_s": 60,
+        "max_queue_s": 30, "failover_wait_s": 60,
     },
 }  # fmt: skip
 

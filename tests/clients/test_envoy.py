@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from baton.cli.processes import Process, launch
+from baton.cli.processes import Process
 from tests.clients.install import CLIENTS
 from tests.integration.cluster import DEADLINE_S, Machines, arguments, machines
+from tests.warm import launch_warm
 
 ENVOY = CLIENTS / "envoy" / "bin" / "envoy"
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -230,7 +231,7 @@ class Front:
         """How many gateways the picker sees ready."""
         with urllib.request.urlopen(str(self.picker.metrics), timeout=DEADLINE_S) as answer:
             lines = answer.read().decode().splitlines()
-        (line,) = [each for each in lines if each.startswith("baton_pick_gateways{") and 'state="ready"' in each]
+        (line,) = [each for each in lines if each.startswith("baton_picker_gateways{") and 'state="ready"' in each]
         return int(float(line.split()[-1]))
 
 
@@ -240,7 +241,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
         both = [started.gateway([prefill], [decode]) for _ in range(2)]
         by_address = {str(each.http).removeprefix("http://"): each for each in both}
-        started.processes.launch = launch
+        started.processes.launch = launch_warm
         flags = {"pool": ",".join(by_address), "poll_s": 0.05, "stale_s": 2 * DEADLINE_S}
         picker = started.processes.start("baton.gateway.picker", arguments(flags))
         started.processes.wait_ready([picker])

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("browser.py")
 @pytest.fixture
 def cluster() -> Iterator[Up]:
     """Prompts go to a prefill node, so that the page has transfers to show."""
-    up = start_up("--prefill", "2", "--decode", "2", BATON_LOCAL_POLICY="strict")
+    up = start_up("--prefill-nodes", "2", "--decode-nodes", "2", BATON_LOCAL_POLICY="strict")
     yield up
     assert interrupt(up) == 0
 

@@ -20,7 +20,7 @@ from baton.kvcache.fp8 import quantize
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
 from baton.models.loading.kv_scales import kv_scales
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import (

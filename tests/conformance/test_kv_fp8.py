@@ -8,7 +8,8 @@ import torch
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
-from baton.settings.config import DEMO_MODELS, NodeSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
 from tests.unit.engine.tiny import request, running

@@ -12,7 +12,7 @@ import pytest
 from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import Pair, eventually, job, linked
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running

@@ -13,8 +13,9 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from baton.settings.config import CommonSettings, DecodeSettings, PrefillSettings
+from baton.settings.config import CommonSettings
 from baton.settings.gateway_config import GatewaySettings
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"

@@ -9,7 +9,8 @@ from baton.kvcache.layout import parse_layout
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.protos.v1 import generation_pb2
 from baton.rpc.server import ListenAddress
-from baton.settings.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
+from baton.settings.config import MIB, CommonSettings
+from baton.settings.node_config import CPU_CACHE_MIB, NodeSettings
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
 # The oldest release with `preStop.sleep` on by default, and the newest one with schemas at hand.
@@ -199,7 +200,7 @@ def test_a_cache_in_main_memory_leaves_room_for_the_rest(rendered: Rendered, rol
     resources = rendered.container(role)["resources"]
     on_gpu = given.get("device") == "cuda"
     cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_MIB * MIB
-    staging_bytes = 2 * settings.segment_bytes(on_gpu=on_gpu) * settings.staging_slots
+    staging_bytes = settings.staging_bytes(on_gpu=on_gpu)
     assert cache_bytes + staging_bytes < 0.5 * MIB * mebibytes(resources["limits"]["memory"])
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
 

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from baton.security.roles import Role, dns_names_of, uri_of
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, SETTINGS, Rendered
 
 
@@ -64,7 +64,7 @@ def test_nvidia_serves_one_model_from_a_volume_in_every_pod(nvidia: Rendered) ->
 
 def test_nvidia_nodes_find_their_sizes_themselves_and_have_time_to_load(base: Rendered, nvidia: Rendered) -> None:
     for role in NODE_ROLES:
-        sizes = {"kv_cache_mib", "num_blocks", "max_batch_tokens", "max_batch_requests", "segment_mib"}
+        sizes = {"kv_cache_mib", "max_batch_tokens", "max_batch_requests", "segment_mib"}
         assert not sizes & nvidia.settings(role).keys()
         probe, usual = (rendered.container(role)["startupProbe"] for rendered in (nvidia, base))
         assert probe["failureThreshold"] * probe["periodSeconds"] >= 3600

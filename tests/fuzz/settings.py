@@ -24,9 +24,10 @@ from baton.security.keys import entry, read_keys
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role
 from baton.security.tokens import read_tokens
-from baton.settings.config import DecodeSettings, PrefillSettings, flag, variable
+from baton.settings.config import flag, variable
 from baton.settings.gateway_config import GatewaySettings
-from baton.settings.reader import describe_validation_error, misspelled_variables, read_settings
+from baton.settings.node_config import DecodeSettings, PrefillSettings
+from baton.settings.reader import describe_validation_error, read_settings, wrong_variables
 from tests.fuzz import mutate
 from tests.fuzz.folders import in_folders
 from tests.fuzz.target import Case, Targets
@@ -100,7 +101,7 @@ def settings(folder: Path, case: Case) -> None:
         given = {str(name): str(value) for name, value in json.loads(case[2]).items()}
     except (ValueError, AttributeError, RecursionError):
         return
-    misspelled_variables({variable(name): value for name, value in given.items()})
+    wrong_variables({variable(name): value for name, value in given.items()})
     clean = {name.replace("\0", "").replace("=", ""): value.replace("\0", "") for name, value in given.items()}
     if case[1] == b"values":
         _validate(cls, {name: value for name, value in clean.items() if name in cls.model_fields})

@@ -12,7 +12,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import StepEvents
 from baton.engine.request import EngineLimits, EngineRequest
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 
 @dataclass(frozen=True)

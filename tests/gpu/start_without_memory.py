@@ -50,7 +50,7 @@ def main() -> None:
         node = [sys.executable, "-m", "decode_node", "--model", str(model), "--listen", "127.0.0.1:0"]
         node += [part for name, value in FLAGS.items() for part in (f"--{name}", str(value))]
         baton = [sys.executable, "-c", "from baton.cli import main; main()"]
-        up = [*baton, "up", "--prefill", "0", "--model", str(model), "--tensor-parallel-size", "2", "--port", "0"]
+        up = [*baton, "up", "--prefill-nodes", "0", "--model", str(model), "--tensor-parallel-size", "2", "--port", "0"]
         variables = {f"BATON_{name.upper().replace('-', '_')}": str(value) for name, value in FLAGS.items()}
         for rank in (1, 0):
             _check(f"a node, rank {rank}", node, rank, {})

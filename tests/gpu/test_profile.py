@@ -6,7 +6,8 @@ import torch
 from baton.engine.build import calibrate
 from baton.engine.device.profile import prefill_step, profile_runner
 from baton.engine.device.step_costs import STEP_TOKENS
-from baton.settings.config import DEMO_MODELS, DecodeSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import DecodeSettings
 from tests.gpu.demo import build_demo, generate
 from tests.unit.engine.tiny import greedy
 

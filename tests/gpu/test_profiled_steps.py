@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from baton.engine.build import build_runner
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.engine.run import CONFIGS
 from bench.engine.steps import decode_ms
 

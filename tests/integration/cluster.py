@@ -43,7 +43,7 @@ _STEADY: dict[str, Flags] = {
         "keepalive_s": 2 * DEADLINE_S,
         "prefill_stall_s": 2 * DEADLINE_S,
         "decode_stall_s": 2 * DEADLINE_S,
-        "queue_s": 2 * DEADLINE_S,
+        "max_queue_s": 2 * DEADLINE_S,
     },
 }
 

@@ -48,10 +48,10 @@ def baton(*arguments: str, folder: Path | None = None) -> subprocess.CompletedPr
 @pytest.fixture(scope="module")
 def up() -> Iterator[Up]:
     started = start_up(
-        "--model", str(LLAMA), "--prefill", "2", "--prefill-kv-cache-layout", "HND", "--prefill-block-size", "8",
+        "--model", str(LLAMA), "--prefill-nodes", "2", "--prefill-kv-cache-layout", "HND", "--prefill-block-size", "8",
         "--decode-kv-cache-layout", "BLNHC", "--decode-block-size", "32",
         # Where a prompt is prefilled does not depend on measured times.
-        BATON_LOCAL_POLICY="prefer", BATON_LOCAL_PREFILL_TOKENS="32",
+        BATON_LOCAL_POLICY="strict",
     )  # fmt: skip
     try:
         asyncio.run(until_paired(started.gateway))
@@ -146,8 +146,8 @@ def test_a_prompt_may_be_token_ids(up: Up) -> None:
     assert len(found["token_ids"]) == 4
     receipt = found["receipt"]
     assert isinstance(receipt, dict)
-    assert receipt["path"] == "local"  # too short for a hand-over
-    assert "threshold" in receipt["why"]
+    assert receipt["path"] == "remote"  # policy strict
+    assert receipt["why"].startswith("prompt prefilled on prefill-")
 
 
 def test_a_stop_string_ends_the_text(up: Up) -> None:

@@ -310,7 +310,7 @@ async def test_a_full_decode_node_refuses_with_a_retry_hint(start: Machines, pro
     prefill, decode = start.nodes(
         ("prefill", {**NODE, "also_decodes": "false"}), ("decode", TIGHT), paused_engine=["prefill"]
     )
-    gateway = start.gateway([prefill], [decode], model=LLAMA, queue_s=0)
+    gateway = start.gateway([prefill], [decode], model=LLAMA, max_queue_s=0)
     first = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_status(decode, lambda last: last.blocks_leased > 0)
     with pytest.raises(Overloaded) as caught:

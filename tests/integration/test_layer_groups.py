@@ -86,6 +86,6 @@ async def test_tokens_are_those_of_one_process(
 
 
 async def test_switched_off_a_chunk_is_sent_whole(start: Machines, model: Path) -> None:
-    _, _, gateway = cluster(start, model, layer_groups="off", segment_mib=64)
+    _, _, gateway = cluster(start, model, overlap_layers="off", segment_mib=64)
     receipt = (await generate(gateway, prompts()[0], GREEDY)).proof
     assert receipt.layer_groups == 1

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
-from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, ProcessRole, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, SERVED_MODEL, Kind, Metric, ProcessRole, metrics_of
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
 
@@ -117,8 +117,9 @@ def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(
             assert len(samples) <= metric.series_max
         for label in metric.labels:
             if label.values:
-                assert {sample.labels[label.name] for sample in samples} <= set(label.values)
-    exported = {family.name for family in page.families if family.name.startswith("baton_")}
+                known = {"llama" if value == SERVED_MODEL else value for value in label.values}
+                assert {sample.labels[label.name] for sample in samples} <= known
+    exported = {family.name for family in page.families if family.name.startswith(("baton_", "gen_ai_"))}
     assert exported == {metric.name.removesuffix("_total") for metric in metrics_of(role)}
 
 
@@ -128,13 +129,18 @@ def test_a_gateway_counts_what_its_clients_got(cluster: Cluster) -> None:
     for outcome, count in outcomes.items():
         assert page.value("baton_requests_total", outcome=outcome) == count, outcome
         assert page.value("baton_e2e_request_latency_seconds_count", outcome=outcome) == count
-    assert page.value("baton_door_errors_total", reason="INVALID_REQUEST") == 1
-    assert page.value("baton_request_success_total", finished_reason="length") == 3
-    assert page.value("baton_request_path_total") == 3
+    assert page.value("baton_http_errors_total", reason="INVALID_REQUEST") == 1
+    assert page.value("baton_output_success_total", finish_reason="length") == 3
+    assert page.value("baton_output_path_total") == 3
     assert page.value("baton_generation_tokens_total") == 3 * TOKENS
     assert page.value("baton_prompt_tokens_total") == 2 * len(PROMPT) + 64
     assert page.value("baton_time_to_first_token_seconds_count") == 3
     assert page.value("baton_inter_token_latency_seconds_count") == 3 * (TOKENS - 1)
+    named = {"gen_ai_provider_name": "baton", "gen_ai_response_model": "llama"}
+    assert page.value("gen_ai_server_request_duration_seconds_count", error_type="", **named) == 3
+    assert page.value("gen_ai_server_request_duration_seconds_count", error_type="client_error") == 1
+    assert page.value("gen_ai_server_time_to_first_token_seconds_count", **named) == 3
+    assert page.value("gen_ai_server_time_per_output_token_seconds_count", **named) == 3
     assert page.value("baton_num_requests_running") == page.value("baton_num_requests_waiting") == 0
     assert page.value("baton_nodes", state="ready") == 2
     first, total = "baton_time_to_first_token_seconds_sum", "baton_e2e_request_latency_seconds_sum"
@@ -143,8 +149,8 @@ def test_a_gateway_counts_what_its_clients_got(cluster: Cluster) -> None:
 
 def test_nodes_count_the_same_tokens_and_bytes(cluster: Cluster) -> None:
     gateway, prefill, decode = scrape(cluster.gateway), scrape(cluster.prefill), scrape(cluster.decode)
-    handed_over = gateway.value("baton_request_path_total", path="remote")
-    assert handed_over == gateway.value("baton_request_transfer_time_seconds_count") > 0
+    handed_over = gateway.value("baton_output_path_total", path="remote")
+    assert handed_over == gateway.value("baton_output_transfer_time_seconds_count") > 0
     sent = prefill.value("baton_kv_transfer_bytes_total", direction="sent")
     assert sent == decode.value("baton_kv_transfer_bytes_total", direction="received") > 0
     assert sent == prefill.value("baton_link_bytes_total") == decode.value("baton_link_bytes_total")

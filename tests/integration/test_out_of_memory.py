@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine import build
 from baton.node.ranks.group import RankGroup, Worker
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.integration.cluster import LLAMA, Flags, Machines, arguments
 from tests.warm import run_warm
 
@@ -46,7 +46,7 @@ def test_a_cache_that_does_not_fit_is_one_line() -> None:
     (line,) = ended.stderr.splitlines()
     assert "decode_node ERROR no memory is left for the KV cache, " in line
     assert re.search(r": \d+\.\d GiB were asked for, \d+\.\d GiB are free; ", line)
-    assert "--num-blocks" in line
+    assert "--kv-cache-mib" in line
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -59,8 +59,8 @@ def test_a_cache_that_never_fits_is_refused_before_the_weights_are_loaded(tmp_pa
     ended = run_warm("decode_node", *arguments(flags))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert f"decode_node: BATON_NUM_BLOCKS (--num-blocks) is {TOO_MANY_BLOCKS}, a KV cache of " in line
-    assert "lower --num-blocks or --kv-cache-mib" in line
+    assert re.search(r"decode_node: BATON_KV_CACHE_MIB \(--kv-cache-mib\) is \d+, a KV cache of ", line)
+    assert "lower --kv-cache-mib" in line
 
 
 @pytest.mark.slow

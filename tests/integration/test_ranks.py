@@ -19,7 +19,7 @@ from baton.core.supervisor import Supervisor
 from baton.core.types import Path as RequestPath
 from baton.node.ranks.group import start_ranks
 from baton.security.roles import Role
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from tests.integration.cluster import (
     DEADLINE_S,
     DEEPSEEK,

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton.cli.processes import Process
-from baton.cli.status import to_json
+from baton.cli.status_json import to_json
 from baton.client.operators import OperatorClient
 from baton.client.outputs import Notice
 from baton.core.errors import NoNode

@@ -16,7 +16,14 @@ from baton.core.types import Path
 from baton.rpc.describe import describe
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, arguments, machines
+from tests.integration.cluster import (
+    DEADLINE_S,
+    LLAMA,
+    Flags,
+    Machines,
+    arguments,
+    machines,
+)
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 from tests.interop.release import launch_release

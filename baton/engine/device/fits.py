@@ -5,7 +5,8 @@ import torch
 from baton.core.errors import ConfigError
 from baton.core.memory import memory_limit_bytes
 from baton.kvcache.spec import KVCacheSpec
-from baton.settings.config import MIB, NodeSettings
+from baton.settings.config import MIB
+from baton.settings.node_config import NodeSettings
 
 
 def memory_of(device: torch.device) -> int:
@@ -36,22 +37,21 @@ def check_fits(
     staging = settings.staging_bytes(on_gpu=device.type == "cuda")
     if staging > memory:
         raise ConfigError(
-            f"staging_slots is {settings.staging_slots}, which needs {_mib(staging)} for both directions where "
-            f"{device} has {_mib(memory)}",
-            field="staging_slots",
-            value=settings.staging_slots,
-            cure="lower --staging-slots or --segment-mib",
+            f"segment_mib needs {_mib(staging)} of staging buffers where {device} has {_mib(memory)}",
+            field="segment_mib",
+            value=settings.segment_mib,
+            cure="lower --segment-mib",
         )
     states = state_slots * spec.bytes_per_slot
     cache = states + (num_blocks or 0) * settings.block_size * spec.bytes_per_token
     if cache + staging > memory:
-        most = max(0, (memory - staging - states) // (settings.block_size * spec.bytes_per_token))
+        most = max(0, (memory - staging) // MIB)
         raise ConfigError(
-            f"num_blocks is {num_blocks}, a KV cache of {_mib(cache)} where {device} has {_mib(memory)}",
-            field="num_blocks",
-            value=num_blocks,
+            f"kv_cache_mib is {cache // MIB}, a KV cache of {num_blocks} blocks, where {device} has {_mib(memory)}",
+            field="kv_cache_mib",
+            value=cache // MIB,
             allowed=(f"up to {most}",),
-            cure="lower --num-blocks or --kv-cache-mib, or use a machine with more memory",
+            cure="lower --kv-cache-mib, or use a machine with more memory",
         )
 
 

@@ -13,7 +13,7 @@ _HOST_TEXT = "can't allocate memory"
 _DEVICE_TEXT = "out of memory"
 _REQUESTED = "you tried to allocate "
 _GPU_CURE = "end other processes on it, lower --gpu-memory-fraction, --kv-cache-mib or --max-batch-tokens, or raise "
-_HOST_CURE = "end other processes here, lower --num-blocks or --kv-cache-mib, or use a smaller --dtype"
+_HOST_CURE = "end other processes here, lower --kv-cache-mib, or use a smaller --dtype"
 
 
 @contextmanager

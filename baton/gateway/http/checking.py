@@ -310,5 +310,5 @@ def parse(model: type[M], body: bytes) -> M:
 
 def _too_large(bytes_max: int) -> HttpRefusal:
     headers = {"connection": "close"}  # the rest of the body is not read
-    cure = "send less, or raise BATON_HTTP_BODY_MIB"
+    cure = "send less"
     return HttpRefusal(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)

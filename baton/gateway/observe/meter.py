@@ -19,7 +19,7 @@ from baton.core.errors import (
 from baton.core.types import Path
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, Retry
-from baton.metrics.declared import LOST, REASONS, Outcome
+from baton.metrics.declared import LOST, REASONS, SERVED_MODEL, Outcome
 from baton.metrics.tally import Tally
 
 _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
@@ -28,6 +28,7 @@ _OUTCOMES: tuple[tuple[tuple[type[BatonError], ...], Outcome], ...] = (
     ((DeadlineExceeded,), Outcome.DEADLINE),
     ((Overloaded,), Outcome.REFUSED),
 )
+CHAT, COMPLETION = "chat", "text_completion"
 FAILURES = frozenset({Outcome.DEADLINE, Outcome.FAILED})
 
 
@@ -43,6 +44,23 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
     return Outcome.REFUSED if isinstance(error, Draining) and not begun else Outcome.FAILED
 
 
+class StandardHistograms:
+    """OpenTelemetry's histograms of one operation."""
+
+    def __init__(self, tally: Tally, operation: str) -> None:
+        labels = (operation, "baton", SERVED_MODEL)
+        self.durations = {
+            outcome: tally.histogram(
+                "gen_ai_server_request_duration_seconds",
+                *labels,
+                "" if outcome is Outcome.FINISHED else outcome.value,
+            )
+            for outcome in Outcome
+        }
+        self.first_token = tally.histogram("gen_ai_server_time_to_first_token_seconds", *labels)
+        self.per_token = tally.histogram("gen_ai_server_time_per_output_token_seconds", *labels)
+
+
 class RequestMeter:
     """Counts the requests of one process of a gateway."""
 
@@ -53,23 +71,24 @@ class RequestMeter:
         self._prompt_tokens = tally.counter("baton_prompt_tokens_total")
         self._requests = tally.counters("baton_requests_total")
         self._errors = tally.counters("baton_request_errors_total")
-        self._door_errors = tally.counters("baton_door_errors_total")
-        self._success = tally.counters("baton_request_success_total")
-        self._paths = tally.counters("baton_request_path_total")
+        self._door_errors = tally.counters("baton_http_errors_total")
+        self._success = tally.counters("baton_output_success_total")
+        self._paths = tally.counters("baton_output_path_total")
         self._retries = {
-            Retry(stage, reason): tally.counter("baton_request_retries_total", stage, reason)
+            Retry(stage, reason): tally.counter("baton_output_retries_total", stage, reason)
             for stage in (PREFILL, DECODE)
             for reason in (*REASONS, LOST)
         }
-        self._fallbacks = tally.counters("baton_request_fallbacks_total")
-        self._prompt_length = tally.histogram("baton_request_prompt_tokens")
-        self._output_length = tally.histogram("baton_request_generation_tokens")
+        self._fallbacks = tally.counters("baton_output_fallbacks_total")
+        self._prompt_length = tally.histogram("baton_output_prompt_tokens")
+        self._output_length = tally.histogram("baton_output_generation_tokens")
         self._e2e = {each.value: tally.histogram("baton_e2e_request_latency_seconds", each) for each in Outcome}
         self._admission = tally.histogram("baton_request_admission_time_seconds")
-        self._queue = tally.histogram("baton_request_queue_time_seconds")
-        self._prefill = tally.histogram("baton_request_prefill_time_seconds")
-        self._transfer = tally.histogram("baton_request_transfer_time_seconds")
-        self._decode = tally.histogram("baton_request_decode_time_seconds")
+        self._queue = tally.histogram("baton_output_queue_time_seconds")
+        self._prefill = tally.histogram("baton_output_prefill_time_seconds")
+        self._transfer = tally.histogram("baton_output_transfer_time_seconds")
+        self._decode = tally.histogram("baton_output_decode_time_seconds")
+        self._standard = {operation: StandardHistograms(tally, operation) for operation in (CHAT, COMPLETION)}
 
     # ---- tokens
 
@@ -92,12 +111,29 @@ class RequestMeter:
         """A request may run, that long after its arrival."""
         self._admission.observe(seconds)
 
-    def ended(self, outcome: Outcome, seconds: float, error: BatonError | None = None) -> None:
-        """A client's request has ended, that long after its arrival."""
+    def ended(
+        self, outcome: Outcome, seconds: float, error: BatonError | None = None, *, operation: str = COMPLETION
+    ) -> None:
+        """A client's request has ended, that long after its arrival.
+
+        Args:
+            operation: CHAT or COMPLETION.
+        """
         self._requests[outcome].add()
         self._e2e[outcome].observe(seconds)
+        self._standard[operation].durations[outcome].observe(seconds)
         if error is not None:
             self._errors[error.reason].add()
+
+    def served(self, ttft_s: float | None, outputs: Sequence[Ended], *, operation: str) -> None:
+        """A request was served to its end, with its first token that long after its arrival."""
+        standard = self._standard[operation]
+        if ttft_s is not None:
+            standard.first_token.observe(ttft_s)
+        for output in outputs:
+            later = output.usage.completion_tokens - 1
+            if later > 0:
+                standard.per_token.observe((output.receipt.total_s - output.receipt.ttft_s) / later)
 
     def refused_at_door(self, error: BatonError) -> None:
         """A message was no request to the model."""

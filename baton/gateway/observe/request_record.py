@@ -13,7 +13,7 @@ from baton.core.log_lines import loggable
 from baton.core.logs import enter_request
 from baton.gateway.core.request import Request
 from baton.gateway.core.shared_counters import Count, SharedCounters
-from baton.gateway.observe.meter import FAILURES, RequestMeter, outcome_of
+from baton.gateway.observe.meter import CHAT, COMPLETION, FAILURES, RequestMeter, outcome_of
 from baton.gateway.observe.recent import FinishedRequest, Recent
 from baton.gateway.observe.tracing.tracer import Ending, Tracer
 from baton.gateway.request.journal import Journal
@@ -81,11 +81,18 @@ class RequestRecord:
         self._ttft_s: float | None = None
         self._journal: Journal | None = None
         self._tokens = 0
+        self._operation = COMPLETION
 
     @property
     def traceparent(self) -> str:
         """For nodes; empty: it is not traced."""
         return "" if self.trace is None else self.trace.traceparent
+
+    def asked(self, model: str, *, is_chat: bool) -> None:
+        """What the client's message says."""
+        self._operation = CHAT if is_chat else COMPLETION
+        if self.trace is not None:
+            self.trace.asked(model, is_chat=is_chat)
 
     def prepared(self, request: Request) -> None:
         """It is checked, and tokenized."""
@@ -138,7 +145,9 @@ class RequestRecord:
 
     def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
         records, seconds = self._records, monotonic() - self.started_at_s
-        records.meter.ended(outcome, seconds, error)
+        records.meter.ended(outcome, seconds, error, operation=self._operation)
+        if outcome is Outcome.FINISHED:
+            records.meter.served(self._ttft_s, self._ended, operation=self._operation)
         if self.trace is not None:
             self.trace.end(Ending(outcome, error, self.client), self.started_at_s + seconds)
         if outcome is Outcome.FINISHED:

@@ -72,9 +72,9 @@ class CountedPicks:
         self._choice = choice
         self._tally = Tally(Layout(ProcessRole.PICKER))
         self._exposition = Exposition(ProcessRole.PICKER, self._tally.layout, "")
-        self._outcomes = self._tally.counters("baton_picks_total")
-        self._affinities = self._tally.counters("baton_picks_by_affinity_total")
-        self._failovers = self._tally.counter("baton_pick_failovers_total")
+        self._outcomes = self._tally.counters("baton_picker_picks_total")
+        self._affinities = self._tally.counters("baton_picker_picks_by_affinity_total")
+        self._failovers = self._tally.counter("baton_picker_failovers_total")
 
     def pick(self, wanted: PickRequest) -> Picked:
         try:
@@ -98,7 +98,7 @@ class CountedPicks:
     def _figures(self) -> Iterator[Figure]:
         yield Figure("baton_log_lines_dropped_total", dropped_lines())
         for state, number in zip(("ready", "not_ready"), self._choice.count(monotonic()), strict=True):
-            yield Figure("baton_pick_gateways", number, (state,))
+            yield Figure("baton_picker_gateways", number, (state,))
 
 
 class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):

@@ -159,7 +159,7 @@ class _Workers:
         if self._stopped.is_set():
             _terminate(process)
         with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
-            ours.sendall(json.dumps(self._settings.model_dump(mode="json", exclude_unset=True)).encode() + b"\n")
+            ours.sendall(json.dumps(self._settings.model_dump(mode="json")).encode() + b"\n")
         line = self._lines[row] = WorkerChannel(ours, lambda question: self._answer(row, question))
         following = asyncio.create_task(line.run(), name=f"line-{row}")
         try:

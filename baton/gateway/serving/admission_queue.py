@@ -62,7 +62,7 @@ class AdmissionQueue:
 
     def __init__(self, settings: GatewaySettings, connections: Connections, counters: SharedCounters) -> None:
         ttft_s = settings.slo.ttft_s
-        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
+        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.max_queue_s)
         self._reader = CapacityReader(ttft_s)
         self._policy = settings.local_policy
         self._refuses_late, self._slo_ttft_s = settings.refuse_late, ttft_s if settings.refuse_late else None

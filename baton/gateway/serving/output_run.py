@@ -78,7 +78,7 @@ class OutputRunner:
         self._rules = Rules(
             local_policy=settings.local_policy,
             max_attempts=settings.max_attempts,
-            max_queue_s=settings.queue_s,
+            max_queue_s=settings.max_queue_s,
             prefill_stall_s=settings.prefill_stall_s,
             decode_stall_s=settings.decode_stall_s,
             failover_wait_s=settings.failover_wait_s,

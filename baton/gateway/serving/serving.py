@@ -183,8 +183,7 @@ class Serving:
         request_id = check_request_id(message.request_id)
         caller = identity.current()
         record = self._records.begin(request_id, caller.name, caller_trace)
-        if record.trace is not None:
-            record.trace.asked(message.model, is_chat=chat is not None or message.HasField("chat"))
+        record.asked(message.model, is_chat=chat is not None or message.HasField("chat"))
         try:
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0

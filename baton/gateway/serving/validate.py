@@ -191,7 +191,7 @@ def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
         return "shorten it"
     return (
         f"shorten it, or give the decode nodes room for the model's {model.max_context_tokens} tokens with "
-        "--kv-cache-mib, --num-blocks or --max-context-tokens"
+        "--kv-cache-mib or --max-context-tokens"
     )
 
 

@@ -3,7 +3,8 @@
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import combinations_with_replacement
 
 from rich.console import Console
@@ -13,8 +14,9 @@ from baton.core.errors import ConfigError
 from baton.core.memory import memory_limit_bytes
 from baton.node.doctor.machine import Wanted, check_machine, read_host
 from baton.node.doctor.verdict import Grade, Verdict, fail, ok, warn
-from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
+from baton.settings.config import MIB
 from baton.settings.environment import visible_gpus
+from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings
 from baton.settings.reader import read_settings
 
 _COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
@@ -26,7 +28,7 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
     cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
-    staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
+    staging_bytes = settings.staging_bytes(on_gpu=on_gpu)
     yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes), read_host())
     broken = False
     for verdict in check_packages():
@@ -78,7 +80,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
     parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
     parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
+    if given.json:
+        return _print_json(checks(given.pairs, given.min_gb_per_s))
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
     for verdict in checks(given.pairs, given.min_gb_per_s):
@@ -110,3 +115,11 @@ def _import(distribution: str, module: str) -> Verdict:
         return ok(distribution, importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         return warn(distribution, f"{module} works, its version is unknown", _REINSTALL)
+
+
+def _print_json(verdicts: Iterable[Verdict]) -> int:
+    """Prints all verdicts as one object; returns the exit code."""
+    found = list(verdicts)
+    ok = all(verdict.grade is not Grade.FAIL for verdict in found)
+    Console(soft_wrap=True).print_json(data={"ok": ok, "checks": [asdict(verdict) for verdict in found]}, indent=None)
+    return 0 if ok else 1

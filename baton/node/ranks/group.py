@@ -31,8 +31,8 @@ from baton.node.ranks.join import serve_store
 from baton.node.ranks.messages import CHANNELS, Failed, GateReport, GateSetup, Joined, Meeting, RankLost, Setup, Up
 from baton.node.ranks.stopped import StoppedFor
 from baton.security.roles import Role
-from baton.settings.config import NodeSettings
 from baton.settings.environment import child_environment
+from baton.settings.node_config import NodeSettings
 
 log = logging.getLogger("baton")
 

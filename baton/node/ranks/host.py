@@ -22,8 +22,8 @@ from baton.node.ranks.messages import CHANNELS
 from baton.node.ranks.stopped import StoppedFor
 from baton.rpc.server import GrpcServer
 from baton.security.peers import PeerTls
-from baton.settings.config import NodeSettings
 from baton.settings.environment import child_environment
+from baton.settings.node_config import NodeSettings
 
 log = logging.getLogger("baton")
 

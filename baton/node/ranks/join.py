@@ -11,8 +11,8 @@ from torch import distributed as dist
 from baton.core.errors import ConfigError
 from baton.models.layers.parallel import TensorParallel
 from baton.node.ranks.messages import Meeting
-from baton.settings.config import NodeSettings
 from baton.settings.environment import use_device_for_gloo
+from baton.settings.node_config import NodeSettings
 
 # Ranks read a checkpoint at their own pace and wait this long for each other. The end of one ends the wait at once.
 _TIMEOUT = timedelta(minutes=20)

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from baton.core.errors import BatonError, ConfigError
 from baton.security.roles import Role
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed

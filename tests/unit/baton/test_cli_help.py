@@ -10,8 +10,8 @@ from baton.cli.program import new_app
 from baton.core.errors import ConfigError
 from baton.load.command import bench
 from baton.planner.command import plan
-from baton.settings.config import DecodeSettings
 from baton.settings.gateway_config import GatewaySettings
+from baton.settings.node_config import DecodeSettings
 from baton.settings.reader import fail, read_settings
 
 _PASSED_ON = {"prefill-node", "decode-node", "gateway", "picker", "bench", "plan"}
@@ -28,9 +28,15 @@ def _shown(app: typer.Typer, *arguments: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_each_command_does_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = _shown(program(), capsys=capsys).partition("Commands:\n")[2].splitlines()
+    shown = _shown(program(), capsys=capsys).partition("Use a model:\n")[2].splitlines()
+    listed = [line for line in shown if line.startswith("  ")]
     commands = typer.main.get_command(program()).commands  # type: ignore[attr-defined]
-    assert [line.split()[0] for line in listed] == list(commands)
+    assert sorted(line.split()[0] for line in listed) == sorted(commands)
+    assert [line for line in shown if line.endswith(":")] == [
+        "Run one process:",
+        "Operate a cluster:",
+        "Prepare and measure:",
+    ]
     assert [line for line in listed if line.endswith("...")] == []
 
 
@@ -84,3 +90,14 @@ def test_a_line_is_one_write_so_that_lines_of_several_processes_do_not_mix(monke
     with pytest.raises(SystemExit):
         fail("gateway", ConfigError("no"))
     assert written == ["gateway: no\n"]
+
+
+def test_the_flags_of_bench_are_in_groups_and_those_of_a_role_too(capsys: pytest.CaptureFixture[str]) -> None:
+    app = new_app()
+    app.command()(bench)
+    assert "\nGoals:\n  --slo" in _shown(app, capsys=capsys)
+    with pytest.raises(SystemExit):
+        read_settings(GatewaySettings, "gateway", ["--help"])
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles[1:3] == ["nodes and model:", "addresses:"]
+    assert titles[-1] == "logs, traces, end:"

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from baton.cli.status import render
+from baton.cli.status_tables import render
 from baton.protos.v1 import node_status_pb2, operations_pb2
 
 

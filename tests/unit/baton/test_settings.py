@@ -12,14 +12,18 @@ from typer.main import get_command
 
 from baton.cli import program
 from baton.cli.program import new_app
-from baton.core.limits import DURATION_S_MIN, PERIOD_S_MIN
+from baton.core.limits import DURATION_S_MIN
 from baton.core.sampling import SamplingParams
 from baton.load.command import bench
 from baton.planner.command import plan
-from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings, ProcessSettings, tokenizer_file
+from baton.settings.config import DEMO_MODELS, ProcessSettings, flag, tokenizer_file, variable
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
+from baton.settings.groups import GROUPS
+from baton.settings.internal import settings_of
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 from baton.settings.reader import bounds_of, read_settings
+from baton.settings.renamed import REMOVED, RENAMED
 
 
 def test_a_decode_node_lists_the_dtypes_that_it_accepts() -> None:
@@ -41,13 +45,13 @@ def test_a_dtype_that_cannot_be_converted_is_refused_with_those_that_can(capsys:
     assert "float8_e4m3fn cannot be converted; allowed: float32, bfloat16, float16" in line
 
 
-@pytest.mark.parametrize("value", ["inf", "1e8"])
-def test_an_invalid_time_between_pings_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("value", ["inf", "1e10"])
+def test_an_invalid_time_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        read_settings(DecodeSettings, "decode_node", ["--keepalive-s", value])
+        read_settings(DecodeSettings, "decode_node", ["--drain-grace-s", value])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"BATON_KEEPALIVE_S (--keepalive-s) is '{value}'" in line
+    assert f"BATON_DRAIN_GRACE_S (--drain-grace-s) is '{value}'" in line
 
 
 def test_both_demo_models_have_a_tokenizer() -> None:
@@ -80,13 +84,13 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-ROLES = [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings]
-PERIODS = {"resolve_s", "link_retry_s", "poll_s"}  # of what is done again and again
+ROLES: list[type[ProcessSettings]] = [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings]
+SETTINGS_MAX = 80
 
 
 @pytest.mark.parametrize("cls", ROLES)
 def test_every_number_has_a_least_and_a_greatest_value(cls: type[ProcessSettings]) -> None:
-    for name, field in cls.model_fields.items():
+    for name, field in settings_of(cls).items():
         if not {int, float} & {field.annotation, *get_args(field.annotation)}:
             continue
         bounds = bounds_of(field)
@@ -96,18 +100,61 @@ def test_every_number_has_a_least_and_a_greatest_value(cls: type[ProcessSettings
         assert math.isfinite(greatest), name
         assert field.default is None or least <= field.default <= greatest, name
         if name.endswith(("_s", "_ms")):
-            assert least == 0 or least >= (PERIOD_S_MIN if name in PERIODS else DURATION_S_MIN), name
+            assert least == 0 or least >= DURATION_S_MIN, name
 
 
 @pytest.mark.parametrize("value", ["1e-300", "0", "-1", "1e300", "inf", "nan"])
 def test_a_number_out_of_range_is_refused_with_the_range(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for cls, flag in ((GatewaySettings, "--resolve-s"), (PickerSettings, "--poll-s")):
+    for cls in ROLES:
         with pytest.raises(SystemExit) as ended:
-            read_settings(cls, "gateway", [flag, value])
+            read_settings(cls, "node", ["--drain-grace-s", value])
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"({flag}) is '{value}'" in line
-        assert line.endswith("; allowed: 0.05 to 86400")
+        assert f"(--drain-grace-s) is '{value}'" in line
+        assert line.endswith("; allowed: 0.001 to 1000000000")
+
+
+def test_all_processes_together_have_few_settings_and_each_is_in_one_group_of_the_help() -> None:
+    names = {name for cls in ROLES for name in settings_of(cls)}
+    grouped = [name for _, group in GROUPS for name in group]
+    assert len(names) <= SETTINGS_MAX
+    assert sorted(grouped) == sorted(names)
+
+
+def test_a_value_that_is_no_setting_has_neither_variable_nor_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_SUPERVISOR", "nobody")
+    assert read_settings(DecodeSettings, "decode_node", []).supervisor is None
+    assert DecodeSettings(num_blocks=3).num_blocks == 3
+    with pytest.raises(SystemExit):
+        read_settings(DecodeSettings, "decode_node", ["--help"])
+    assert "num-blocks" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("queue_s", "use {}max{}queue{}s"), ("num_blocks", "use {}kv{}cache{}mib"), ("stale_s", "leave it out")],
+)
+def test_a_setting_of_an_older_release_is_refused_with_what_to_do(
+    name: str, cure: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings(GatewaySettings, "gateway", [flag(name), "3"])
+    assert ended.value.code == 2
+    assert f"gateway: {flag(name)} is no flag; {cure.format('--', '-', '-')}" in capsys.readouterr().err
+    monkeypatch.setenv(variable(name), "3")
+    with pytest.raises(SystemExit) as ended:
+        read_settings(GatewaySettings, "gateway", [])
+    assert ended.value.code == 2
+    cure = cure.format("BATON_", "_", "_")
+    assert capsys.readouterr().err.lower().startswith(f"gateway: {variable(name)} is no setting; {cure}".lower())
+
+
+def test_older_names_name_settings_that_exist_and_are_none_themselves() -> None:
+    names = {name for cls in ROLES for name in settings_of(cls)}
+    assert set(RENAMED.values()) <= names
+    assert not (REMOVED | RENAMED.keys()) & names
 
 
 def test_every_number_of_a_command_has_a_least_and_a_greatest_value() -> None:

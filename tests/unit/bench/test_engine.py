@@ -8,7 +8,7 @@ import torch
 from baton.engine.build import BuiltRunner, build_runner
 from baton.kvcache.spec import KVCacheSpec, KVKind
 from baton.models.families.reader import read_config
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from bench.attention.measure import Ceilings
 from bench.engine.plot import draw
 from bench.engine.roofline import Weights, Work, count_weights, decode_work, prefill_flops

@@ -6,7 +6,8 @@ from typing import Any
 from baton.engine.build import BuiltRunner
 from baton.node.assembly import Listener, Node, load
 from baton.protos.v1 import node_status_pb2
-from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 
 SETTINGS = {
     "model": str(DEMO_MODELS / "llama"),

@@ -19,7 +19,7 @@ from baton.engine.device.runner import ModelRunner
 from baton.engine.request import EngineLimits, EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.models.layers.parallel import SINGLE, TensorParallel
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 # A prompt, and fields of its ResolvedSampling, which themselves cannot be sent to another process.
 Request: TypeAlias = tuple[tuple[int, ...], Mapping[str, Any]]

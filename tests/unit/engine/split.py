@@ -11,7 +11,7 @@ from baton.engine.request import int_array
 from baton.engine.sampling.row import SampleRow
 from baton.kvcache.spec import KVCacheSpec
 from baton.models.layers.parallel import SINGLE, TensorParallel
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 
 _PROMPTS = ((5, 17, 300, 41, 7, 9, 1100, 23, 64, 2), (811, 12, 3000, 4, 4, 90))
 _BLOCKS = 2  # of each request

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.sampling import ResolvedSampling
 from baton.engine.build import BuiltRunner, build_runner
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.gpu.demo import Output, generate
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny import save_tiny

@@ -8,7 +8,8 @@ import pytest
 
 from baton.core.errors import ConfigError
 from baton.engine.build import build_runner
-from baton.settings.config import DEMO_MODELS, MIB, NodeSettings
+from baton.settings.config import DEMO_MODELS, MIB
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.tiny import greedy, prompt_of, request, running, transformers_greedy
 from tests.unit.models.tiny import save_tiny
 

@@ -4,7 +4,8 @@ import pytest
 
 from baton.engine.cache_size import cpu_cache_bytes, shortage
 from baton.kvcache.spec import KVCacheSpec, KVKind
-from baton.settings.config import CPU_CACHE_MIB, MIB, DecodeSettings
+from baton.settings.config import MIB
+from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=4, head_dim=128, dtype="float32")  # 64 KiB a token
 GIB = 1 << 30
@@ -38,7 +39,6 @@ def test_it_takes_at_most_a_quarter_of_the_memory_for_all_ranks() -> None:
     [
         ({}, False, "--kv-cache-mib 256 holds it"),
         ({"kv_cache_mib": 100}, True, "--kv-cache-mib 256 holds it"),
-        ({"num_blocks": 64}, False, "--num-blocks 256 holds it"),
         ({}, True, "--gpu-memory-fraction"),
     ],
 )

@@ -18,7 +18,7 @@ from baton.engine.device.runner import ModelRunner
 from baton.engine.engine import Engine
 from baton.engine.request import EngineRequest
 from baton.models.adapters.adapter import Adapter, read_adapter
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, EventRecorder, greedy, prompt_of, transformers_greedy
 from tests.unit.models.lora import merge, save_adapter

@@ -8,7 +8,7 @@ import pytest
 from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import greedy, prompt_of, request, running, transformers_greedy
 from tests.unit.models.tiny import save_tiny

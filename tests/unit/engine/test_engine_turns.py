@@ -14,7 +14,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.events import ChunkComputed
 from baton.engine.request import Reservation
 from baton.kvcache.cache import PagedKVCache
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.tiny import greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 

@@ -11,7 +11,7 @@ from baton.engine.build import build_runner
 from baton.engine.expert_plan import check_same_plan, plan_experts
 from baton.models.families.reader import read_config
 from baton.models.layers.parallel import TensorParallel
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.ranks import run_ranks
 from tests.unit.models.tiny import save_tiny
 

@@ -9,7 +9,7 @@ import pytest
 from baton.core.sampling import ResolvedSampling
 from baton.core.types import TokenOutput
 from baton.engine.build import BuiltRunner, build_runner
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 

@@ -49,7 +49,7 @@ def test_a_host_error_states_requested_and_free_memory_in_gib() -> None:
     line = described(raised.value)
     assert line.startswith("no memory is left for the KV cache: 1048576.0 GiB were asked for, ")
     assert float(line.partition("asked for, ")[2].partition(" GiB are free")[0]) > 0
-    assert "--num-blocks" in line
+    assert "--kv-cache-mib" in line
     assert "--gpu-memory-fraction" not in line
 
 

@@ -26,7 +26,7 @@ from baton.engine.device.step_costs import (
     step_sizes,
 )
 from baton.engine.request import ModelFacts
-from baton.settings.config import DecodeSettings, NodeSettings, PrefillSettings
+from baton.settings.node_config import DecodeSettings, NodeSettings, PrefillSettings
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running, transformers_greedy
 
 FACTS = ModelFacts(

@@ -14,7 +14,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.request import int_array
 from baton.engine.sampling.prompt_scores import score_prompts
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny

@@ -9,7 +9,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.device.graphs import GraphSettings
 from baton.engine.request import int_array
 from baton.engine.sampling.row import GREEDY_ROW
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import prompt_of
 from tests.unit.models.tiny import save_tiny

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from baton.core.errors import ConfigError
 from baton.engine.build import build_runner
 from baton.models.layers.parallel import TensorParallel
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.damaged_weights import zero
 from tests.ranks import run_ranks
 from tests.unit.models.tiny import save_tiny

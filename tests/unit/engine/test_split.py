@@ -8,7 +8,7 @@ import pytest
 from baton.core.errors import ConfigError
 from baton.engine.build import build_runner
 from baton.models.layers.parallel import TensorParallel
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.ranks import run_ranks
 from tests.unit.engine.split import Generated, generate, generate_alone
 from tests.unit.models.tiny import save_tiny

@@ -16,7 +16,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.events import ChunkComputed, RequestStarted, StepEvents
 from baton.engine.request import EngineRequest
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.models.tiny import VOCAB_SIZE
 

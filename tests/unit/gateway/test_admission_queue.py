@@ -120,7 +120,7 @@ async def test_a_request_is_refused_at_once_when_waiting_cannot_help(model: Serv
     """The decode node is full, and the only prefill node, without which nothing may be decoded, is gone."""
     async with scripted_nodes(model.identity) as (prefill, decode):
         nodes = ["--prefill", prefill.address, "--decode", decode.address]
-        settings = settings_of(*nodes, "--local-policy", "strict", "--queue-s", "3600")
+        settings = settings_of(*nodes, "--local-policy", "strict", "--max-queue-s", "3600")
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             running = Running(Serving(settings, model, connections), connections, prefill, decode)

@@ -18,10 +18,10 @@ from baton.core.errors import (
     UnknownModel,
 )
 from baton.core.types import FinishReason, Path, Receipt, Usage
-from baton.gateway.observe.meter import RequestMeter, outcome_of
+from baton.gateway.observe.meter import CHAT, COMPLETION, RequestMeter, outcome_of
 from baton.gateway.request.output import Ended
 from baton.gateway.request.receipt import DECODE, PREFILL, ReceiptDraft, Retry
-from baton.metrics.declared import Outcome, ProcessRole
+from baton.metrics.declared import SERVED_MODEL, Outcome, ProcessRole
 from baton.metrics.tally import Layout, Tally
 
 
@@ -101,9 +101,9 @@ def test_only_a_hand_over_has_a_transfer_time() -> None:
     metered = Metered()
     for path in Path:
         metered.meter.output_ended(ended(path), ())
-        assert metered.counter("baton_request_path_total", path) == 1
-    assert metered.observed("baton_request_transfer_time_seconds") == 2
-    assert metered.observed("baton_request_decode_time_seconds") == 3
+        assert metered.counter("baton_output_path_total", path) == 1
+    assert metered.observed("baton_output_transfer_time_seconds") == 2
+    assert metered.observed("baton_output_decode_time_seconds") == 3
 
 
 def test_a_prompt_that_prefill_nodes_failed_fell_back() -> None:
@@ -113,14 +113,27 @@ def test_a_prompt_that_prefill_nodes_failed_fell_back() -> None:
     draft.failed("prefill-1 failed (y)", PREFILL, NoNode("y"))
     draft.failed("decode-0 was lost (z)", DECODE)
     metered.meter.output_ended(ended(Path.LOCAL), draft.retries)
-    assert metered.counter("baton_request_retries_total", "prefill", "DATA_LOSS") == 1
-    assert metered.counter("baton_request_retries_total", "decode", "LOST") == 1
-    assert metered.counter("baton_request_fallbacks_total", "NO_NODE") == 1
-    assert metered.counter("baton_request_fallbacks_total", "DATA_LOSS") == 0
+    assert metered.counter("baton_output_retries_total", "prefill", "DATA_LOSS") == 1
+    assert metered.counter("baton_output_retries_total", "decode", "LOST") == 1
+    assert metered.counter("baton_output_fallbacks_total", "NO_NODE") == 1
+    assert metered.counter("baton_output_fallbacks_total", "DATA_LOSS") == 0
 
 
 def test_an_output_that_was_not_served_to_its_end_counts_its_retries_only() -> None:
     metered = Metered()
     metered.meter.output_ended(None, [Retry(DECODE, "OVERLOADED")])
-    assert metered.counter("baton_request_retries_total", "decode", "OVERLOADED") == 1
-    assert metered.observed("baton_request_queue_time_seconds") == 0
+    assert metered.counter("baton_output_retries_total", "decode", "OVERLOADED") == 1
+    assert metered.observed("baton_output_queue_time_seconds") == 0
+
+
+def test_the_standard_histograms_know_what_was_asked_for_and_how_it_failed() -> None:
+    metered = Metered()
+    metered.meter.ended(Outcome.FINISHED, 2.0, operation=CHAT)
+    metered.meter.served(0.5, [ended(Path.REMOTE)], operation=CHAT)
+    metered.meter.ended(Outcome.REFUSED, 1.0, Overloaded("x"), operation=COMPLETION)
+    chat, completion = ((operation, "baton", SERVED_MODEL) for operation in (CHAT, COMPLETION))
+    assert metered.observed("gen_ai_server_request_duration_seconds", *chat, "") == 1
+    assert metered.observed("gen_ai_server_request_duration_seconds", *completion, "refused") == 1
+    for name in ("time_to_first_token", "time_per_output_token"):
+        assert metered.observed(f"gen_ai_server_{name}_seconds", *chat) == 1
+        assert metered.observed(f"gen_ai_server_{name}_seconds", *completion) == 0

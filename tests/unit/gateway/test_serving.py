@@ -41,8 +41,9 @@ def model() -> Iterator[ServedModel]:
     read.close()
 
 
-def settings_of(*flags: str) -> GatewaySettings:
-    return read_settings(GatewaySettings, "gateway", ["--model", str(DEMO_MODELS / "llama"), *flags])
+def settings_of(*flags: str, **internal: object) -> GatewaySettings:
+    given = read_settings(GatewaySettings, "gateway", ["--model", str(DEMO_MODELS / "llama"), *flags])
+    return given.model_copy(update=internal)
 
 
 @dataclass
@@ -298,7 +299,7 @@ async def test_a_prefill_node_that_also_decodes_is_one_node_and_stays_while_it_s
     listings = listed_addresses(monkeypatch)
     async with scripted_nodes(model.identity) as (prefill, _):
         prefill.status.info.also_decodes = True
-        settings = settings_of("--prefill", prefill.address, "--decode", "127.0.0.1:1", "--resolve-s", "0.05")
+        settings = settings_of("--prefill", prefill.address, "--decode", "127.0.0.1:1", resolve_s=0.05)
         async with Connections(settings, model) as connections, asyncio.timeout(BOUND_S):
             known = connections.fleet.prefills
             await connections.until(connections.fleet.serves)
@@ -324,7 +325,7 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
     listings = listed_addresses(monkeypatch)
     async with scripted_nodes(model.identity) as (prefill, decode):
         decode.reports_all_the_time = True
-        settings = settings_of("--prefill", prefill.address, "--decode", decode.address, "--resolve-s", "0.05")
+        settings = settings_of("--prefill", prefill.address, "--decode", decode.address, resolve_s=0.05)
         async with Connections(settings, model) as connections, asyncio.timeout(BOUND_S):
             known = connections.fleet.decodes
             for _ in range(20):

@@ -17,7 +17,7 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.engine.request import EngineRequest
 from baton.models.adapters.adapter import read_adapter
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, EventRecorder, greedy, prompt_of, transformers_greedy
 from tests.unit.models.tiny import save_tiny

@@ -13,7 +13,7 @@ from baton.models.layers.parallel import TensorParallel
 from baton.models.layers.token_exchange import TokenShares
 from baton.models.loading.local_config import local_config
 from baton.models.loading.shares import Shares
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.models.tiny import save_tiny
 
 DEMO = Path(__file__).resolve().parents[3] / "baton" / "models" / "demo"

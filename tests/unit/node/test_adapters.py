@@ -11,7 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.engine import Engine
 from baton.node.adapters import Adapters
-from baton.settings.config import NodeSettings
+from baton.settings.node_config import NodeSettings
 from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import EventRecorder
 from tests.unit.models.lora import save_adapter

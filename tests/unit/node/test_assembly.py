@@ -12,7 +12,7 @@ from baton.engine.build import StepLimits
 from baton.node.assembly import engine_limits
 from baton.node.starting import nameless
 from baton.protos.v1 import node_status_pb2
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 
 
 def settings(**values: object) -> DecodeSettings:

@@ -15,7 +15,8 @@ from baton.node.doctor.checks import cache_bytes_of, check_packages
 from baton.node.doctor.link import check_link
 from baton.node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
 from baton.node.doctor.verdict import Grade, Verdict
-from baton.settings.config import CPU_CACHE_MIB, DEMO_MODELS, DecodeSettings
+from baton.settings.config import DEMO_MODELS
+from baton.settings.node_config import CPU_CACHE_MIB, DecodeSettings
 from tests.warm import BATON, run_warm
 
 HEALTHY = {"dev/shm/.keep": "", "sys/fs/cgroup/memory.max": "max\n"}

@@ -16,7 +16,7 @@ from baton.node.ranks.stopped import StoppedFor
 @pytest.mark.parametrize(
     ("error", "exit_code", "line"),
     [
-        (ConfigError("num_blocks is 0", field="num_blocks"), 2, "node: BATON_NUM_BLOCKS (--num-blocks) is 0"),
+        (ConfigError("block_size is 0", field="block_size"), 2, "node: BATON_BLOCK_SIZE (--block-size) is 0"),
         (RuntimeError("CUDA out of memory."), 1, "the GPU has no memory left: CUDA out of memory."),
         (MemoryError(), 1, "no memory is left"),
         (ValueError("one\ntwo"), 1, "ValueError: one"),
@@ -51,11 +51,11 @@ def test_an_error_that_nobody_raises_on_purpose_has_its_traceback() -> None:
 def test_rank_0_names_the_place_of_another_ranks_fault(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for error in (ValueError("broke"), ConfigError("num_blocks is 0", field="num_blocks")):
+    for error in (ValueError("broke"), ConfigError("block_size is 0", field="block_size")):
         sent: Fault = pickle.loads(pickle.dumps(Fault.of(error).within("a step failed")))
         sent.within("rank 1").log("node")
     assert caplog.records[0].message == "rank 1: a step failed: ValueError: broke"
-    assert capsys.readouterr().err == "node: rank 1: a step failed: BATON_NUM_BLOCKS (--num-blocks) is 0\n"
+    assert capsys.readouterr().err == "node: rank 1: a step failed: BATON_BLOCK_SIZE (--block-size) is 0\n"
 
 
 def test_a_process_that_a_signal_has_stopped_is_found_once_it_stays_so() -> None:

@@ -25,7 +25,7 @@ from baton.node.ranks.worker import receive_setup
 from baton.security.certificates import write_set
 from baton.security.peers import PeerTls
 from baton.security.roles import Role
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from baton.settings.reader import hosts_of
 
 

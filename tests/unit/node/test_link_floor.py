@@ -9,7 +9,7 @@ import torch
 
 from baton.node.describe import describe_measure, from_measure, to_measure
 from baton.node.link_floor import below_floor, machine_cures
-from baton.settings.config import DecodeSettings
+from baton.settings.node_config import DecodeSettings
 from kvtransfer.records import LinkMeasure
 from tests.unit.node.test_doctor import HOST, WANTED, verdicts
 

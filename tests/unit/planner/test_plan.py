@@ -114,7 +114,7 @@ def test_the_report_names_nodes_rates_and_lines_that_start_them() -> None:
     assert f"{found.best.rate:.3g}" in shown
     best = found.best.spec
     assert f" {best.prefill.step_tokens}/{best.decode.step_tokens} " in shown
-    start = f"baton up --model my-model --prefill {best.prefills} --decode {best.decodes}"
+    start = f"baton up --model my-model --prefill-nodes {best.prefills} --decode-nodes {best.decodes}"
     assert any(start in line for line in commands(found, "my-model"))
     assert json.loads(json.dumps(to_json(found, model="my-model", costs="costs")))["nodes"] == 3
 

@@ -158,9 +158,9 @@ async def test_a_node_that_closes_ends_its_calls() -> None:
         assert isinstance(from_detail((await decode.message("quiet")).quiet.error), Draining)
 
 
-@pytest.mark.parametrize(("layer_groups", "expected"), [(False, 1), (True, 6)])
-async def test_layers_are_sent_in_groups_if_the_setting_allows_it(layer_groups: bool, expected: int) -> None:
-    async with decode_node() as decode, calls(max_batch_tokens=64, layer_groups=layer_groups) as (_, driver):
+@pytest.mark.parametrize(("overlap_layers", "expected"), [(False, 1), (True, 6)])
+async def test_layers_are_sent_in_groups_unless_whole_chunks_are_wanted(overlap_layers: bool, expected: int) -> None:
+    async with decode_node() as decode, calls(max_batch_tokens=64, overlap_layers=overlap_layers) as (_, driver):
         request = await decode.request(1, 100)
         peer = await driver.peers.for_ticket(request.ticket)
         # A link on which a message costs nothing: every layer is worth a message of its own.

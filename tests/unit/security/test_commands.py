@@ -12,9 +12,10 @@ from baton.rpc.secure_server import protect_node
 from baton.rpc.server import ListenAddress
 from baton.security.keys import read_keys
 from baton.security.roles import Role
-from baton.settings.config import CLIENT_VARIABLES, DecodeSettings, PrefillSettings
+from baton.settings.config import CLIENT_VARIABLES
 from baton.settings.environment import client_access
 from baton.settings.gateway_config import GatewaySettings
+from baton.settings.node_config import DecodeSettings, PrefillSettings
 from baton.settings.reader import read_settings
 
 WIDE = ListenAddress("0.0.0.0", 7001)

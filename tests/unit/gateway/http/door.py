@@ -154,14 +154,16 @@ def step_token(index: int, *, last: bool = False) -> decode_pb2.StepToken:
 
 
 @asynccontextmanager
-async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
+async def open_door(*flags: str, asks: bool = False, **internal: object) -> AsyncIterator[Door]:
     """Args:
     asks: its server asks who comes in, as a gateway's does.
+    internal: values that no flag sets.
     """
     model = read_served_model(DEMO_MODELS / "llama", None)
     async with scripted_nodes(model.identity) as (prefill, decode):
         nodes = ["--prefill", prefill.address, "--decode", decode.address, "--local-policy", "local"]
         settings = read_settings(GatewaySettings, "gateway", [*nodes, "--http-listen", "127.0.0.1:0", *flags])
+        settings = settings.model_copy(update=internal)
         async with Connections(settings, model) as connections:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)

@@ -66,7 +66,7 @@ async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool)
 
 
 async def test_a_body_that_is_too_large_has_anthropics_type() -> None:
-    async with open_door("--http-body-mib", "0.001") as small:
+    async with open_door(http_body_mib=0.001) as small:
         answer = await small.call("POST", "/v1/messages", b" " * 5000)
     assert (answer.status, answer.json["error"]["type"]) == (413, "request_too_large")
 

@@ -150,7 +150,7 @@ async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool)
 
 
 async def test_a_body_that_is_too_large_is_refused() -> None:
-    async with open_door("--http-body-mib", "0.001") as door:
+    async with open_door(http_body_mib=0.001) as door:
         answer = await door.call("POST", "/v1/completions", {"prompt": "a" * 2000})
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         wire = await door.connect()

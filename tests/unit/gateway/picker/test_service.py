@@ -143,7 +143,7 @@ async def test_a_gateway_that_refuses_connections_is_left_out_until_it_answers()
     async with picker(address) as served:
         answer = await served.ask()
         assert answer.immediate_response.status.code == 503
-        line = b'baton_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0'
+        line = b'baton_picker_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0'
         assert line in await served.page(frozenset())
         async with door(bound):
             await served.until(1, 0)

@@ -1,0 +1,93 @@
+"""`baton adapter`: loads, unloads and lists the LoRA adapters of running nodes."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.access import ApiKey, ClientCa, use
+from baton.cli.nodes import chosen_nodes, nodes_of
+from baton.cli.program import new_app
+from baton.client.client import DEFAULT_TARGET
+from baton.rpc.describe import load_adapter, unload_adapter
+
+_DIGITS = 12  # of a revision
+
+Name = Annotated[str, typer.Argument(help="Name that clients give as their model.")]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option("--node", help="Name or address of a node; may be repeated. Default: every node of the gateway."),
+]
+Target = Annotated[str, typer.Option(help="host:port of a gateway.")]
+
+
+def adapter_app() -> typer.Typer:
+    """The commands under `baton adapter`."""
+    app = new_app()
+    app.callback()(_adapters)
+    for name, command in (("list", list_adapters), ("load", load), ("unload", unload)):
+        app.command(name)(command)
+    return app
+
+
+def _adapters() -> None:
+    """List, load and unload LoRA adapters of running nodes."""
+
+
+def list_adapters(
+    target: Target = DEFAULT_TARGET,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    api_key: ApiKey = None,
+    client_ca: ClientCa = None,
+) -> None:
+    """Show which node has which adapter, and of which revision."""
+    use(api_key, client_ca)
+    nodes = asyncio.run(nodes_of(target))
+    if as_json:
+        print(json.dumps({node.name: node.adapters for node in nodes}))
+        return
+    for node in nodes:
+        shown = ", ".join(f"{name} ({revision[:_DIGITS]})" for name, revision in node.adapters.items())
+        print(f"{node.name}: {shown or 'none'}")
+
+
+def load(
+    name: Name,
+    directory: Annotated[Path, typer.Argument(help="Directory on the nodes' machines, as PEFT saves an adapter.")],
+    node: Nodes = None,
+    target: Target = DEFAULT_TARGET,
+    api_key: ApiKey = None,
+    client_ca: ClientCa = None,
+) -> None:
+    """Load an adapter, next to the running requests.
+
+    It takes the place of another revision of that name. Nodes have room for it with --max-adapters.
+    """
+    use(api_key, client_ca)
+    asyncio.run(_load(target, node or [], name, directory))
+
+
+def unload(
+    name: Name,
+    node: Nodes = None,
+    target: Target = DEFAULT_TARGET,
+    api_key: ApiKey = None,
+    client_ca: ClientCa = None,
+) -> None:
+    """Unload an adapter; requests that have it go on."""
+    use(api_key, client_ca)
+    asyncio.run(_unload(target, node or [], name))
+
+
+async def _load(target: str, wanted: list[str], name: str, directory: Path) -> None:
+    for node in await chosen_nodes(target, wanted):
+        revision = await load_adapter(node.address, name, str(directory))
+        print(f"{node.name} has {name} ({revision[:_DIGITS]})", flush=True)
+
+
+async def _unload(target: str, wanted: list[str], name: str) -> None:
+    for node in await chosen_nodes(target, wanted):
+        await unload_adapter(node.address, name)
+        print(f"{node.name} has {name} no more", flush=True)

@@ -1,0 +1,42 @@
+"""`baton drain`: a running node finishes its requests and ends."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from baton.cli.access import ApiKey, ClientCa, use
+from baton.cli.nodes import node_of
+from baton.client.client import DEFAULT_TARGET
+from baton.core.limits import SECONDS_MAX
+from baton.rpc.describe import drain as ask_to_drain
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="Name or address of the node, as `baton status` shows it.")],
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=SECONDS_MAX,
+            help="How long running requests may take to finish; the others go on elsewhere. Default: the node's own "
+            "--drain-grace-s.",
+        ),
+    ] = None,
+    api_key: ApiKey = None,
+    client_ca: ClientCa = None,
+) -> None:
+    """Let a node finish its requests, and end.
+
+    The node is called at its own address: with certificates, BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA name those
+    of an operator.
+    """
+    use(api_key, client_ca)
+    asyncio.run(_drain(target, node, grace_s))
+
+
+async def _drain(target: str, node: str, grace_s: float | None) -> None:
+    found = await node_of(target, node)
+    await ask_to_drain(found.address, grace_s)
+    print(f"{found.name} drains, and ends when its requests have ended")

@@ -1,0 +1,83 @@
+"""One run of `baton bench`: a given rate, or a search for one, against given servers or a cluster of its own."""
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import typer
+
+from baton.cli.signals import Stopped, stop_on_signals
+from baton.cli.up import ClusterOptions, local_cluster
+from baton.core.logs import write_line
+from baton.load.goals import Goal
+from baton.load.measure import Measurement
+from baton.load.probe import probe
+from baton.load.progress import LoadProgress
+from baton.load.results import LoadResults
+from baton.load.runner import Clients, RunOptions
+from baton.load.shape import Shape
+from baton.load.target import Api, Target
+from baton.load.workload import LengthSpan, TraceReplay
+
+
+@dataclass(frozen=True)
+class Search:
+    precision: float
+    runs_max: int
+
+
+@dataclass(frozen=True)
+class What:
+    """What is measured; `search`: None: the given rate."""
+
+    goals: Sequence[Goal]
+    search: Search | None
+    rounds: int
+    seed: int
+
+
+def measured_results(
+    given: Sequence[Target], shape: Shape, span: LengthSpan, options: RunOptions, what: What, processes: int
+) -> LoadResults:
+    command = f"baton bench {shlex.join(_without_key(sys.argv[1:]))}"
+    try:
+        with stop_on_signals(), _some_target(given) as targets, LoadProgress() as shown:
+            servers = [asyncio.run(probe(target)) for target in targets]
+            workload, rate = shape.build(servers)
+            if isinstance(workload, TraceReplay) and workload.left_out:
+                shown.say(f"{workload.left_out} of the trace's {len(workload.trace)} requests do not fit: left out")
+            with Clients(processes) as clients:
+                measurement = Measurement(clients, workload, span, options, shown.run, what.seed)
+                if what.search is None:
+                    return LoadResults(measurement.rounds(servers, rate, what.rounds), what.goals, (), command)
+                runs, found = measurement.search(
+                    servers, what.goals, start=rate, precision=what.search.precision, runs_max=what.search.runs_max
+                )
+                return LoadResults(runs, what.goals, found, command)
+    except Stopped:
+        write_line("baton: stopped")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _some_target(given: Sequence[Target]) -> Iterator[Sequence[Target]]:
+    """The given ones, or a local cluster for as long as the context lasts."""
+    if given:
+        yield given
+        return
+    with local_cluster(ClusterOptions(log_level="warning")) as cluster:
+        yield [Target(cluster.gateway.address, "demo", Api.GRPC)]
+
+
+def _without_key(arguments: Sequence[str]) -> list[str]:
+    """The command line for the results: they are shown to others."""
+    hidden, kept = False, []
+    for argument in arguments:
+        if argument.startswith("--api-key="):
+            argument = "--api-key=..."
+        kept.append("..." if hidden else argument)
+        hidden = argument == "--api-key"
+    return kept

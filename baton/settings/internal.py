@@ -1,0 +1,36 @@
+"""Values next to the settings that no flag and no variable sets: they are measured, constant, or unsafe to change.
+
+They are fields of the settings classes, so that a class holds all that its process goes by. Tests and benchmarks pass
+others to the class, or give a process other defaults before it starts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
+
+_MARK = "internal"
+
+
+def internal(default: object, meaning: str) -> Any:
+    """A field that is no setting."""
+    return Field(default, description=meaning, json_schema_extra={_MARK: True})
+
+
+def is_internal(info: FieldInfo) -> bool:
+    return isinstance(info.json_schema_extra, dict) and _MARK in info.json_schema_extra
+
+
+def set_internal_defaults(values: Mapping[str, object], *classes: type[BaseModel]) -> None:
+    """Changes defaults in this process, of each class that has the field; for tests and benchmarks."""
+    for cls in classes:
+        for name in values.keys() & cls.model_fields.keys():
+            assert is_internal(cls.model_fields[name]), name
+            cls.model_fields[name].default = values[name]
+        cls.model_rebuild(force=True)
+
+
+def settings_of(cls: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that users set, by name."""
+    return {name: info for name, info in cls.model_fields.items() if not is_internal(info)}

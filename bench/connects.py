@@ -20,7 +20,7 @@ import psutil
 from baton.cli.processes import Process, Processes
 from baton.core.regular_file import write_regular_file
 from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from bench.mortal_peer import STEPS, live, peers
 from bench.strangers import DecodeStrangers, PrefillStrangers

@@ -20,7 +20,7 @@ from baton.cli.processes import Process, Processes
 from baton.client.client import Client
 from baton.core.types import Path, SamplingParams
 from baton.protos.v1 import node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from bench.table import Row, print_rows
 

@@ -10,7 +10,7 @@ from baton.kvcache.cache import PagedKVCache
 from baton.node.describe import from_addresses, from_info, from_warm_ups, to_addresses
 from baton.protos.v1 import common_pb2, decode_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from kvtransfer.plan import links_between
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 from kvtransfer.settings import TransferSettings

@@ -14,7 +14,7 @@ import uvloop
 
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from bench.scripted_decode import MODEL, ScriptedDecode
 from decode_node.events import SessionMessage
 

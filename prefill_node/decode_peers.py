@@ -31,7 +31,7 @@ from baton.node.hello import check_accepted, check_addresses, check_info, check_
 from baton.node.link_floor import below_floor
 from baton.protos.v1 import common_pb2, decode_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.roles import Role
 from baton.security.tls import Dial, InternalTls

@@ -32,7 +32,7 @@ from baton.client.resumption import AnswerProgress, prepare_to_resume
 from baton.core.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InvalidRequest, NoNode
 from baton.protos.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import client_proxy, dial_gateway
 from baton.security.tls import Dial

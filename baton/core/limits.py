@@ -8,6 +8,7 @@ time is at least DURATION_S_MIN, or 0 where that means something.
 SECONDS_MAX, RATE_MAX = 1e9, 1e9
 PERIOD_S_MIN, PERIOD_S_MAX = 0.05, 86_400.0
 DURATION_S_MIN = 0.001
+KEEPALIVE_S = 10.0  # the default, also of channels of clients, which have no settings
 KEEPALIVE_S_MIN = 0.6  # servers refuse more than two pings a second
 RATE_MIN = 0.001  # in GB/s
 SIZE_MIB_MIN = 0.001

@@ -10,7 +10,7 @@ from baton.metrics.exposition import Figure
 from baton.models.config.expert_places import ExpertPlacement
 from baton.models.layers.expert_counts import expert_load
 from baton.protos.v1 import node_pb2 as pb
-from baton.rpc.convert import expert_load_to_proto
+from baton.rpc.convert_node import expert_load_to_proto
 
 READ_EVERY_S = 5.0
 

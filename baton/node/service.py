@@ -15,7 +15,8 @@ from baton.core.types import AdapterRef
 from baton.node.cache_events import CacheEvents
 from baton.protos.v1 import node_pb2 as pb
 from baton.protos.v1 import node_pb2_grpc
-from baton.rpc.convert import adapter_to_proto, describe_loading
+from baton.rpc.convert import adapter_to_proto
+from baton.rpc.convert_node import describe_loading
 
 SERVICE_NAME = "baton.v1.Node"
 

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from baton.core.limits import (
     COUNT_MAX,
     DURATION_S_MIN,
+    KEEPALIVE_S,
     KEEPALIVE_S_MIN,
     RATE_MAX,
     RATE_MIN,
@@ -29,13 +30,12 @@ from baton.core.limits import (
     SIZE_MIB_MIN,
     TOKENS_MAX,
 )
+from baton.core.setting_names import SOURCE_ROOT
 
-SOURCE_ROOT = Path(__file__).resolve().parents[2]  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
 # Defaults that depend on the device, or that code without settings also needs.
-KEEPALIVE_S = 10.0
 CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
 CPU_BATCH_TOKENS = 256
@@ -44,7 +44,6 @@ CPU_BATCH_REQUESTS = 64
 # leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
-CLIENT_VARIABLES = ("BATON_API_KEY", "BATON_CLIENT_CA")  # of clients; no process has settings of these names
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches, as those of `baton.core.limits`.
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
@@ -461,14 +460,6 @@ def check_printable(name: str | None) -> str | None:
 def is_adapter_name(name: str) -> bool:
     """Whether clients can name a model so."""
     return 0 < len(name) <= _ADAPTER_NAME_MAX and name.isprintable() and not set(name) & set(" ,=")
-
-
-def variable(name: str) -> str:
-    return f"BATON_{name.upper()}"
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _listed(names: str) -> tuple[str, ...]:

@@ -14,17 +14,9 @@ from pydantic.fields import FieldInfo
 from baton.core.errors import ConfigError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
+from baton.core.setting_names import CLIENT_VARIABLES, flag, variable
 from baton.core.supervisor import Supervisor
-from baton.settings.config import (
-    CLIENT_VARIABLES,
-    LEADER_PORT,
-    DecodeSettings,
-    NodeSettings,
-    PrefillSettings,
-    ProcessSettings,
-    flag,
-    variable,
-)
+from baton.settings.config import LEADER_PORT, DecodeSettings, NodeSettings, PrefillSettings, ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 
 _PREFIX = "BATON_"

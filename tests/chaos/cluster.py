@@ -20,7 +20,7 @@ import psutil
 from baton.cli.processes import Process, Processes
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.chaos.history import Crashed, History, Measured
 from tests.chaos.scenario import CLIENT, PAIRS, Scenario
 from tests.integration.cluster import LLAMA, Flags, arguments

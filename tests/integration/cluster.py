@@ -17,7 +17,7 @@ from baton.engine.step_meter import StepMeter
 from baton.gateway.request import connections
 from baton.gateway.request import machine as request_machine
 from baton.protos.v1 import node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from tests.held import HeldSteps
 from tests.warm import SHOW_STACKS, launch_warm

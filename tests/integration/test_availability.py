@@ -10,7 +10,7 @@ from baton.core.types import Path as RequestPath
 from baton.core.types import SamplingParams
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import (
     DEADLINE_S,
     LLAMA,

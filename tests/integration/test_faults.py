@@ -20,7 +20,7 @@ from baton.core.types import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.damaged_weights import zero
 from tests.integration.cluster import (
     DEADLINE_S,

@@ -9,7 +9,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.warm import BATON, run_warm

@@ -13,7 +13,7 @@ from baton.client.client import Client
 from baton.core.errors import Draining, NoNode
 from baton.core.types import SamplingParams
 from baton.protos.v1 import generation_pb2, node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
 from tests.integration.generation import generate

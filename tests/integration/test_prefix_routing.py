@@ -7,7 +7,7 @@ from baton.cli.processes import Process
 from baton.client.client import Client
 from baton.core.types import SamplingParams
 from baton.protos.v1 import common_pb2, node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

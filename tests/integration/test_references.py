@@ -12,7 +12,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.core.errors import BatonError, InvalidRequest, UnknownLease
 from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import LLAMA, machines, nothing_held, until_status
 

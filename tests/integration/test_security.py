@@ -21,7 +21,7 @@ from baton.core.errors import BatonError, InvalidRequest, NoNode, Overloaded, Pe
 from baton.core.types import Grammar, GrammarKind
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
 from baton.protos.v1 import prefill_pb2 as prefill_messages
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, new_key

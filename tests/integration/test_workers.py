@@ -19,7 +19,8 @@ from baton.core.errors import ConfigError
 from baton.gateway.text.model import read_served_model
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
-from baton.rpc.server import ListenAddress, connect, why_taken
+from baton.rpc.channels import connect
+from baton.rpc.server import ListenAddress, why_taken
 from baton.settings.config import DEMO_MODELS
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import psutil
 from baton.cli.processes import Process
 from baton.core.types import SamplingParams
 from baton.protos.v1 import node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.security.pem import Files, read_pems
 from baton.security.tls import Dial

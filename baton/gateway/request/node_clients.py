@@ -16,7 +16,7 @@ from baton.core.errors import BatonError
 from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.request.decode_session import DecodeSession
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
 from baton.settings.gateway_config import GATEWAY_KEEPALIVE_S

@@ -25,7 +25,8 @@ from baton.models.loading.needs import kv_cache_spec
 from baton.node.assembly import Node, load
 from baton.node.role_services import RoleServices
 from baton.protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.channels import connect
+from baton.rpc.server import GrpcServer
 from baton.settings.config import DecodeSettings, NodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService

@@ -12,7 +12,7 @@ from baton.engine.build import Built
 from baton.node.role_services import RoleServices
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2
 from baton.protos.v1 import decode_pb2 as pb
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService

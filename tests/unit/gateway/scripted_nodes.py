@@ -16,7 +16,7 @@ from baton.protos.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 
 

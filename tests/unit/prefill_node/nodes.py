@@ -12,7 +12,7 @@ from baton.node.describe import from_addresses, from_info, from_measure, to_addr
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2
 from baton.protos.v1 import decode_pb2 as pb
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from baton.settings.config import DEMO_MODELS, DecodeSettings, PrefillSettings
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals

@@ -15,8 +15,8 @@ from baton.node.role_services import RoleServices
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, decode_pb2_grpc, node_pb2, prefill_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
+from baton.rpc.channels import channel_options
 from baton.rpc.error_detail import from_detail
-from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
 from tests.unit.prefill_node.nodes import PROMPT, ScriptedDecodeNode, decode_node, prefill_node, prefill_settings

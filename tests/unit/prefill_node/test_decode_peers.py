@@ -13,7 +13,7 @@ from baton.node.assembly import Listener
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, decode_pb2_grpc
 from baton.protos.v1 import decode_pb2 as pb
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from prefill_node import decode_peers
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost

@@ -11,7 +11,7 @@ from baton.node.role_services import RoleServices
 from baton.node.waiting import until
 from baton.protos.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.protos.v1 import prefill_pb2 as pb
-from baton.rpc.server import channel_options, connect
+from baton.rpc.channels import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings

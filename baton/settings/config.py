@@ -30,6 +30,7 @@ from baton.core.limits import (
     SIZE_MIB_MIN,
     TOKENS_MAX,
 )
+from baton.core.plugins import TRANSPORTS, plugin_names
 from baton.core.setting_names import SOURCE_ROOT
 
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
@@ -44,6 +45,7 @@ CPU_BATCH_REQUESTS = 64
 # leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
+_TRANSPORTS = ("ucx", "loopback")  # `kvtransfer.transports.table` has their rows
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches, as those of `baton.core.limits`.
 _THREADS_MAX = _SLOTS_MAX = _ADAPTERS_MAX = 1024
@@ -288,8 +290,9 @@ class NodeSettings(CommonSettings):
         description="adapters may be of routed experts, too: every adapter takes the memory of a matrix pair for each "
         "layer of each expert, which is most of it",
     )
-    transport: Literal["ucx", "loopback"] = Field(
-        "ucx", description="what carries KV; loopback works only inside one process"
+    transport: str = Field(
+        "ucx",
+        description="what carries KV: ucx, loopback, which works only inside one process, or the name of a plug-in",
     )
     segment_mib: float | None = Field(
         None,
@@ -310,6 +313,13 @@ class NodeSettings(CommonSettings):
     keepalive_s: float = Field(
         KEEPALIVE_S, ge=KEEPALIVE_S_MIN, le=3600, description="a peer that answers no ping for that long counts as lost"
     )
+
+    @field_validator("transport")
+    @classmethod
+    def _is_transport(cls, name: str) -> str:
+        if name not in _TRANSPORTS and name not in (more := plugin_names(TRANSPORTS, _TRANSPORTS)):
+            raise ValueError(f"{name!r} is no transport; allowed: {', '.join((*_TRANSPORTS, *more))}")
+        return name
 
     @field_validator("model_revision")
     @classmethod

@@ -11,7 +11,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import InvalidRequest
 from baton.core.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
-from baton.rpc import convert
+from baton.rpc import convert, convert_node
 
 numbers = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e6)
@@ -116,13 +116,13 @@ def test_receipt(receipt: Receipt) -> None:
 )
 def test_impossible_step_costs_count_as_unknown(points: list[tuple[int, float]]) -> None:
     message = pb.StepCosts(points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points])
-    assert convert.costs_from_proto(message) is None
+    assert convert_node.costs_from_proto(message) is None
 
 
 def test_step_costs_arrive_as_they_were_sent() -> None:
     costs = StepCosts(((1, 0.5), (8, 0.5), (64, 1.0)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-6)
-    assert convert.costs_from_proto(convert.costs_to_proto(costs)) == costs
-    assert convert.costs_from_proto(convert.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None
+    assert convert_node.costs_from_proto(convert_node.costs_to_proto(costs)) == costs
+    assert convert_node.costs_from_proto(convert_node.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_what_a_node_keeps_counts_every_part(spec: pb.CacheSpec, expected: tuple[int, int]) -> None:
-    assert convert.kept_bytes(spec) == expected
+    assert convert_node.kept_bytes(spec) == expected

@@ -23,13 +23,8 @@ help:  ## Show the verbs
 
 install: $(STAMP) $(GENERATED)  ## Build .venv with all dependencies, and generate the protobuf code
 
-$(STAMP): pyproject.toml constraints.txt
-	@echo "==> creating $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "==> installing dependencies: downloads 3 GB the first time, 0.7 GB with torch for CPUs only (see README.md)"
-	@since=$$(date +%s); \
-		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]' \
-		&& echo "==> installed in $$(($$(date +%s) - since)) s"
+$(STAMP): pyproject.toml deploy/packages/client/pyproject.toml deploy/packages/tools/pyproject.toml constraints.txt
+	@PYTHON=$(PYTHON) .ci/install $(VENV)
 	@touch $@
 
 protos: $(GENERATED)  ## Generate the protobuf code
@@ -120,7 +115,7 @@ docs: install  ## Write the pages and tables that come from the code, and build 
 	@$(BIN)/python -m docs.benchmarks
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
-dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the sdist
+dist-check: install  ## Build sdist and wheels, run each of them, run tests of the sdist
 	@PYTHON=$(BIN)/python .ci/dist-check
 
 clean:  ## Remove everything that was built

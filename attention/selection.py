@@ -1,12 +1,14 @@
 """Selects the backend that serves a model on a node, from one explicit table in order of preference.
 
+Other distributions register a `BackendClass` by an entry point of the group `baton.attention_backends`, and come last.
+
 It reads no environment and probes no device: needs and platform go in, a backend or the reasons come out. Importing it
 imports none of the optional packages; a backend whose package is missing is refused like any other that does not fit.
 """
 
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +24,7 @@ from attention.backends.triton_mla import TritonMLA
 from attention.backends.xformers import XFormers
 from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
 from attention.platform import Platform, probe_platform
+from baton.core import plugins
 from baton.core.errors import ConfigError
 
 
@@ -82,7 +85,7 @@ def select_backend(
     chosen = _choose(reasons := _reasons(needs, platform), forced)
     _log.info("attention backend %s, %s", chosen, _how(forced=forced is not None))
     _log.debug("%s", _report(reasons, chosen, forced=forced is not None))
-    backend = next(backend for backend in BACKENDS if backend.capabilities.name == chosen)
+    backend = next(backend for backend in all_backends() if backend.capabilities.name == chosen)
     return backend(needs, platform, context_workspace_tokens=context_workspace_tokens)
 
 
@@ -104,7 +107,27 @@ def fitting_backends(needs: AttentionNeeds, platform: Platform) -> list[BackendC
 def _by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
     """The table, in the best order for this model on this platform."""
     last = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
-    return sorted(BACKENDS, key=lambda backend: backend in last)
+    return sorted(all_backends(), key=lambda backend: backend in last)
+
+
+def all_backends() -> tuple[BackendClass, ...]:
+    """The table, then the plug-ins by name.
+
+    Raises:
+        ConfigError: a plug-in cannot be loaded, is no backend, or has a name that is taken.
+    """
+    taken = [backend.capabilities.name for backend in BACKENDS]
+    found: dict[str, Any] = plugins.load_plugins(plugins.ATTENTION_BACKENDS, taken)
+    for name, backend in found.items():
+        named = getattr(getattr(backend, "capabilities", None), "name", None)
+        if named != name:
+            raise ConfigError(
+                f"the entry point {name!r} of {plugins.ATTENTION_BACKENDS} has capabilities named {named!r}",
+                field=plugins.ATTENTION_BACKENDS,
+                value=name,
+                cure="give both the same name, in capital letters",
+            )
+    return (*BACKENDS, *found.values())
 
 
 def _reasons(needs: AttentionNeeds, platform: Platform) -> dict[str, tuple[str, ...]]:

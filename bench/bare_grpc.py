@@ -10,7 +10,7 @@ import grpc
 import psutil
 import uvloop
 
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from bench.h2_client import GrpcConnection
 
 METHOD = "/bare.Bare/Stream"

@@ -21,7 +21,7 @@ from baton.cli.processes import Process, Processes
 from baton.core.regular_file import write_regular_file
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from bench.mortal_peer import STEPS, live, peers
 from bench.table import Row, print_rows

@@ -22,7 +22,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.types import Path
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from bench.table import Row, print_rows
 

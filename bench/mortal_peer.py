@@ -11,7 +11,7 @@ from baton.node.describe import from_addresses, from_info, from_warm_ups, to_add
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from kvtransfer.plan import links_between
 from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 from kvtransfer.settings import TransferSettings

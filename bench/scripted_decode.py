@@ -13,7 +13,7 @@ import uvloop
 from baton.gateway.text.model import read_served_model
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from baton.rpc.status import client_may_leave
 from baton.settings.config import DEMO_MODELS
 from decode_node.events import SessionMessage

@@ -22,7 +22,7 @@ from baton.protos.internal.v1 import (
     prefill_pb2_grpc,
 )
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from bench.scripted_decode import MODEL, ScriptedDecode
 from decode_node.events import SessionMessage
 

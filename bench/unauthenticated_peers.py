@@ -19,7 +19,7 @@ from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from baton.protos.internal.v1.prefill_pb2 import ConnectRequest
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_address import worker_address, wrap
 

@@ -31,7 +31,7 @@ from baton.node.peer_checks import check_accepted, check_addresses, check_info, 
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.tls import Dial
 from kvtransfer.conversion import KVConversion, conversion_of

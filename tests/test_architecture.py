@@ -98,6 +98,7 @@ MAY_IMPORT = {
     "baton.planner": BASE
     | {"baton.kvcache", "baton.rpc", "baton.load", "baton.cli", "baton.gateway.fleet", "baton.engine.scheduling.slices"}
     | {"baton.models.config", "baton.models.families"},
+    "baton.training": set[str](),
 }
 PACKAGES = {"attention", "baton", "decode_node", "kvtransfer", "prefill_node"}
 TOOLS = {"bench", "deploy", "docs", "tests"}
@@ -109,7 +110,7 @@ GRPC_IN = {
 }  # fmt: skip
 
 WITH_TORCH = {"attention", "kvtransfer", "prefill_node", "decode_node"} | {
-    f"baton.{room}" for room in ("tritonlib", "kvcache", "models", "grammar", "engine", "node")
+    f"baton.{room}" for room in ("tritonlib", "kvcache", "models", "grammar", "engine", "node", "training")
 }
 WITHOUT_TORCH_MODULES = {
     "baton.engine.scheduling.slices",

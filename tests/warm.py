@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from baton.cli.processes import module_of
-from baton.settings.config import flag
+from baton.core.setting_names import flag
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from baton.settings.internal import is_internal, set_internal_defaults
 from baton.settings.node_config import DecodeSettings, PrefillSettings

@@ -8,18 +8,17 @@ from typing import Annotated
 import typer
 
 from baton.cli.adapter import adapter_app
-from baton.cli.bench import bench
 from baton.cli.certs import certs, key
 from baton.cli.chat import chat
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.expert_load import expert_load
 from baton.cli.generate import generate
-from baton.cli.plan import plan
 from baton.cli.program import new_app, run
 from baton.cli.roles import PASS_ON, decode_node, gateway, picker, prefill_node
 from baton.cli.status import status
 from baton.cli.switch_role import role as switch_role
+from baton.cli.tools import bench, plan
 from baton.cli.top import top
 from baton.cli.up import demo, up
 from baton.core.version import __version__

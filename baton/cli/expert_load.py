@@ -9,7 +9,7 @@ import typer
 from baton.cli.output import check_output, write_output
 from baton.core.expert_load import ExpertLoad
 from baton.core.limits import SECONDS_MAX
-from baton.rpc.convert import expert_load_from_proto
+from baton.rpc.convert_node import expert_load_from_proto
 from baton.rpc.describe import expert_load as ask
 
 

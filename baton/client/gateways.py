@@ -11,7 +11,7 @@ import grpc
 
 from baton.core.errors import BatonError, DeadlineExceeded, Draining, NoNode, Overloaded
 from baton.protos.v1 import generation_pb2_grpc, operations_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import client_proxy, dial_gateway
 from baton.security.tls import Dial

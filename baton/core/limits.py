@@ -6,6 +6,8 @@ least ones keep a loop from taking a core: a time is at least DURATION_S_MIN, or
 
 SECONDS_MAX, RATE_MAX = 1e9, 1e9
 DURATION_S_MIN = 0.001
+KEEPALIVE_S = 10.0  # the default, also of channels of clients, which have no settings
+KEEPALIVE_S_MIN = 0.6  # servers refuse more than two pings a second
 RATE_MIN = 0.001  # in GB/s
 SIZE_MIB_MIN = 0.001
 COUNT_MAX = 1 << 20

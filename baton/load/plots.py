@@ -47,9 +47,7 @@ def _figure_module() -> ModuleType:
     try:
         import matplotlib.figure
     except ImportError:
-        raise ConfigError(
-            "plots need matplotlib", field="plot", cure="install it with `pip install baton-serving[bench]`"
-        ) from None
+        raise ConfigError("plots need matplotlib", field="plot", cure="pip install 'baton-serving[tools]'") from None
     return matplotlib.figure
 
 

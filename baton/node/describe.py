@@ -8,7 +8,7 @@ from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import node_status_pb2 as pb
-from baton.rpc.convert import costs_to_proto
+from baton.rpc.convert_node import costs_to_proto
 from kvtransfer.flows import RankPair
 from kvtransfer.plan import Mismatch, NodeDescription
 from kvtransfer.records import LinkMeasure, WarmUp

@@ -11,7 +11,7 @@ from baton.models.config.expert_places import ExpertPlacement
 from baton.models.layers.expert_counts import expert_load
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import expert_load_to_proto
+from baton.rpc.convert_node import expert_load_to_proto
 
 READ_EVERY_S = 5.0
 

@@ -16,7 +16,8 @@ from baton.node.cache_events import CacheEvents
 from baton.protos.internal.v1 import node_pb2 as pb
 from baton.protos.internal.v1 import node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import adapter_to_proto, describe_loading
+from baton.rpc.convert import adapter_to_proto
+from baton.rpc.convert_node import describe_loading
 
 SERVICE_NAME = "baton.internal.v1.Node"
 

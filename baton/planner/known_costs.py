@@ -14,7 +14,7 @@ from baton.planner.model_size import ModelSize
 from baton.planner.plan import NodeKind
 from baton.planner.roofline import LEAST_SLOTS, SEATS, Gpu, cache_tokens, roofline, state_slots
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import costs_from_proto, kept_bytes
+from baton.rpc.convert_node import costs_from_proto, kept_bytes
 from baton.rpc.describe import describe
 
 _RANKS_MAX = 16

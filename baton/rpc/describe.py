@@ -8,7 +8,7 @@ import grpc
 from baton.core.errors import NoNode
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.roles import NODE
 from baton.security.tls import InternalTls

@@ -1,4 +1,4 @@
-"""gRPC servers with health and reflection, channels, and the signals that end a process.
+"""gRPC servers with health and reflection, and the signals that end a process.
 
 Health: the empty service name stands for live, each service's own name for ready.
 """
@@ -11,92 +11,25 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.core.errors import ConfigError
-from baton.core.proxies import Proxy
+from baton.core.limits import KEEPALIVE_S
+from baton.rpc.channels import MESSAGE_BYTES_MAX, channel_options
 from baton.rpc.guard import Authorize
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.moved_calls import RefuseMovedCalls
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 from baton.rpc.secure_server import Protection
-from baton.security.tls import Dial
-from baton.settings.config import KEEPALIVE_S
 
-MESSAGE_BYTES_MAX = 256 << 20
-_GRPC_BYTES_MAX = (1 << 31) - 1
 # What gRPC refuses itself has no details. So it takes somewhat more than the limit, and `RefuseMalformed` refuses.
 _TAKEN_TO_REFUSE = 2
 _QUESTION_BYTES_MAX = 4096  # of health checks
 _EVERYWHERE = ("0.0.0.0", "[::]")
-
-# With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
-# services limit their requests themselves, with a typed error.
-_PENDING_CALLS_MAX = 1 << 20
-_HANDSHAKE_MS = 20_000  # gRPC's default keeps the connection of a silent stranger for two minutes
-
-
-def channel_options(
-    *, keepalive_s: float = KEEPALIVE_S, shared: bool = False, receive_bytes_max: int = MESSAGE_BYTES_MAX
-) -> list[tuple[str, int]]:
-    """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer.
-
-    Args:
-        shared: other servers may listen on the same port.
-        receive_bytes_max: of one message; gRPC refuses a larger one, without details.
-    """
-    return [
-        ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_receive_message_length", min(receive_bytes_max, _GRPC_BYTES_MAX)),
-        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
-        # NOTE: while a ping of the flow control is under way, gRPC sends none for keepalive, and waits a minute for the
-        # answer to that one by default.
-        ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-        # NOTE: pings that come late on a busy machine come together, and gRPC would close the connection for it.
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
-        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-    ]
-
-
-def connect(
-    address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None, proxy: Proxy | None = None
-) -> grpc.aio.Channel:
-    """A channel with our options. It reconnects fast, because nodes restart.
-
-    Args:
-        dial: its credentials; None: without TLS.
-        proxy: None: directly, whatever the environment says, as between processes of the cluster.
-    """
-    options: list[tuple[str, Any]] = [
-        *channel_options(keepalive_s=keepalive_s),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time limit of one attempt, which a busy machine needs
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.enable_retries", 0),
-        # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.
-        ("grpc.use_local_subchannel_pool", 1),
-        *proxy_options(proxy),
-    ]
-    if dial is not None:
-        return dial.channel(address, options)
-    return grpc.aio.insecure_channel(address, options=options)
-
-
-def proxy_options(proxy: Proxy | None) -> list[tuple[str, Any]]:
-    """Options of a channel through this proxy; None: through none. gRPC by itself does what the environment says."""
-    return [("grpc.enable_http_proxy", int(proxy is not None)), *([("grpc.http_proxy", proxy.url)] if proxy else [])]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import ipaddress
 from typing import Protocol
 
 from baton.core.errors import ConfigError
-from baton.settings.config import flag, variable
+from baton.core.setting_names import flag, variable
 
 
 class Address(Protocol):

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from baton.core.errors import ConfigError, Unauthenticated
+from baton.core.setting_names import flag, variable
 from baton.security.roles import Role, allows, dns_names_of, role_of, uri_of
 from baton.security.watched import read_file
-from baton.settings.config import flag, variable
 
 _UNREADABLE = (
     ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension,

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from baton.core.errors import BatonError, ConfigError
 from baton.core.regular_file import read_regular_file
-from baton.settings.config import flag, variable
+from baton.core.setting_names import flag, variable
 
 T = TypeVar("T")
 

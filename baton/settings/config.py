@@ -21,17 +21,11 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from baton.core.limits import DURATION_S_MIN, SECONDS_MAX
+from baton.core.setting_names import SOURCE_ROOT
 from baton.settings.internal import internal, is_internal
 
-SOURCE_ROOT = Path(__file__).resolve().parents[2]  # a source tree or site-packages
 DEMO_MODELS = SOURCE_ROOT / "baton" / "models" / "demo"
 MIB = 1 << 20
-KEEPALIVE_S = 10.0
-CLIENT_VARIABLES = (
-    "BATON_API_KEY",
-    "BATON_CLIENT_CA",
-    "BATON_TARGET",
-)  # of clients; no process has settings of these names
 
 
 class _Variables(EnvSettingsSource):
@@ -141,14 +135,6 @@ def check_printable(name: str | None) -> str | None:
     if name is not None and not name.isprintable():
         raise ValueError("it has a control character, or a byte that is no UTF-8; allowed: printable characters")
     return name
-
-
-def variable(name: str) -> str:
-    return f"BATON_{name.upper()}"
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def listed(names: str) -> tuple[str, ...]:

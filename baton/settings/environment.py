@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.settings.config import CLIENT_VARIABLES, SOURCE_ROOT, variable
+from baton.core.setting_names import CLIENT_VARIABLES, SOURCE_ROOT, variable
 
 _BARE = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"})
 _BARE_PREFIXES = ("PYTHON", "LC_")

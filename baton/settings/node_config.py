@@ -9,12 +9,14 @@ from pydantic import Field, field_validator
 
 from baton.core.limits import (
     COUNT_MAX,
+    KEEPALIVE_S,
     RATE_MAX,
     RATE_MIN,
     SIZE_MIB_MIN,
     TOKENS_MAX,
 )
-from baton.settings.config import KEEPALIVE_S, MIB, CommonSettings, check_printable, listed
+from baton.core.plugins import TRANSPORTS, plugin_names
+from baton.settings.config import MIB, CommonSettings, check_printable, listed
 from baton.settings.internal import internal
 
 GIGA = 1e9
@@ -28,6 +30,7 @@ CPU_BATCH_REQUESTS = 64
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 STAGING_SLOTS = 4  # staging buffers for each direction
 LEADER_PORT = 7004  # of a leader whose environment names no port
+_TRANSPORTS = ("ucx", "loopback")  # `kvtransfer.transports.table` has their rows
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches, as those of `baton.core.limits`.
@@ -188,8 +191,9 @@ class NodeSettings(CommonSettings):
         description="adapters may be of routed experts, too: every adapter takes the memory of a matrix pair for each "
         "layer of each expert, which is most of it",
     )
-    transport: Literal["ucx", "loopback"] = Field(
-        "ucx", description="what carries KV; loopback works only inside one process"
+    transport: str = Field(
+        "ucx",
+        description="what carries KV: ucx, loopback, which works only inside one process, or the name of a plug-in",
     )
     segment_mib: float | None = Field(
         None,
@@ -213,6 +217,13 @@ class NodeSettings(CommonSettings):
     )
     max_waiting: int = internal(_WAITING, "most requests that wait for room; further ones are refused")
     keepalive_s: float = internal(KEEPALIVE_S, "a peer that answers no ping for that long counts as lost")
+
+    @field_validator("transport")
+    @classmethod
+    def _is_transport(cls, name: str) -> str:
+        if name not in _TRANSPORTS and name not in (more := plugin_names(TRANSPORTS, _TRANSPORTS)):
+            raise ValueError(f"{name!r} is no transport; allowed: {', '.join((*_TRANSPORTS, *more))}")
+        return name
 
     @field_validator("model_revision")
     @classmethod

@@ -14,8 +14,9 @@ from pydantic.fields import FieldInfo
 from baton.core.errors import ConfigError, shortened
 from baton.core.log_lines import escaped
 from baton.core.logs import write_in_background, write_line
+from baton.core.setting_names import CLIENT_VARIABLES, flag, variable
 from baton.core.supervisor import Supervisor
-from baton.settings.config import CLIENT_VARIABLES, ProcessSettings, flag, variable
+from baton.settings.config import ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from baton.settings.groups import in_groups
 from baton.settings.internal import settings_of

@@ -1,9 +1,13 @@
-"""The transports by name: how each is opened, and what it needs apart from that."""
+"""The transports by name: how each is opened, and what it needs apart from that.
+
+Other distributions register a `TransportKind` by an entry point of the group `baton.transports`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from baton.core import plugins
 from baton.core.errors import ConfigError
 from kvtransfer.transports.transport import AddressProbe, Transport
 
@@ -59,13 +63,24 @@ def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
     Raises:
         ConfigError: the name is unknown; lists the known ones.
     """
-    if name not in TRANSPORTS:
-        raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(TRANSPORTS))
-    return TRANSPORTS[name].open(on_gpu)
+    return find_transport(name).open(on_gpu)
+
+
+def find_transport(name: str) -> TransportKind:
+    """The transport of that name, ours or a plug-in's.
+
+    Raises:
+        ConfigError: there is none, and these are known; or its plug-in is broken.
+    """
+    kind = plugins.find_registered(plugins.TRANSPORTS, name, TRANSPORTS, TransportKind)
+    if kind is None:
+        allowed = (*TRANSPORTS, *plugins.plugin_names(plugins.TRANSPORTS, TRANSPORTS))
+        raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=allowed)
+    return kind
 
 
 def open_probe(name: str) -> AddressProbe | None:
     """Opens what tries the addresses of peers that may be anybody, for one event loop; None: that transport's addresses
     are harmless."""
-    probe = TRANSPORTS[name].open_probe if name in TRANSPORTS else None
+    probe = find_transport(name).open_probe
     return None if probe is None else probe()

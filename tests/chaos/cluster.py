@@ -21,7 +21,7 @@ from baton.cli.processes import Process, Processes
 from baton.node.waiting import until
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.chaos.history import Crashed, History, Measured
 from tests.chaos.scenario import CLIENT, PAIRS, Scenario
 from tests.integration.cluster import LLAMA, Flags, arguments

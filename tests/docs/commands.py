@@ -12,9 +12,10 @@ import typer
 from typer.main import get_command
 
 from baton.cli import program
+from baton.core.setting_names import CLIENT_VARIABLES, flag, variable
 from baton.load.command import bench
 from baton.planner.command import plan
-from baton.settings.config import CLIENT_VARIABLES, ProcessSettings, flag, variable
+from baton.settings.config import ProcessSettings
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from baton.settings.node_config import DecodeSettings, PrefillSettings
 from docs.site_files import ROOT

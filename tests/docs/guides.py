@@ -35,6 +35,11 @@ def apply(block: Block, source: Path) -> None:
     path.write_text(text.replace(before, after))
 
 
+def is_of_plugin(block: Block) -> bool:
+    """Whether the block is a file of a distribution outside of the tree."""
+    return block.title.startswith("baton_")
+
+
 def sides(diff: str) -> tuple[str, str]:
     """The text before and after a change, whose lines begin with a space, + or -."""
     lines = [line or " " for line in diff.splitlines()]

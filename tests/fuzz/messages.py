@@ -14,7 +14,7 @@ from baton.node.describe import from_info, to_addresses, to_info, to_measure, to
 from baton.node.peer_checks import check_info
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc import convert
+from baton.rpc import convert, convert_node
 from baton.rpc.error_detail import from_detail, to_detail
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 from kvtransfer.segments import Segment, Tag, decode_trailer
@@ -113,7 +113,7 @@ def trailer(case: Case) -> str | None:
 _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
     (convert.sampling_from_proto, common_pb2.SamplingParams),
     (convert.slo_from_proto, common_pb2.Slo),
-    (convert.costs_from_proto, node_status_pb2.StepCosts),
+    (convert_node.costs_from_proto, node_status_pb2.StepCosts),
     (convert.usage_from_proto, common_pb2.Usage),
     (convert.token_from_proto, common_pb2.Token),
     (convert.receipt_from_proto, common_pb2.Receipt),

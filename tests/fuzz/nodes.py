@@ -13,7 +13,8 @@ from baton.node.service import NodeParts, NodeService
 from baton.node.waiting import until
 from baton.protos.internal.v1 import decode_pb2, lease_pb2, node_pb2, node_pb2_grpc, prefill_pb2
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.channels import connect
+from baton.rpc.server import GrpcServer
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
 from prefill_node.service import PrefillService

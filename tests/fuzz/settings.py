@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import ValidationError
 
 from baton.core.errors import ConfigError, InternalError
+from baton.core.setting_names import flag, variable
 from baton.security.certificates import Authority
 from baton.security.keys import entry, read_keys
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role
 from baton.security.tokens import read_tokens
-from baton.settings.config import flag, variable
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.node_config import DecodeSettings, PrefillSettings
 from baton.settings.reader import describe_validation_error, read_settings, wrong_variables

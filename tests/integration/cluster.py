@@ -18,7 +18,7 @@ from baton.gateway.request import connections
 from baton.gateway.request import machine as request_machine
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import DEMO_MODELS
 from tests.paused_engine import PausedSteps
 from tests.warm import SHOW_STACKS, launch_warm

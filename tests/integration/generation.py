@@ -13,8 +13,8 @@ from baton.node.waiting import until
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
+from baton.rpc.channels import connect
 from baton.rpc.convert import receipt_from_proto, sampling_to_proto
-from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S
 

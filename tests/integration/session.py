@@ -15,9 +15,9 @@ from baton.node import waiting
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import common_pb2
+from baton.rpc.channels import connect
 from baton.rpc.convert import sampling_to_proto
 from baton.rpc.error_detail import from_detail
-from baton.rpc.server import connect
 from tests.integration.cluster import DEADLINE_S
 
 

@@ -15,7 +15,7 @@ from baton.core.errors import BatonError, InvalidRequest, NoNode, UnknownModel
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, machines, status
 from tests.integration.generation import Result, generate

@@ -10,7 +10,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
 from baton.protos.v1 import operations_pb2 as pb
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import (
     DEADLINE_S,
     LLAMA,

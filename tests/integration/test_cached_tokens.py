@@ -14,7 +14,7 @@ from baton.cli.processes import Process
 from baton.client.client import AsyncClient
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, machines
 from tests.integration.reference import Reference
 

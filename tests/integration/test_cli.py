@@ -21,7 +21,7 @@ from baton.core.errors import BatonError, InvalidRequest, UnknownModel
 from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.docs.blocks import to_run
 from tests.docs.terminal import Started, Terminal

@@ -21,7 +21,7 @@ from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import node_status_pb2, operations_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.damaged_weights import zero
 from tests.integration.cluster import (
     DEADLINE_S,

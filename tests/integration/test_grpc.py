@@ -29,8 +29,8 @@ from baton.protos.inference import open_inference_pb2 as oip
 from baton.protos.inference import open_inference_pb2_grpc
 from baton.protos.v1 import common_pb2, generation_pb2_grpc, node_status_pb2
 from baton.protos.v1 import generation_pb2 as pb
+from baton.rpc.channels import connect
 from baton.rpc.convert import sampling_to_proto
-from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 

@@ -156,7 +156,7 @@ def test_errors_are_anthropics(client: Anthropic) -> None:
     assert bad.value.request_id == body["request_id"]
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="claude", messages=ASKED, max_tokens=5)
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.body["error"]["type"] == "not_found_error"
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_field(client: Anthropic) -> None:
@@ -166,7 +166,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_field(client: Anthropic) ->
         lambda: client.messages.count_tokens(model="llama", messages=turns),
     ):
         with pytest.raises(anthropic.BadRequestError) as raised:
-            call()
+            call()  # type: ignore[no-untyped-call]
         assert "maximum" in raised.value.message
 
 

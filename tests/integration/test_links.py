@@ -10,7 +10,7 @@ from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.warm import BATON, run_warm

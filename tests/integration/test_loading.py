@@ -14,7 +14,7 @@ from baton.core.errors import Draining, NoNode
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2, operations_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
 from tests.integration.generation import generate

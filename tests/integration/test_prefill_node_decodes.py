@@ -16,7 +16,7 @@ from baton.core.types import Path as RequestPath
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.settings.config import tokenizer_file
 from tests.integration.cluster import LLAMA, Flags, Machines, in_engine, machines, nothing_held, status, until_status
 from tests.integration.generation import generate

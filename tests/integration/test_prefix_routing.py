@@ -8,7 +8,7 @@ from baton.client.operators import OperatorClient
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference

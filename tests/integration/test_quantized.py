@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.conformance.families.models import MAX_TOKENS, as_model, expected_of
 from tests.conformance.families.nodes import handed_over
 from tests.integration.cluster import Machines, nothing_held, until_status

@@ -13,7 +13,7 @@ from baton.cli.processes import Process
 from baton.core.errors import BatonError, InvalidRequest, UnknownLease
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, lease_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import common_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import LLAMA, machines, nothing_held, until_status
 

@@ -12,7 +12,7 @@ from baton.node.waiting import until
 from baton.protos.v1 import node_status_pb2
 from baton.protos.v1 import operations_pb2 as pb
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, until_status
 from tests.integration.proxy import free_address
 from tests.integration.reference import Reference

@@ -22,7 +22,7 @@ from baton.core.types import Grammar, GrammarKind
 from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
 from baton.protos.internal.v1 import prefill_pb2 as prefill_messages
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, new_key

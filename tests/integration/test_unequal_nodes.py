@@ -7,7 +7,7 @@ import pytest
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path as RequestPath
 from baton.protos.internal.v1 import prefill_pb2, prefill_pb2_grpc
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from tests.integration.cluster import LLAMA, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference

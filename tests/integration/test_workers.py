@@ -21,7 +21,8 @@ from baton.protos.v1 import generation_pb2 as pb
 from baton.protos.v1 import operations_pb2
 from baton.protos.v1.generation_pb2_grpc import GenerationStub
 from baton.protos.v1.operations_pb2_grpc import OperationsStub
-from baton.rpc.server import ListenAddress, connect, why_taken
+from baton.rpc.channels import connect
+from baton.rpc.server import ListenAddress, why_taken
 from baton.settings.config import DEMO_MODELS
 
 if TYPE_CHECKING:

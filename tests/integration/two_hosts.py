@@ -26,7 +26,7 @@ from baton.cli.processes import Process
 from baton.core.sampling import SamplingParams
 from baton.protos.internal.v1 import node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.security.pem import Files, read_pems
 from baton.security.tls import Dial

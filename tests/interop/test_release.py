@@ -13,8 +13,8 @@ from baton.client.operators import OperatorClient
 from baton.core.errors import NoNode, PeerRefused
 from baton.core.sampling import SamplingParams
 from baton.core.types import Path
+from baton.rpc.channels import connect
 from baton.rpc.describe import describe
-from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import (
     DEADLINE_S,

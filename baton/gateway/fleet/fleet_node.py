@@ -20,7 +20,8 @@ from baton.gateway.fleet.node_costs import DECODE_STEP, PROMPT_STEP, NodeCosts
 from baton.gateway.fleet.prediction import prompt_s
 from baton.gateway.fleet.router import NodeView
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import costs_from_proto, describe_loading, kept_bytes, role_name
+from baton.rpc.convert import role_name
+from baton.rpc.convert_node import costs_from_proto, describe_loading, kept_bytes
 from baton.rpc.revisions import revision_of
 
 Role: TypeAlias = node_status_pb2.Role.ValueType

@@ -17,7 +17,7 @@ from baton.gateway.fleet.connect_pace import ConnectPace
 from baton.gateway.request.decode_session import DecodeSession
 from baton.protos.internal.v1 import decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
 from baton.settings.gateway_config import GATEWAY_KEEPALIVE_S

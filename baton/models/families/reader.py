@@ -12,7 +12,7 @@ from baton.models.config.fields import Fields, Integers, Texts
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
 from baton.models.families.nearest import nearest
-from baton.models.families.table import FAMILIES, FEATURES
+from baton.models.families.table import FAMILIES, FEATURES, Family, find_family
 
 # Fields that publishers keep outside of the language model's table.
 _OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -36,8 +36,7 @@ def read_config(directory: Path) -> ModelConfig:
         ConfigError: a file cannot be read, a field is missing or wrong, or the model needs an unsupported feature.
     """
     file = ConfigFile.read(directory / "config.json")
-    architecture = _architecture(file)
-    family = FAMILIES[architecture]
+    architecture, family = _family(file)
     if family.text_config and not (family.or_flat and file.raw("text_config") is None):
         file = _text_config(file)
     return family.read(
@@ -51,11 +50,12 @@ def read_config(directory: Path) -> ModelConfig:
     )
 
 
-def _architecture(file: ConfigFile) -> str:
+def _family(file: ConfigFile) -> tuple[str, Family]:
     names = _Architectures.read(file).architectures
-    if len(names) != 1 or names[0] not in FAMILIES:
+    family = find_family(names[0]) if len(names) == 1 else None
+    if family is None:
         raise file.refuse("architectures", *FAMILIES, cure=_nearest(names, file))
-    return names[0]
+    return names[0], family
 
 
 def _nearest(names: tuple[str, ...], file: ConfigFile) -> str:

@@ -1,9 +1,14 @@
-"""The table of model families: for each architecture, its config reader and its model class."""
+"""The table of model families: for each architecture, its config reader and its model class.
+
+Other distributions register a `Family` by an entry point of the group `baton.model_families`, which has
+the architecture's name.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from baton.core import plugins
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
 from baton.models.families.dense.bloom_config import read_bloom
@@ -385,3 +390,19 @@ FEATURES: Mapping[str, ModelFeatures] = MappingProxyType(
         ),
     }
 )
+
+
+def find_family(architecture: str) -> Family | None:
+    """The family of that architecture, ours or a plug-in's; None if there is none.
+
+    Raises:
+        ConfigError: two register the architecture, or the plug-in is broken.
+    """
+    return plugins.find_registered(plugins.MODEL_FAMILIES, architecture, FAMILIES, Family)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of a model whose config was read, so it has one."""
+    family = find_family(architecture)
+    assert family is not None, architecture
+    return family

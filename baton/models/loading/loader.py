@@ -29,7 +29,7 @@ from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.packed_config import PackedConfig
 from baton.models.families.dense.llama_switches import LlamaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer
-from baton.models.families.table import FAMILIES
+from baton.models.families.table import family_of
 from baton.models.layers.causal_lm import CausalLM, ModelClass
 from baton.models.layers.common import NormOfEachHead
 from baton.models.layers.expert_counts import ExpertCounts
@@ -198,7 +198,7 @@ def _build(
         stored: the checkpoint, which says in what dtypes scales are saved; empty for random weights.
     """
     quantized = config.quantization is not None
-    model_class: ModelClass = resolve_name(FAMILIES[config.architecture].model)
+    model_class: ModelClass = resolve_name(family_of(config.architecture).model)
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
         model = model_class(config, backend=backend, dtype=dtype)
         if parallel.placement is not None:

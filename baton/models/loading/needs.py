@@ -9,7 +9,7 @@ from attention.parameters import AttentionParameters
 from baton.core.errors import ConfigError
 from baton.kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 from baton.models.config.model_config import GQAConfig, MLAConfig, ModelConfig
-from baton.models.families.table import FAMILIES
+from baton.models.families.table import family_of
 
 
 def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
@@ -21,7 +21,7 @@ def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
         ConfigError: no such dtype, or the family overflows in it.
     """
     allowed = ("auto", *DTYPE_BYTES)
-    overflows = FAMILIES[config.architecture].overflows_float16
+    overflows = family_of(config.architecture).overflows_float16
     if dtype == "auto":
         stored = "bfloat16" if overflows and config.dtype == "float16" else config.dtype
         return "float32" if device_type == "cpu" else stored

@@ -14,7 +14,7 @@ from baton.models.config.model_config import ModelConfig
 from baton.models.config.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from baton.models.config.quantization.int8_config import Int8Config
 from baton.models.config.quantization.packed_config import PackedConfig, StoredPart
-from baton.models.families.table import FAMILIES
+from baton.models.families.table import family_of
 from baton.models.layers.parallel import TensorParallel
 from baton.models.loading.share_table import experts_by_layer, share_table
 
@@ -44,7 +44,7 @@ class Shares:
             self._granularity = Granularity.CHANNEL if quantization.by_channel else Granularity.TENSOR
         self._layouts = {} if self._packed is None else {each.suffix: each for each in self._packed.tensors.values()}
         self._table: Mapping[str, Share] = dict(share_table(config, parallel)) if parallel.size > 1 else {}
-        prefixes: Mapping[str, str] = resolve_name(FAMILIES[config.architecture].model).checkpoint_prefixes
+        prefixes: Mapping[str, str] = resolve_name(family_of(config.architecture).model).checkpoint_prefixes
         # Under `model.` are most tensors, of whichever module: these keep their names.
         self._prefixes = {theirs: ours for ours, theirs in prefixes.items() if theirs != "model."}
 

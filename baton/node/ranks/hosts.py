@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from baton.core.errors import ConfigError
+from baton.core.setting_names import flag, variable
 from baton.rpc.server import ListenAddress
-from baton.settings.config import flag, variable
 from baton.settings.node_config import NodeSettings
 
 # Hosts of a node start in any order, and each may have to find its model first. They wait so long for each other.

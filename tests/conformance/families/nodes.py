@@ -27,7 +27,8 @@ from baton.node.assembly import Node, load
 from baton.node.role_services import RoleServices
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.channels import connect
+from baton.rpc.server import GrpcServer
 from baton.settings.node_config import DecodeSettings, NodeSettings, PrefillSettings
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService

@@ -13,7 +13,7 @@ from baton.core.sampling import SAMPLING_FIELDS, ResolvedSampling, SamplingParam
 from baton.core.types import FinishReason, Grammar, GrammarKind, Path, Receipt, TokenOutput, Usage
 from baton.protos.v1 import common_pb2 as pb
 from baton.protos.v1 import node_status_pb2
-from baton.rpc import convert
+from baton.rpc import convert, convert_node
 
 numbers = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e6)
@@ -128,13 +128,13 @@ def test_impossible_step_costs_count_as_unknown(points: list[tuple[int, float]])
     message = node_status_pb2.StepCosts(
         points=[node_status_pb2.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points]
     )
-    assert convert.costs_from_proto(message) is None
+    assert convert_node.costs_from_proto(message) is None
 
 
 def test_step_costs_arrive_as_they_were_sent() -> None:
     costs = StepCosts(((1, 0.5), (8, 0.5), (64, 1.0)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-6)
-    assert convert.costs_from_proto(convert.costs_to_proto(costs)) == costs
-    assert convert.costs_from_proto(convert.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None
+    assert convert_node.costs_from_proto(convert_node.costs_to_proto(costs)) == costs
+    assert convert_node.costs_from_proto(convert_node.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_step_costs_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_what_a_node_keeps_counts_every_part(spec: node_status_pb2.CacheSpec, expected: tuple[int, int]) -> None:
-    assert convert.kept_bytes(spec) == expected
+    assert convert_node.kept_bytes(spec) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tuple(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("bench", "tests"))
 # With which Python environments are made.
-NOT_PINNED = {"baton-serving", "pip", "setuptools", "wheel"}
+NOT_PINNED = {"baton-client", "baton-serving", "baton-tools", "pip", "setuptools", "wheel"}
 PARTS = {"libucx", "pydantic_core", "starlette"}  # of ucxx, pydantic and fastapi, which come with them
 
 

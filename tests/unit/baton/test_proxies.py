@@ -11,7 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client.client import AsyncClient
 from baton.core.errors import NoNode
 from baton.core.proxies import proxy_for
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.channels import connect
+from baton.rpc.server import GrpcServer
 
 PROXY = "http://proxy:3128"
 FAR = "gateway.example.org:7000"

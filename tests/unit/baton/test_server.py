@@ -20,8 +20,9 @@ from baton.core.errors import ConfigError, InternalError, InvalidRequest, NoNode
 from baton.node import waiting
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
+from baton.rpc.channels import MESSAGE_BYTES_MAX, connect
 from baton.rpc.reflection import V1, V1_ALPHA
-from baton.rpc.server import MESSAGE_BYTES_MAX, GrpcServer, ListenAddress, connect
+from baton.rpc.server import GrpcServer, ListenAddress
 from baton.rpc.status import from_rpc_error
 from baton.settings.config import MIB
 from baton.settings.gateway_config import GatewaySettings

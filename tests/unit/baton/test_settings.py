@@ -14,9 +14,10 @@ from baton.cli import program
 from baton.cli.program import new_app
 from baton.core.limits import DURATION_S_MIN
 from baton.core.sampling import SamplingParams
+from baton.core.setting_names import flag, variable
 from baton.load.command import bench
 from baton.planner.command import plan
-from baton.settings.config import DEMO_MODELS, ProcessSettings, flag, tokenizer_file, variable
+from baton.settings.config import DEMO_MODELS, ProcessSettings, tokenizer_file
 from baton.settings.environment import child_environment
 from baton.settings.gateway_config import GatewaySettings, PickerSettings
 from baton.settings.groups import GROUPS

@@ -13,7 +13,7 @@ from baton.node.role_services import RoleServices
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import common_pb2, node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService

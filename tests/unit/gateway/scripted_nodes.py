@@ -9,7 +9,7 @@ import grpc
 
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 
 

@@ -12,7 +12,7 @@ from baton.gateway.fleet.fleet_node import FleetNode
 from baton.gateway.fleet.placement import Placement, Route
 from baton.gateway.fleet.router import RoutedRequest, pick_prefill
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import costs_to_proto
+from baton.rpc.convert_node import costs_to_proto
 from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.test_router import address as address_of
 

@@ -23,7 +23,8 @@ from baton.gateway.text.model import ServedModel, read_served_model
 from baton.protos.internal.v1 import decode_pb2
 from baton.protos.v1 import common_pb2, generation_pb2_grpc
 from baton.protos.v1 import generation_pb2 as pb
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.channels import connect
+from baton.rpc.server import GrpcServer
 from baton.settings.config import DEMO_MODELS
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.reader import read_settings

@@ -13,7 +13,7 @@ from baton.gateway.request.decode_session import TokenReceiver
 from baton.gateway.request.node_clients import NodeClient, WatchCallbacks
 from baton.protos.internal.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from tests.unit.gateway.fleets import DECODE, status
 
 BOUND_S = 60.0

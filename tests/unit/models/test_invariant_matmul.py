@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from baton.core.setting_names import SOURCE_ROOT
 from baton.models.kernels.matmul.matmul import (
     TILES,
     MatmulTile,
@@ -18,7 +19,6 @@ from baton.models.kernels.matmul.matmul import (
     multiply_strided,
 )
 from baton.models.layers.moe.experts import weighted_sum
-from baton.settings.config import SOURCE_ROOT
 from baton.settings.environment import child_environment
 from tests.device import DEVICE
 

@@ -9,7 +9,7 @@ from baton.core.expert_load import ExpertLoad, LayerLoad
 from baton.metrics.exposition import by_series
 from baton.models.config.expert_places import place_experts
 from baton.node.expert_load import ExpertLoads
-from baton.rpc.convert import expert_load_from_proto
+from baton.rpc.convert_node import expert_load_from_proto
 
 PLAN = place_experts((False, True, True), 4, ranks=2)  # experts 0 and 1 on rank 0, 2 and 3 on rank 1
 

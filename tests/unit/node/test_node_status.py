@@ -4,7 +4,7 @@ import pytest
 
 from baton.node.assembly import Listener, Node, load
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.convert import costs_from_proto
+from baton.rpc.convert_node import costs_from_proto
 from tests.unit.baton.test_costs import COSTS
 from tests.unit.prefill_node.nodes import prefill_settings
 

@@ -13,7 +13,7 @@ from baton.node.waiting import until
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc, lease_pb2, prefill_pb2
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import channel_options
+from baton.rpc.channels import channel_options
 from baton.settings.config import DEMO_MODELS
 from baton.settings.node_config import DecodeSettings, PrefillSettings
 from kvtransfer.flows import Flow, RankPair

@@ -16,8 +16,8 @@ from baton.node.waiting import until
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from baton.protos.v1 import common_pb2, node_status_pb2
+from baton.rpc.channels import channel_options
 from baton.rpc.error_detail import from_detail
-from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
 from tests.unit.prefill_node.nodes import PROMPT, ScriptedDecodeNode, decode_node, prefill_node, prefill_settings

@@ -14,7 +14,7 @@ from baton.node.waiting import until
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import decode_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from prefill_node import decode_peer
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost

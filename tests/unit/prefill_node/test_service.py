@@ -12,7 +12,7 @@ from baton.node.waiting import until
 from baton.protos.internal.v1 import prefill_pb2 as pb
 from baton.protos.internal.v1 import prefill_pb2_grpc
 from baton.protos.v1 import node_status_pb2
-from baton.rpc.server import channel_options, connect
+from baton.rpc.channels import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from prefill_node.service import PrefillService
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings

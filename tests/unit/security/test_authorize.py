@@ -18,9 +18,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 import baton.protos as protos
 from baton.core.errors import PermissionDenied
 from baton.gateway.http.routes import ROUTES
+from baton.rpc.channels import channel_options, connect
 from baton.rpc.guard import Authorize, CertificateGuard, DoorGuard, Guard
 from baton.rpc.reflection import V1
-from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from baton.security.authenticator import Authenticator
 from baton.security.authorize import OPERATOR_PATHS, TABLE, UI_FILES, Right, check, rights_for, rights_for_path

@@ -7,12 +7,12 @@ import pytest
 
 from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
+from baton.core.setting_names import CLIENT_VARIABLES
 from baton.gateway.process.process import check_doors
 from baton.rpc.secure_server import protect_node
 from baton.rpc.server import ListenAddress
 from baton.security.keys import read_keys
 from baton.security.roles import Role
-from baton.settings.config import CLIENT_VARIABLES
 from baton.settings.environment import client_access
 from baton.settings.gateway_config import GatewaySettings
 from baton.settings.node_config import DecodeSettings, PrefillSettings

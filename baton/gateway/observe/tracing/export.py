@@ -16,7 +16,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from baton.metrics.tally import Tally
-from baton.rpc.server import proxy_options
+from baton.rpc.channels import proxy_options
 from baton.security.access import client_proxy
 from baton.tracing.environment import TraceCollector
 

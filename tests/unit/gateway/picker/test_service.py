@@ -26,7 +26,7 @@ from baton.metrics.tally import Layout, Tally
 from baton.protos.ext_proc import external_processor_pb2 as pb
 from baton.protos.ext_proc import external_processor_pb2_grpc
 from baton.rpc import sockets
-from baton.rpc.server import connect
+from baton.rpc.channels import connect
 from baton.security.certificates import write_set
 from baton.settings.gateway_config import PickerSettings
 

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from baton.models.demo.corpus import END_OF_TEXT
+from baton.training.corpus import END_OF_TEXT
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096

@@ -1,0 +1,28 @@
+"""`baton bench` and `baton plan`: the same as `python -m` of the tool's module, flags included."""
+
+from importlib.util import find_spec
+from typing import NoReturn
+
+from baton.cli.roles import Flags, become
+from baton.core.errors import ConfigError
+
+
+def bench(flags: Flags = None) -> None:
+    """Measure latency and goodput; --help shows all flags."""
+    become_tool("bench", "baton.load", flags)
+
+
+def plan(flags: Flags = None) -> None:
+    """Find how many nodes a load needs; --help shows all flags."""
+    become_tool("plan", "baton.planner", flags)
+
+
+def become_tool(command: str, module: str, flags: list[str] | None) -> NoReturn:
+    """Replaces this process by the tool's.
+
+    Raises:
+        ConfigError: the tool is not installed.
+    """
+    if find_spec(module) is None:
+        raise ConfigError(f"`baton {command}` is not installed", cure="pip install 'baton-serving[tools]'")
+    become(module, flags)

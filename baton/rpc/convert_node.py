@@ -1,0 +1,70 @@
+"""Converts what nodes say about themselves: step costs, the load of experts, loading, sizes of the cache."""
+
+import math
+from itertools import pairwise
+
+from baton.core.costs import StepCosts
+from baton.core.errors import shortened
+from baton.core.expert_load import ExpertLoad, LayerLoad
+from baton.protos.internal.v1 import node_pb2
+from baton.protos.v1 import node_status_pb2
+from baton.protos.v1 import node_status_pb2 as pb
+
+_TEXT_MAX = 200
+_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def expert_load_to_proto(load: ExpertLoad) -> node_pb2.GetExpertLoadResponse:
+    layers = (
+        node_pb2.ExpertLayerLoad(layer=each.layer, tokens=each.tokens, rank_tokens=each.rank_tokens)
+        for each in load.layers
+    )
+    return node_pb2.GetExpertLoadResponse(
+        model=load.model, redundant_experts=load.redundant_experts, layers=list(layers)
+    )
+
+
+def expert_load_from_proto(message: node_pb2.GetExpertLoadResponse) -> ExpertLoad:
+    layers = (
+        LayerLoad(layer=each.layer, tokens=tuple(each.tokens), rank_tokens=tuple(each.rank_tokens))
+        for each in message.layers
+    )
+    return ExpertLoad(model=message.model, redundant_experts=message.redundant_experts, layers=tuple(layers))
+
+
+def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
+    return pb.StepCosts(
+        points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in costs.points],
+        key_s=costs.key_s,
+        pair_s=costs.pair_s,
+        decode_row_s=costs.decode_row_s,
+    )
+
+
+def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
+    """None: the message has no point, or impossible ones, so nothing is known."""
+    points = tuple((point.tokens, point.seconds) for point in message.points)
+    others = message.key_s, message.pair_s, message.decode_row_s
+    ascending = all(low[0] < high[0] and low[1] <= high[1] for low, high in pairwise(points))
+    if not points or points[0][0] < 1 or points[0][1] <= 0 or not ascending:
+        return None
+    if not all(math.isfinite(number) and number >= 0 for number in (points[-1][1], *others)):
+        return None
+    return StepCosts(points, *others)
+
+
+def describe_loading(loading: node_status_pb2.Loading) -> str:
+    """What a node does before it serves, such as "loading weights, 40 %"."""
+    stage = shortened(loading.stage, _TEXT_MAX) or "starting"
+    return f"{stage}, {min(100, 100 * loading.done // loading.total)} %" if loading.total else stage
+
+
+def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
+    """What a node keeps of each token, as if no layer had a window, and of each request besides: its recurrent state.
+
+    The spec may be a newer peer's: kinds and dtypes that are not known count like usual ones.
+    """
+    per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind in (pb.KV_KIND_MLA, pb.KV_KIND_STATE) else 2)
+    per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number
+    per_token += kept_bytes(spec.index)[0] if spec.HasField("index") else 0
+    return per_token, kept_bytes(spec.state)[0] if spec.HasField("state") else 0

@@ -27,9 +27,7 @@ what a model's directory must contain, and [Notes on model families](model-notes
 The first entry of `architectures` in `config.json` decides which file of `baton/models/families/` computes the model.
 """
 
-_NOT_SERVED = (
-    """transformers {version} has causal language models of which Baton serves {served}. It does not serve these:"""
-)
+_NOT_SERVED = "Baton serves {served} of the causal language models of transformers {version}. It does not serve these:"
 
 _PROOF = """`make test-families` ran tiny random models of each architecture on {date}, with Baton {version}, and wrote
 the outcomes of this table (transformers {transformers}, PEFT {peft}, torch {torch}, all in float32 on a CPU). A form

@@ -69,8 +69,8 @@ This release speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair use
 speak, and is refused if there is none.
 
 - **Version 4**: segments are sealed with their lease's key.
-- **Version 5**: a cache may have parts next to KV, an index and a state. A node whose model has one refuses peers of
-  older versions.
+- **Version 5**: a cache may have two parts besides KV, an index and a state. If its model needs one of them, a node
+  refuses peers of older versions.
 - **Version 6**: the ranks of a node may each have their own requests (`--attention-data-parallel`). The node's tickets
   then name the receiving rank, and every rank of such a sender is linked with every rank of the receiver. Such a node
   refuses peers of older versions.

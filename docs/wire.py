@@ -28,8 +28,8 @@ def page() -> str:
     return f"""# Wire protocol
 
 Nodes exchange two kinds of messages: gRPC messages control what happens, and UCX messages carry KV. The [.proto
-files](../protos/baton/v1/common.proto) are the reference for every gRPC message. This page has the order in which they
-are sent, and the bytes of a segment. `make docs` writes its tables from the code.
+files](../protos/baton/v1/common.proto) are the reference for every gRPC message.
+This page has the order in which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 

@@ -1,4 +1,7 @@
-"""Writes the tables of docs/api.md, which stand between comments, from the code; `make docs` calls it."""
+"""Writes the tables of docs/api.md and docs/structured-output.md from the code; `make docs` calls it.
+
+A table stands between two comments; the text around it is written by hand.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +22,7 @@ from baton.gateway.http.routes import ROUTES
 from baton.grammar import schema, tags
 
 PAGE = Path(__file__).resolve().parent / "api.md"
+STRUCTURED = PAGE.with_name("structured-output.md")
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 
 _REFUSED = ("suffix", "spaces_between_special_tokens")  # but for their defaults
@@ -79,8 +83,8 @@ _MEANINGS = {
 }
 
 
-def page() -> str:
-    """The page's text, with its tables made anew."""
+def page(path: Path = PAGE) -> str:
+    """The text of a page, with its tables made anew."""
     tables = {
         "endpoints": _endpoints(),
         "parameters": _parameters(),
@@ -91,7 +95,7 @@ def page() -> str:
         "formats": _names(schema.FORMATS),
         "tag_formats": _names(tags.FORMATS),
     }
-    return _TABLE.sub(lambda found: f"{found[1]} -->\n{tables[found[1]]}\n", PAGE.read_text())
+    return _TABLE.sub(lambda found: f"{found[1]} -->\n{tables[found[1]]}\n", path.read_text())
 
 
 def _endpoints() -> str:
@@ -199,4 +203,5 @@ def _names(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for each in (PAGE, STRUCTURED):
+        each.write_text(page(each))

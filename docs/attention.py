@@ -74,20 +74,23 @@ PAGE = Path(__file__).resolve().parent / "attention.md"
 
 _INTRODUCTION = """# Attention backends
 
-A node takes the first backend of this table that supports its model on its machine, and logs the reasons against every
-other one; on a Hopper GPU, TRITON_MLA is preferred to FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
-(`--attention-backend`) forces a backend; if it does not support the model, the node prints the reasons and does not
-start. A backend whose package is missing is refused with the command that installs it:
-`pip install 'baton-serving[attention]'` for FLASHINFER, FLASHINFER_MLA and XFORMERS, and
-`pip install --no-build-isolation 'baton-serving[flash-attn]'` for FLASH_ATTN, which is compiled against the torch that
-is installed. With `--constraint constraints-attention.txt` of the repository both take versions that resolve together.
-[Adding an attention backend](adding-a-backend.md) has a complete example.
+A node uses the first backend of this table that supports its model on its machine. It logs why it did not use the
+others. On a Hopper GPU, TRITON_MLA goes before FLASHINFER_MLA for models of at most 32 heads.
+
+`--attention-backend` (`BATON_ATTENTION_BACKEND`) sets a backend. If that one does not support the model, the node
+prints the reasons and does not start. A backend whose package is missing is refused with the command that installs it:
+
+- FLASHINFER, FLASHINFER_MLA and XFORMERS: `pip install 'baton-serving[attention]'`
+- FLASH_ATTN: `pip install --no-build-isolation 'baton-serving[flash-attn]'`, which compiles it for the installed torch
+
+With `--constraint constraints-attention.txt` of the repository, both install versions that work together.
 
 `attention/parameters.py` defines each feature, `baton/kvcache/layout.py` the layouts. One conformance suite
-(`tests/conformance/attention`) compares the backends with attention by its definition in float64: `make test` runs
-plain torch and Triton's interpreter on a CPU, `make test-gpu` all backends that a GPU machine has. Speeds of Baton and
-its rivals are in [attention.md](../bench/results/attention.md), the suite's results on a GPU in
-[attention_conformance.md](../bench/results/attention_conformance.md).
+(`tests/conformance/attention`) compares the backends with attention by its definition in float64. `make test` runs it
+for plain torch and Triton's interpreter on a CPU, `make test-gpu` for all backends that a GPU machine has. Its results
+on a GPU are in [attention_conformance.md](../bench/results/attention_conformance.md), the speeds of Baton and its
+rivals in [attention.md](../bench/results/attention.md). [Adding an attention backend](adding-a-backend.md) has a
+complete example.
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
 """
@@ -133,7 +136,7 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
 
 
 def _library_api() -> list[str]:
-    sentence = "Baton's nodes do not use these; they are for programs that use the packages as a library:"
+    sentence = "Baton's nodes do not use these. They are for programs that use the packages as a library:"
     return [
         sentence,
         "",
@@ -144,7 +147,7 @@ def _library_api() -> list[str]:
 
 
 def _names() -> list[str]:
-    sentence = "Classes and functions that vLLM also has use vLLM's names, except these:"
+    sentence = "Classes and functions that vLLM also has have the same names here, except these:"
     return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
 
 

@@ -11,16 +11,16 @@ PAGE = Path(__file__).resolve().parent / "configuration.md"
 
 _INTRODUCTION = """# Configuration
 
-Each setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its settings.
-A wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
-Every number has a least and a greatest value.
+Each setting is a flag and a variable of the same name; the flag wins. `--help` of a process prints its settings. A
+wrong value ends the process with exit code 2 and one line on stderr, which names the setting, its value and the allowed
+values. Every number has a minimum and a maximum.
 
-Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. `-P`
-keeps Python from importing modules of the working directory, where a `models.py` or a folder `gateway` would hide
+Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. With
+`-P`, Python does not import modules of the working directory, where a `models.py` or a folder `gateway` would hide
 Baton's own. The images set `PYTHONSAFEPATH=1` instead, as `baton` does for every process that it starts.
 
-The KV layout comes from the first of these that is set: `--kv-cache-layout`, `BATON_KV_CACHE_LAYOUT`, the preference of
-the transport or the attention backend, `NHD`. MLA caches have no head axis: for them `NHD` and `HND` mean `LBNC`.
+The KV layout is the first of these that is set: `--kv-cache-layout`, `BATON_KV_CACHE_LAYOUT`, the preference of the
+transport or the attention backend, `NHD`. MLA caches have no head axis; for them `NHD` and `HND` mean `LBNC`.
 
 `make docs` writes this page from the settings classes.
 """

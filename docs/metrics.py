@@ -19,10 +19,10 @@ _QUESTIONS = {
 
 _INTRODUCTION = f"""# Metrics
 
-Every process serves its metrics in Prometheus' text format at `/metrics` of a port of its own: `--metrics-listen`, on
-loopback with a free port unless set, shown in the log and in the ready file. A gateway also has them at its HTTP port,
-for operators where keys are set. With `--workers N`, each answer is the sum of all workers. [security.md](security.md)
-says what they show and who may scrape them.
+Every process serves its metrics in Prometheus' text format at `/metrics` of its own port. `--metrics-listen` sets the
+port; by default it is a free one on loopback. The log and the ready file show it. A gateway also serves metrics at its
+HTTP port; if keys are set, only to operators. With `--workers N`, each answer is the sum of all workers.
+[Security](security.md#ports-and-pages) says what metrics reveal and who may read them.
 
 ```yaml
 scrape_configs:
@@ -31,18 +31,18 @@ scrape_configs:
       - targets: [gateway:9400, prefill-0:9400, decode-0:9400]
 ```
 
-Every series has the labels `{"` and `".join(BASE_LABELS)}`. Names and meanings are vLLM's, with `baton_` for `vllm:`,
-where vLLM has the same metric, and with `baton_output_` where a request may have several. `gen_ai_server_` are
-OpenTelemetry's names, for dashboards that know them. Label values come from the closed sets below, or are numbers of a
-node's ranks, or names of nodes that are paired now and of what carries their KV. All series with closed labels are
-there from the start, at 0. Counters begin at 0 with each process. What prometheus_client says of a process
-(`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`) is there too, except where a gateway
-has several workers.
+Every series has the labels `{"` and `".join(BASE_LABELS)}`. If vLLM has the same metric, name and meaning are vLLM's,
+with `baton_` for `vllm:`, or `baton_output_` where a request may have several outputs. Names that begin with
+`gen_ai_server_` are OpenTelemetry's.
 
-`/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
-
-Counting costs about a microsecond per message to a client, and as much per engine step; everything else is read at the
-scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
+- **Label values** come from the closed sets below. Exceptions are numbers of a node's ranks, names of nodes that are
+  paired now, and transports. All series with closed labels exist from the start, with the value 0.
+- **Counters** begin at 0 with each process.
+- **Process metrics** of prometheus_client (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
+  `process_open_fds`) are included, unless a gateway has several workers.
+- **Selection.** `/metrics?name[]=baton_ready&name[]=baton_num_requests_running` returns only these metrics.
+- **Cost.** Counting takes about a microsecond per message to a client, and as much per engine step. Everything else is
+  read when it is scraped. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 
 `make docs` writes this page from `baton/metrics/declared.py`.
 """

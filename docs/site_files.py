@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "docs/*.md",
     "deploy/README.md",
     "baton/models/demo/README.md",

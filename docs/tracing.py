@@ -31,57 +31,57 @@ A gateway exports one OpenTelemetry trace per request, by OTLP over gRPC, to any
 baton gateway --prefill prefill:7001 --decode decode:7002 --otlp-endpoint http://collector:4317
 ```
 
-or with `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables below. Nodes need no setting and reach no collector: they
-report the times of their work to the gateway with the messages that they send anyway, and the gateway makes the spans
-of all stages. So a trace is whole even where a node died, and one process decides whether it is exported. Each span has
-the resource of the process whose work it is (`service.name` is `baton-gateway`, `baton-prefill` or `baton-decode`,
-`service.instance.id` the name of the node). Log lines of requests have the `trace_id`.
+`OTEL_EXPORTER_OTLP_ENDPOINT` has the same effect. Nodes need no setting and reach no collector. They send the times of
+their work to the gateway with other messages, and the gateway makes the spans of all stages. So a trace is complete
+even if a node died, and one process decides whether it is exported.
+
+Each span has the resource of the process that did the work: `service.name` is `baton-gateway`, `baton-prefill` or
+`baton-decode`, `service.instance.id` the name of the node. Log lines of requests have the `trace_id`.
 
 ## Which requests
 
 A request with a valid `traceparent` (HTTP header or gRPC metadata) is part of its caller's trace, and is exported if
-the caller's is sampled; `tracestate` is passed on. Of all others, `--trace-sample` is the share that is exported,
-{_RATIO:g} by default. Whatever these say, the trace of a request is also exported, once it has ended, if the request
+the caller's trace is sampled; `tracestate` is passed on. Of all other requests, the share `--trace-sample` is exported,
+{_RATIO:g} by default. A request is also exported, after it has ended, if it
 
-- failed, or was not served within its deadline (a client's own mistake and a refused request are no failures),
-- took longer than `--trace-slow-s`, where that is set,
-- was tried again, on another node or the same one.
+- failed, or was not served within its deadline (a mistake of the client and a refusal are no failures),
+- took longer than `--trace-slow-s`, if that is set,
+- was retried, on another node or the same one.
 
-`baton.trace.kept_for` says which of these was the reason. A retry is an event on the request; the next attempt links to
-the lost one, and so does the next prefill to a lost prefill.
+`baton.trace.kept_for` gives the reason. A retry is an event of the request. The next attempt links to the lost one, and
+the next prefill links to the lost prefill.
 
 ## Settings
 
-[configuration.md](configuration.md) has `--otlp-endpoint`, `--trace-sample` and `--trace-slow-s`. Of OpenTelemetry's
-variables the gateway reads these:
+[Configuration](configuration.md) has `--otlp-endpoint`, `--trace-sample` and `--trace-slow-s`. The gateway reads these
+variables of OpenTelemetry:
 
 {_VARIABLES}
 
-Each `OTEL_EXPORTER_OTLP_` variable also exists as `OTEL_EXPORTER_OTLP_TRACES_...`, which comes first.
+Each `OTEL_EXPORTER_OTLP_` variable also exists as `OTEL_EXPORTER_OTLP_TRACES_...`, which wins.
 
-Any collector of OTLP over gRPC will do. `make test-clients` sends the traces of a real cluster to Arize Phoenix and
-reads them back from its API. Phoenix keeps neither links nor resources: there only `baton.node` says where a span was.
+Any collector of OTLP over gRPC works. Arize Phoenix stores neither links nor resources; in it, only `baton.node` says
+where a span was.
 
-A collector that is slow or gone costs traces, never a request: each gateway process holds 16 MiB of traces at most, and
-drops those beyond. `baton_traces_total` counts what becomes of traces. One log line says that they are not exported,
-one that they are again.
+A slow or missing collector costs traces, never a request. Each gateway process holds at most 16 MiB of traces and drops
+further ones. `baton_traces_total` counts traces by what happened to them. A log line says when export fails, and
+another when it works again.
 
 ## Cost
 
-Every request has a journal, which [the page](ui.md) reads too; one that is exported also costs the building and
-encoding of its spans, both once per request. Tokens cost nothing: decoding is one span.
-[tracing.md](../bench/results/tracing.md) has what traces add to the CPU time of a real gateway,
-[tracing_cost.md](../bench/results/tracing_cost.md) the parts of it.
+Exporting a request costs the building and encoding of its spans, once. Decoding is one span, so tokens cost nothing.
+[tracing.md](../bench/results/tracing.md) measures the CPU time that traces add to a real gateway,
+[tracing_cost.md](../bench/results/tracing_cost.md) its parts.
 
 ## What traces do not have
 
-- Prompts, outputs, keys: `baton.client` is the name of a client, and error texts are those of log lines.
+- Prompts, outputs and keys. `baton.client` is the name of a client, and error texts are those of log lines.
 - A span per token or per engine step; [metrics](metrics.md) have their distributions.
-- Exact times of nodes. A node's clock is placed on the gateway's by the fastest message and its answer, so its spans
-  may be shifted by half of what these took, in one piece.
-- Spans of chunks of very long prompts one by one: beyond 32, neighbours are one span, which has `baton.merged`.
-- The chunks of a prompt that a decode node computes, where it is lost before the first token, with which they come.
-- The traces that a killed gateway held. OTLP over HTTP, and metrics or logs by OTLP.
+- Exact times of nodes. The gateway places a node's clock on its own by the fastest message and its answer. So all spans
+  of a node may be shifted by up to half of that round trip.
+- Each chunk of a very long prompt. Beyond 32 chunks, neighbours share one span, which has `baton.merged`.
+- The chunks of a prompt that a decode node computes, if the node is lost before the first token.
+- Traces that a killed gateway held. OTLP over HTTP. Metrics or logs by OTLP.
 
 `make docs` writes this page from `baton/tracing/declared.py`.
 """

@@ -10,26 +10,28 @@ PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 # Of each error: what causes it, and what to do.
 CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     errors.ConfigError: (
-        "A setting, flag, variable, file or model directory is wrong. The process ends with exit code 2, a command with"
-        " 1 or 2.",
-        "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md) has"
-        " all.",
+        "A setting, flag, variable, file or model directory is wrong. A process ends with exit code 2, a command with 1"
+        " or 2.",
+        "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md)"
+        " lists all settings.",
     ),
     errors.InvalidRequest: (
         "A value of the request is wrong: an unknown parameter or a number out of range.",
         "Change the field that the error names. Trying again unchanged does not help.",
     ),
     errors.ContextOverflow: (
-        "The prompt fills the context, so that there is no room for an output.",
+        "The prompt fills the context, so there is no room for an output.",
         "Shorten the prompt, or keep its last tokens with `truncate_prompt_tokens`.",
     ),
     errors.Unauthenticated: (
-        "The gateway has keys and got none, or one that it does not know; or a process showed no valid certificate.",
-        "Send `authorization: Bearer KEY`, or set `BATON_API_KEY`; check that certificates are of one CA and have not"
-        " expired.",
+        "The gateway requires a key, and the request has none or an unknown one. Or a process showed no valid"
+        " certificate.",
+        "Send `authorization: Bearer KEY`, or set `BATON_API_KEY`. Check that all certificates come from one CA and"
+        " have not expired.",
     ),
     errors.PermissionDenied: (
-        "The key or the certificate is valid but may not do this, such as ask for the cluster's status.",
+        "The key or the certificate is valid, but does not allow this call. Only operators may ask for the cluster's"
+        " status.",
         "Use an operator's key: `baton key NAME --operator`. [Security](security.md#who-may-do-what) has the table.",
     ),
     errors.UnknownModel: (
@@ -37,50 +39,52 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
         "Ask `/v1/models` for the name, leave `model` empty, or set `--model-name`.",
     ),
     errors.Overloaded: (
-        "There is no room in time: the queue is full or too long for the deadline, or a key's limit is reached.",
-        "Wait for as long as `retry-after` says. If it lasts, add nodes: [Sizing](planning.md).",
+        "The queue is full or too long for the deadline, or a limit of the key is reached.",
+        "Try again after the time in `retry-after`. If the error persists, add nodes: [Sizing](planning.md).",
     ),
     errors.NoNode: (
-        "No node can take the request: none is reachable or has loaded, none is paired, too many failed it, or none "
+        "No node can take the request: none is reachable, has loaded or is paired, too many nodes failed it, or none "
         "has the weights that began its answer.",
-        "`baton status` shows which nodes load or are unreachable and which pairs were refused, and why. An answer "
-        "whose weights are gone has to be asked for again from its beginning: [Upgrades](upgrades.md#other-weights).",
+        "`baton status` shows which nodes are loading or unreachable, and which pairs were refused and why. If the "
+        "weights of an answer are gone, send the request again from its beginning:"
+        " [Upgrades](upgrades.md#other-weights).",
     ),
     errors.Draining: (
-        "The process is being stopped and takes no new work.",
+        "The process is being stopped and takes no new requests.",
         "Send the request to another gateway, or again in a moment. [Draining](draining.md).",
     ),
     errors.DeadlineExceeded: (
         "The request's deadline passed before its answer was complete.",
-        "Give it more time or fewer tokens. The receipt or the metrics show which phase took the time.",
+        "Allow more time or fewer tokens. The receipt and the metrics show which phase took the time.",
     ),
     errors.Cancelled: (
         "The client closed the call or aborted the request.",
-        "Nothing, if that was meant; else look for a proxy or client with a shorter time limit.",
+        "Nothing, if that was intended. Otherwise look for a proxy or client with a shorter time limit.",
     ),
     errors.PeerRefused: (
         "A prefill and a decode node cannot work together: other weights, cache dtype or wire version, or a slow link.",
         "The error and `baton status` list every mismatch with its cure.",
     ),
     errors.UnknownLease: (
-        "KV came for a lease that has ended or never was: the request was cancelled, or the decode node restarted.",
-        "Nothing: the gateway tries again. If it is frequent, look for nodes that restart.",
+        "KV arrived for a lease that has ended or never existed: the request was cancelled, or the decode node"
+        " restarted.",
+        "Nothing: the gateway tries again. If it happens often, look for nodes that restart.",
     ),
     errors.DataLoss: (
-        "KV was damaged or a link broke. The KV was not used.",
-        "Nothing: the gateway tries again. If it is frequent, check the network; `segments_refused` counts by node.",
+        "KV was damaged, or a link broke. The KV was not used.",
+        "Nothing: the gateway tries again. If it happens often, check the network; `segments_refused` counts by node.",
     ),
     errors.InternalError: (
         "A bug in Baton, or logits that are not finite.",
-        "Report it with the request id and the log lines of that id, which every process writes.",
+        "Report it with the request id and the log lines that contain it, from all processes.",
     ),
 }
 
 _INTRODUCTION = """# Troubleshooting
 
-Every error names what is wrong, the allowed values where there are any, and what to do. Over gRPC it is a status with
-an `ErrorDetail`; over HTTP it is a JSON body with a `message`, a `code` and the `request_id`, which is also in the logs
-of every process that the request reached. `make docs` writes this page from the errors of the code.
+Every error names what is wrong, the allowed values if there are any, and what to do. Over gRPC, an error is a status
+with an `ErrorDetail`. Over HTTP, it is a JSON body with a `message`, a `code` and the `request_id`; the logs of every
+process that the request reached have the same id. `make docs` writes this page from the errors of the code.
 
 ## First look
 
@@ -90,7 +94,7 @@ $ baton doctor
 $ baton status
 ```
 
-`baton doctor` checks whether this machine can run a node, `baton status` shows nodes and pairs and why one is missing.
+`baton doctor` checks whether this machine can run a node. `baton status` shows nodes and pairs, and why one is missing.
 
 ## Errors by code
 

@@ -27,9 +27,9 @@ def page() -> str:
     """The page's text."""
     return f"""# Wire protocol
 
-Two things travel between nodes: gRPC messages, which say what is to happen, and UCX messages, which carry KV. The
-[.proto files](../protos/baton/internal/v1/decode.proto) are the reference for every message; this page has the order in
-which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
+Nodes exchange two kinds of messages: gRPC messages control what happens, and UCX messages carry KV. The [.proto
+files](../protos/baton/internal/v1/decode.proto) are the reference for every gRPC message.
+This page has the order in which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 
@@ -45,16 +45,17 @@ which they are sent, and the bytes of a segment. `make docs` writes its tables f
 ## Pairing
 
 1. The prefill node opens `Decode.Pair` and sends `PairHello` with its `NodeInfo`.
-2. The decode node compares it with its own. If they do not fit, it sends `PairRefused`, which lists every mismatch with
-   its cure. Otherwise it sends `PairAccepted`: the wire version, the prefill node's sender number, the largest message
-   that it takes, and the UCX addresses of all links, one for each pair of ranks between which KV flows.
+2. The decode node compares it with its own `NodeInfo`. If they do not match, it sends `PairRefused`, which lists every
+   mismatch with its cure. Otherwise it sends `PairAccepted`: the wire version, the prefill node's sender number, the
+   size of the largest message that it accepts, and the UCX addresses of all links. There is one link for each pair of
+   ranks between which KV flows.
 3. The prefill node connects and sends its own addresses in `PairLinked`; the decode node connects and sends
    `PairConnected`.
 4. The prefill node sends warm-up messages over every link, then `WarmedUp`. The decode node checks and times them, and
    sends `PairReady` with the measured latency and GB/s. Now the pair carries requests.
 
-Model identity, what a token's KV consists of, and batch invariance have to be equal. Layout, block size, number of
-ranks, attention data parallelism and package version may differ.
+Model identity, the KV of a token, and batch invariance must be equal. Layout, block size, number of ranks, attention
+data parallelism and package version may differ.
 
 The messages of the stream, from the prefill node:
 
@@ -64,44 +65,50 @@ From the decode node:
 {_oneof(decode_pb2.PairResponse)}
 ## Versions
 
-A build speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes speak,
-and is refused if there is none. Since version 4 segments are sealed with their lease's key. Since version 5 a cache may
-have parts beside KV, an index and a state, and a model that has one refuses peers of older versions. Since version 6 a
-node's ranks may each have requests of their own (`--attention-data-parallel`): then its tickets name the rank that
-receives, every rank of such a sender is linked with every rank of the receiver, and it refuses peers of older versions.
-New protobuf fields need no new version: older nodes ignore them, and `make check` refuses any change that is not an
+This release speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes
+speak, and is refused if there is none.
+
+- **Version 4**: segments are sealed with their lease's key.
+- **Version 5**: a cache may have two parts besides KV, an index and a state. If its model needs one of them, a node
+  refuses peers of older versions.
+- **Version 6**: the ranks of a node may each have their own requests (`--attention-data-parallel`). The node's tickets
+  then name the receiving rank, and every rank of such a sender is linked with every rank of the receiver. Such a node
+  refuses peers of older versions.
+
+New protobuf fields need no new version, because older nodes ignore them. `make check` refuses any change that is not an
 addition.
 
 ## Leases and tickets
 
-A decode node that has reserved blocks opens a lease and sends it to the gateway in a ticket, which the gateway passes
-on with `PrefillRequest`. A lease's number has {LEASE_NUMBER_BITS} random bits; its key has {LEASE_KEY_BYTES} bytes,
-which only the ticket carries.
+After a decode node has reserved blocks, it opens a lease and sends it to the gateway in a ticket. The gateway passes
+the ticket on with `PrefillRequest`. A lease's number has {LEASE_NUMBER_BITS} random bits. Its key has {LEASE_KEY_BYTES}
+bytes, and only the ticket carries it.
 
 {_message(lease_pb2.Lease)}
 {_message(lease_pb2.Ticket)}
 The prefill node answers with events:
 
-{_oneof(prefill_pb2.PrefillEvent)}
-When all KV is sent, the prefill node sends `HandOver` on the pair's stream, with the first token. The decode node
-closes the lease when all tokens have arrived. If the request ends early, the decode node sends `LeaseEnded`; the
-prefill node stops, and answers `Quiet` once nothing of the lease is in flight. Blocks are freed only after that, so a
-late write never reaches them.
+{_oneof(prefill_pb2.PrefillEvent)} When all KV is sent, the prefill node sends `HandOver` with the first token, on the
+pair's stream. The decode node closes the lease when the KV of all tokens has arrived. If the request ends early, the
+decode node sends `LeaseEnded`. The prefill node then stops, and answers `Quiet` once nothing of the lease is in flight.
+The decode node frees the blocks only after that, so a late write never reaches them.
 
 ## Segments
 
-A UCX message is a payload followed by a trailer of {TRAILER_BYTES} bytes. The payload has the KV of some layers, tokens
-and heads in the order layer, key/value, token, head, channel, in the dtype of the receiver's cache. The trailer is a
-serialized `Segment` whose fields all have a fixed size:
+A UCX message is a payload, followed by a trailer of {TRAILER_BYTES} bytes. The payload is the KV of some layers, tokens
+and heads, in the order layer, key/value, token, head, channel, in the dtype of the receiver's cache. The trailer is a
+serialized `Segment`, whose fields all have a fixed size:
 
 {_message(lease_pb2.Segment)}
-`layer_stop`, `token_stop` and `head_stop` are exclusive. Layers are numbered in one row over all parts of a cache: KV,
-then the index of sparse attention, then the state of recurrent layers. A segment lies in one part. Each part has heads
-of its own, which ranks split. The index has the tokens of KV; a state is sent once for each lease, at the last token
-that is in it, so that one of another length is refused. Index and state keep their dtypes. The digest is that of the
-payload, which [digest.py](../baton/kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other
-fields, modulo 2^64. With a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the
-incarnation.
+- **Ranges.** `layer_stop`, `token_stop` and `head_stop` are exclusive.
+- **Parts.** Layers are numbered consecutively over all parts of a cache: KV, then the index of sparse attention, then
+  the state of recurrent layers. A segment lies in one part. Each part has its own heads, which the ranks split. Index
+  and state keep their dtypes.
+- **Tokens.** The index has the same tokens as KV. A state is sent once for each lease, at the last token that it
+  contains, so a state of another length is refused.
+- **Digest.** The digest is the sum, modulo 2^64, of the payload's digest, which
+  [digest.py](../baton/kvcache/wire/digest.py) defines, and 64 bits of a BLAKE2b hash over all other fields.
+- **Seal.** With a key, the hash is keyed. Another 64 bits of it are the seal, which takes the place of the incarnation.
 
 The UCX tag has 64 bits, from the highest:
 
@@ -115,8 +122,8 @@ The numbers {WARM_UP}, {PING} and {PONG} mark warm-up messages and the two direc
 
 ## What a receiver refuses
 
-A message that is refused is dropped before it reaches a cache, and counted: `late` ones as `segments_late`, all others
-as `segments_refused` of the node's status.
+A refused message is dropped before it reaches a cache. The node's status counts it: `late` messages as `segments_late`,
+all others as `segments_refused`.
 
 | reason | a message is refused because |
 |---|---|

@@ -1,4 +1,4 @@
-"""The blocks of docs/clients.md and docs/benchmarking.md, and the commands that run them."""
+"""The marked blocks of the pages about clients and benchmarking, and the commands that run them."""
 
 import re
 import socket
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.clients.install import CLIENTS, ROOT
+from tests.docs.blocks import OF_CLIENTS
 
-PAGES = (ROOT / "docs" / "clients.md", ROOT / "docs" / "benchmarking.md")
+PAGES = tuple(ROOT / page for page in OF_CLIENTS)
 _BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _OTHER_PORTS = ("30000", "29000")

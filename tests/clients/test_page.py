@@ -1,5 +1,5 @@
-"""Every block of docs/clients.md runs as it stands, with a client that nobody here wrote; so do those of
-docs/benchmarking.md, with `baton bench`.
+"""Every marked block of the pages about clients runs unchanged, with a client that nobody here wrote; those of
+docs/benchmarking.md run with `baton bench`.
 """
 
 import subprocess

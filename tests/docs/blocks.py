@@ -22,7 +22,13 @@ REASONS = (
     "installs packages",
 )
 # Pages whose marked blocks `make test-clients` runs, with clients that other people wrote.
-OF_CLIENTS = ("docs/clients.md", "docs/benchmarking.md")
+OF_CLIENTS = (
+    "docs/clients.md",
+    "docs/clients-grpc.md",
+    "docs/resuming.md",
+    "docs/client-tests.md",
+    "docs/benchmarking.md",
+)
 _BLOCK = re.compile(
     r"^(?:<!-- run: (?P<marker>\w+) -->\n)?(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^ *```$", re.M | re.S
 )

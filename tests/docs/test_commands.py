@@ -45,7 +45,12 @@ def test_no_command_hides_in_an_indented_block(page: Path) -> None:
     assert hidden == []
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+# CHANGELOG.md names commands and variables that no longer exist.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in pages() if page.name != "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_the_commands_and_variables_in_sentences_exist(page: Path) -> None:
     text = _FENCED.sub("", page.read_text())
     wrong = []

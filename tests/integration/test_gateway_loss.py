@@ -110,7 +110,7 @@ async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, re
 
 
 def stream_of_the_page(*gateways: str) -> Callable[..., Iterator[Any]]:
-    """The function that docs/clients.md gives to users of OpenAI's client, for these gateways."""
+    """The function that docs/resuming.md gives to users of OpenAI's client, for these gateways."""
     (block,) = [each.code for each in blocks() if "output_token_ids" in each.code]
     names: dict[str, Any] = {}
     exec(block.partition("\n\n\nfor chunk in")[0], names)
@@ -119,7 +119,7 @@ def stream_of_the_page(*gateways: str) -> Callable[..., Iterator[Any]]:
 
 
 def events_of_chat(gateways: Sequence[str], path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a response or a message, as docs/clients.md says that a client goes on."""
+    """The events of a response or a message, as docs/resuming.md says that a client goes on."""
     token_ids: list[int] = []
     asked = {"model": "llama", "stream": True, "return_token_ids": True, **body}
     for gateway in gateways:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -28,8 +29,9 @@ def test_the_page_of_traces_is_made_from_the_table_of_spans() -> None:
     assert tracing.PAGE.read_text() == tracing.page(), "run `make docs`"
 
 
-def test_the_page_of_the_http_api_has_the_parameters_that_the_code_takes() -> None:
-    assert api.PAGE.read_text() == api.page(), "run `make docs`"
+@pytest.mark.parametrize("page", [api.PAGE, api.STRUCTURED], ids=lambda page: page.name)
+def test_a_page_of_the_http_api_has_the_tables_that_the_code_makes(page: Path) -> None:
+    assert page.read_text() == api.page(page), "run `make docs`"
 
 
 def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:
@@ -44,7 +46,7 @@ def test_every_name_in_its_table_of_names_exists(name: str) -> None:
 async def test_every_example_of_a_structured_output_is_accepted() -> None:
     model = read_served_model(DEMO_MODELS / "llama", None)
     kinds = set()
-    for example in EXAMPLE.findall(api.PAGE.read_text()):
+    for example in EXAMPLE.findall(api.STRUCTURED.read_text()):
         body = ChatBody.model_validate({"messages": [{}], **json.loads(example)})
         grammar, _ = grammar_of(body)
         assert grammar is not None

@@ -1,1 +1,0 @@
-"""The wire of Baton in Python, generated from the `.proto` files in `protos/` by `make protos`."""

@@ -74,7 +74,7 @@ class OwnedBuffers:
         self.num_computed_host[: len(own_R)] = host.num_computed[own_R]
 
     def take_own(self, size: int) -> None:
-        """The start of a step: takes this rank's rows, after their new blocks are placed."""
+        """Selects this rank's rows at the start of a step, after their new blocks are placed."""
         own, is_padding, rows = self.own[:size], self.is_padding[:size], self.rows
         lens = rows.seq_lens.index_select(0, own)
         torch.where(is_padding, self.padding_lens[:size], lens, out=self.seq_lens[:size])
@@ -86,7 +86,7 @@ class OwnedBuffers:
         torch.index_select(rows.table, 0, own, out=self.table[:size])
 
     def common(self, size: int) -> CommonAttentionMetadata:
-        """As that of `DecodeBuffers`, of this rank's places."""
+        """Metadata like `DecodeBuffers.common`, for this rank's places."""
         return CommonAttentionMetadata(
             query_start_loc=self.rows.query_start_loc[: size + 1],
             query_start_loc_cpu=torch.arange(size + 1, dtype=torch.int32),

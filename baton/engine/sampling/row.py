@@ -1,4 +1,4 @@
-"""How each next token of a request is sampled, as the scheduler sends it with a step. Pure."""
+"""Describes how a request's next token is sampled; the scheduler sends it with each step. Pure."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ class SampleRow(NamedTuple):
         history: prompt and output that the host knows, for a request with penalties; else empty. It lacks the token of
             a row with a `token_source`, which penalties count as well.
         prompt_tokens: how many tokens of `history` are prompt.
-        output: all tokens before this one, for a request with a grammar; empty for a row with a `token_source`, whose
-            output is known where it is drawn.
+        output: all output tokens before this one, for a request with a grammar; empty for a row with a `token_source`,
+            whose output the runner follows.
     """
 
     params: ResolvedSampling

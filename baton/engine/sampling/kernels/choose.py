@@ -55,8 +55,8 @@ def choose(
     out_R: Tensor,
     slice_size: int = _SLICE,
 ) -> None:
-    """The per-row numbers are those of `baton.engine.sampling.choice.SamplingBuffers`; they may be longer than the
-    logits.
+    """Writes each row's token to `out_R`. The per-row numbers are those of
+    `baton.engine.sampling.choice.SamplingBuffers`; they may be longer than the logits.
 
     A row whose largest logit is not finite gets -1.
     """

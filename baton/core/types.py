@@ -92,7 +92,7 @@ _SLO_MAX_S = 1e6
 
 @dataclass(frozen=True)
 class Slo:
-    """What is expected of one request's speed; None: no bound.
+    """Bounds on one request's latency; None: no bound.
 
     Args:
         ttft_s: from the request's arrival at the gateway to its first token.

@@ -1,4 +1,4 @@
-"""One output as it follows its grammar, token by token, and the masks of token ids that may come next.
+"""Follows one output through its grammar, token by token, and computes the masks of token ids that may come next.
 
 A mask has one bit for each token id, in words of 32 bits, the lowest id in the lowest bit.
 """
@@ -31,7 +31,8 @@ def mask_words(vocab_size: int) -> int:
 
 
 class Matcher:
-    """Not thread-safe. A complete grammar allows only the tokens that end the sequence.
+    """One output's state in its grammar. A complete grammar allows only the tokens that end the sequence. Not
+    thread-safe.
 
     Args:
         state: at the start of the grammar; this object owns it.
@@ -58,7 +59,7 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """Bits of a mask from this one on are 0."""
+        """Number of tokens of the tokenizer; bits of a mask from this one on are 0."""
         return self._num_tokens
 
     @property
@@ -95,7 +96,11 @@ class Matcher:
             self.budget.check()
 
     def check(self) -> None:
-        """Raises InvalidRequest: the grammar became too complex to be followed, or too expensive."""
+        """Checks that the grammar can still be followed.
+
+        Raises:
+            InvalidRequest: the grammar became too complex to be followed, or too expensive.
+        """
         if self._state.is_error():
             why = str(self._state.get_error()).splitlines()[0]
             raise refusal(f"the grammar became too complex to be followed: {why}", cure=CURE)
@@ -129,7 +134,7 @@ class MaskFiller:
         self._clock = clock
         self._executor: LLExecutor | None = None
         self._timers: ThreadPoolExecutor | None = None
-        self._timed_fills = 0  # those left
+        self._timed_fills = 0  # number of fills that are still timed
 
     def fill(self, matchers: Sequence[Matcher], masks_RW: Mask) -> list[InvalidRequest | None]:
         """Writes each matcher's mask to its row. Returns why a row's grammar cannot be followed; its mask is all ones.
@@ -195,7 +200,7 @@ def forbid(mask_W: Mask, token_ids: Sequence[int]) -> None:
 
 
 def _drop_tail(masks_RW: Mask, num_tokens: int) -> None:
-    """Clears all bits from this token on."""
+    """Clears the bits from `num_tokens` on."""
     word, bit = divmod(num_tokens, _WORD_BITS)
     if word < masks_RW.shape[1]:
         masks_RW[:, word] &= np.int32((1 << bit) - 1)

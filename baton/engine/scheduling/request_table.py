@@ -77,7 +77,7 @@ class RequestTable:
         return self.blocks.place(state, room, before=len(before), arriving_tokens=arriving_tokens)
 
     def in_stream_share(self, state: RequestState) -> bool:
-        """Whether `state` fits into the share of blocks for requests that decode here."""
+        """Whether `state` fits into the share of seats and blocks for requests that decode here."""
         before = self.roster.waiting_before(state.place)
         return self.blocks.needed(state) <= stream_blocks(self.roster, self.blocks, self._limits, before)
 

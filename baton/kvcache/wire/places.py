@@ -1,4 +1,4 @@
-"""Where a payload's runs lie in a cache, and the check that a payload's ranges and blocks are right."""
+"""Locates a payload's runs in a cache, and checks the payload's ranges and blocks."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -14,7 +14,7 @@ from baton.tritonlib.launch import PreparedKernel
 
 @dataclass(frozen=True)
 class WirePlaces:
-    """Where a payload's runs lie in a cache; all sizes and strides in bytes.
+    """The places of a payload's runs in a cache; all sizes and strides in bytes.
 
     Attributes:
         first: first byte of the first layer, head and block.
@@ -61,7 +61,7 @@ class WirePlaces:
 
 
 def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: range, heads: range) -> WirePlaces:
-    """Where a request's runs lie in its blocks, for ranges that were checked before."""
+    """Locates a request's runs in its blocks, for ranges that were checked before."""
     spec, shape = cache.spec, cache.shape
     stride_L, stride_K, stride_B, stride_N, stride_H, _ = (stride * spec.itemsize for stride in cache.view.stride())
     run = spec.head_dim * spec.itemsize
@@ -96,13 +96,14 @@ def check_places(
     *,
     spec: KVCacheSpec | None = None,
 ) -> WirePlaces:
-    """As `places_of`, after a check: a wrong reference ends in an error, never in a read or write somewhere else.
+    """Checks the arguments, then locates the runs like `places_of`. A wrong reference ends in an error, never in a read
+    or write elsewhere.
 
     Args:
-        spec: of the payload; the cache's if not given.
+        spec: the payload's spec; the cache's if not given.
 
     Raises:
-        InternalError
+        InternalError: a range or a block is wrong, or the payload has another size.
     """
     spec, shape = spec or cache.spec, cache.shape
     tokens_held = block_ids.numel() * shape.block_size

@@ -38,7 +38,7 @@ def serve(arguments: list[str], make_work: Callable[[Any], Work]) -> None:
     """Serves until the other end of a lane is closed, or the parent ends.
 
     Args:
-        arguments: of the command line, as `baton.bounded.process` writes them.
+        arguments: those of the command line, which `baton.bounded.process` writes.
         make_work: given the facts that all questions share; called before the first fork.
     """
     parent, facts_fd, *lane_fds = map(int, arguments)

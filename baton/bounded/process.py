@@ -56,7 +56,7 @@ class BoundedProcess:
     Args:
         module: calls `baton.bounded.lanes.serve`.
         task: what the process does, for messages: "check grammars".
-        facts: what all questions share; a value of JSON.
+        facts: facts that all questions share; a value of JSON.
     """
 
     def __init__(self, module: str, task: str, facts: Mapping[str, object], *, lanes: int) -> None:

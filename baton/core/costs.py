@@ -124,7 +124,7 @@ def fit_table(table: NDArray[np.float64], weights: NDArray[np.float64]) -> StepC
 
     Args:
         table: decode rows, keys, prompt tokens, pairs and seconds; at least one row, all seconds above 0.
-        weights: of the rows.
+        weights: the rows' weights.
     """
     rows, keys, prompt_tokens, pairs, seconds = table.T
     tokens = np.maximum(rows + prompt_tokens, 1.0)

@@ -48,7 +48,7 @@ def set_up_logging(level: str, *, role: str, name: str = "", form: Format = "tex
     Args:
         level: lowest level of our own records.
         role: the program, such as gateway or decode_node.
-        name: of this process, once it is known; `show_name` changes it.
+        name: name of this process, once it is known; `show_name` changes it.
     """
     write_in_background("stderr")
     handler = _Handler()
@@ -120,7 +120,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class _Lines(logging.Formatter):
-    """What both formats have in common: role, name, the fields of a record."""
+    """The part that both formats share: role, name, the fields of a record."""
 
     def __init__(self, role: str, name: str = "") -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def write_ready_file(path: Path | None, *, address: str, http: str | None = None
 
     Args:
         http: address of its HTTP server.
-        metrics: where its metrics are scraped.
+        metrics: URL at which its metrics are scraped.
 
     Raises:
         ConfigError: the file cannot be written.

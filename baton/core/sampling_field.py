@@ -83,10 +83,10 @@ class SamplingField:
     Args:
         meaning: what the parameter does, for pages and help.
         doors: doors that take it.
-        bounds: of the number, or of each number in a list or mapping.
+        bounds: bounds of the number, or of each number in a list or mapping.
         renamed: its names at doors that call it otherwise.
         by_hand: doors whose own code declares and translates it, since it has another form there.
-        items_max: of a list or mapping.
+        items_max: most items of a list or mapping.
         lenient: further integers that JSON may have.
         unset: what happens without it, where the default does not say so.
         name, kind, default: those of the declaration; `sampling_table` fills them in.

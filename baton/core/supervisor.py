@@ -39,7 +39,7 @@ class Supervisor:
     """Reports what this process is doing. Without a supervisor, it only keeps the last report.
 
     Args:
-        name: of the supervisor's socket, or None.
+        name: name of the supervisor's socket; None: there is no supervisor.
 
     Attributes:
         stage: the last report.

@@ -74,8 +74,8 @@ class BuiltRunner(NamedTuple):
 
     Attributes:
         cache: the rank's own, with the heads of this rank.
-        dtype: of weights and activations; the cache's dtype is in its spec.
-        config: of the whole model.
+        dtype: dtype of weights and activations; the cache's dtype is in its spec.
+        config: configuration of the whole model.
         memory: the result of a profile; None if the settings give the size of the cache.
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.

@@ -93,7 +93,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
         given: a number that a test sets; 0: this function chooses.
         spec: the rank's.
         seats: most requests of a step.
-        most_bytes: what all slots may take together.
+        most_bytes: most bytes of all slots together.
 
     Raises:
         ConfigError: the given number takes more, or `most_bytes` holds too few.

@@ -20,8 +20,8 @@ class RequestStarted:
     Args:
         cached_tokens: leading tokens whose KV was in the cache. No `ChunkComputed` covers them, nor the tokens whose KV
             came from elsewhere.
-        queue_s: from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat. The
-            rest of the TTFT is computation.
+        queue_s: time from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat.
+            The rest of the TTFT is computation.
     """
 
     request_id: str

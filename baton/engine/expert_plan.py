@@ -13,7 +13,7 @@ def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSe
     """The rank with the plan of its experts, if ranks hold whole ones.
 
     Args:
-        config: of the whole model.
+        config: configuration of the whole model.
 
     Raises:
         ConfigError: the settings contradict each other, or the load file is of another model.
@@ -27,7 +27,7 @@ def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
     it together and get the same ConfigError.
 
     Args:
-        device: of tensors that the ranks' group takes.
+        device: device of tensors that the ranks' group takes.
     """
     if parallel.placement is not None and not parallel.agree(repr(parallel.placement), device):
         raise ConfigError(

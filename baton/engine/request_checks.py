@@ -39,7 +39,7 @@ def check_received(request: EngineRequest, tokens: int, *, stop: int, multiple: 
 
     Args:
         stop: length of the sequence, whose last token is always computed here.
-        multiple: of tokens at which a sequence may be split.
+        multiple: a sequence may be split at multiples of this many tokens.
     """
     if tokens % multiple or not 0 <= tokens < stop:
         raise InvalidRequest(

@@ -28,7 +28,7 @@ _CURE = "simplify it: fewer or smaller repetitions, fewer alternatives"
 
 @dataclass(frozen=True)
 class CheckBounds:
-    """What the check of one grammar may take.
+    """Bounds of the check of one grammar.
 
     Attributes:
         moment_cpu_s: CPU time of the first try.
@@ -50,7 +50,7 @@ class GrammarChecker:
 
     Args:
         tokenizer_json: a tokenizer of the `tokenizers` library.
-        vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks are never allowed.
         eos_token_ids: the ids that end a sequence.
     """
 

@@ -47,7 +47,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer_json: a tokenizer of the `tokenizers` library.
-        vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks are never allowed.
         eos_token_ids: the ids that end a sequence.
         clock: CPU time of the calling thread in seconds, by which outputs whose grammar takes too much are ended; None:
             none is ended. Only one rank may end outputs: ranks take different times, and must draw the same tokens.

@@ -35,11 +35,11 @@ class Matcher:
     thread-safe.
 
     Args:
-        state: at the start of the grammar; this object owns it.
+        state: the library's state at the start of the grammar; this object owns it.
         eos_token_ids: end the output where the grammar is complete.
-        num_tokens: of the tokenizer; the model's ids from this one on are never allowed.
-        words: of a mask.
-        budget: what following the output may cost.
+        num_tokens: tokens of the tokenizer; the model's ids from this one on are never allowed.
+        words: words of a mask.
+        budget: bound of the time to follow the output.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MaskFiller:
     The library does not say what each of many masks took, so after slow ones, each one is timed for a while.
 
     Args:
-        clock: in seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -69,7 +69,7 @@ class TokenRanges:
         block_table: [R, blocks] int32.
         start_loc: [R + 1] int32, where each request's tokens begin among the gathered ones; the last is their number.
         first_position: [R] int32, the position of each request's first token. All three on the cache's device.
-        num_tokens: of all requests together.
+        num_tokens: tokens of all requests together.
     """
 
     def __init__(self, block_table: Tensor, start_loc: Tensor, first_position: Tensor, *, num_tokens: int) -> None:

@@ -72,7 +72,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # What the callback raised is wrapped by the parser.
+            # The parser wraps what the callback raised.
             self._end(self._failure or AskError("BadAnswer", f"no HTTP answer: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -16,7 +16,7 @@ Display = Callable[[str, int], OnProgress]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What every run of a command has in common."""
+    """The settings that all runs of a command share."""
 
     clients: Clients
     workload: Workload

@@ -67,7 +67,7 @@ async def _probe_http(target: Target) -> Server:
 
 
 async def _model(target: Target, streams: HttpStreams) -> tuple[str, int | None]:
-    """The model's name, and its longest context if the server says it as vLLM does."""
+    """The model's name, and its longest context if the server reports it as vLLM does."""
     body = bytearray()
     request = streams.request("GET", "/v1/models")
     try:

@@ -24,9 +24,9 @@ class LoadRecord:
     Args:
         due_s: when it was due, after the run's start.
         late_s: how long after `due_s` the client sent it.
-        prompt_tokens, output_tokens: as planned.
+        prompt_tokens, output_tokens: the planned numbers.
         error: type of the error; "": none. `detail` is its message.
-        times_s, counts: of each message with tokens: when it came, and how many tokens it had.
+        times_s, counts: when each message with tokens arrived, and how many tokens it had.
         end_s: when the answer ended.
         usage: the server's own numbers: `prompt`, `cached`, `output`.
         exact: whether `counts` are the server's; if not, each message counts as one token.
@@ -52,7 +52,7 @@ class LoadRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens of output: as counted where that is exact, else the usage's, else the messages."""
+        """Tokens of output: the counted ones if they are exact, else the usage's, else the number of messages."""
         return sum(self.counts) if self.exact else self.usage.get("output", sum(self.counts))
 
     @property

@@ -65,7 +65,7 @@ class Run:
     Args:
         api: the API that was used.
         rate: requests per second as planned.
-        notes: what the reader should know.
+        notes: remarks for the reader.
         kept: replaces `records`, which are empty then: a search has too many to keep.
     """
 
@@ -122,7 +122,7 @@ class Found:
 
 @dataclass(frozen=True)
 class LoadResults:
-    """What one call of the command measured."""
+    """The measurements of one call of the command."""
 
     runs: Sequence[Run]
     goals: Sequence[Goal] = ()

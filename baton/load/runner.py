@@ -36,7 +36,7 @@ def default_processes() -> int:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What all runs of a command share.
+    """The options that all runs of a command share.
 
     Args:
         timeout_s: time limit of each request.

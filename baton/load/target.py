@@ -132,7 +132,7 @@ class Server:
 
     Args:
         tokens_max: most tokens of prompt and output together; None: unknown.
-        notes: what the run's reader should know, such as a missing `ignore_eos`.
+        notes: remarks for the reader of a run, such as a missing `ignore_eos`.
     """
 
     target: Target

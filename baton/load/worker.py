@@ -30,7 +30,7 @@ _LAG_PROBE_S = 0.02
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What one process does in one run.
+    """The work of one process in one run.
 
     Args:
         start: start of the run by `time.monotonic`, which all processes of a machine share.
@@ -75,7 +75,7 @@ class Strain:
 
     Args:
         lag_p99_s: how late the event loop ran a timer.
-        cpu_share: of one core, while requests were sent.
+        cpu_share: share of one core that it used while requests were sent.
     """
 
     lag_p99_s: float

@@ -48,7 +48,8 @@ class SwitchOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Label:
-    """A label. `values`: all that it can have; empty: names of nodes or of what they run, as `meaning` says."""
+    """A label. `values` are all that it can have; without any, they are names of nodes or of what they run, as
+    `meaning` says."""
 
     name: str
     meaning: str
@@ -60,8 +61,8 @@ class Metric:
     """One metric.
 
     Args:
-        name: as scraped; of a histogram without `_bucket`, `_sum` and `_count`.
-        unit: of its values; empty: it counts what its name says.
+        name: the name that is scraped; a histogram's without `_bucket`, `_sum` and `_count`.
+        unit: unit of its values; empty: it counts what its name says.
         bounds: the upper bounds of a histogram's buckets, in its unit, without infinity.
     """
 
@@ -154,7 +155,7 @@ _SLOW_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0,
 )  # fmt: skip
-# As OpenTelemetry's conventions for generative AI advise.
+# The buckets that OpenTelemetry's conventions for generative AI advise.
 _GEN_AI_DURATION_S = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip

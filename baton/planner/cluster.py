@@ -30,14 +30,14 @@ class ClusterSpec:
     """A simulated cluster.
 
     Args:
-        policy: as the gateway's `--local-policy`.
+        policy: the gateway's `--local-policy`.
         also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
         local_tokens: a decode node prefills a prompt itself if its cache lacks at most this many of the prompt's
             tokens.
         link_bytes_per_s, link_latency_s: speed and latency of each prefill node's sends.
         hand_over_s: time from the last byte on the link to the request's admission.
         hop_s: time from the client to the first node plus the first token's way back.
-        report_s: how old a node's report may be when the gateway chooses.
+        report_s: greatest age of a node's report when the gateway chooses.
         events_s: delay until the gateway knows a change of a prefix cache.
     """
 
@@ -102,7 +102,7 @@ class Simulation:
 
     Args:
         goal: its bounds are the requests' SLO.
-        choose: in place of the gateway's own choice, for comparisons.
+        choose: replaces the gateway's own choice, for comparisons.
         until_failed: stop once so many requests have missed the goal that its share cannot be reached.
     """
 

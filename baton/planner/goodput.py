@@ -16,7 +16,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Measure:
-    """How long one simulated run is.
+    """The length of one simulated run.
 
     Args:
         requests, seconds: least number of counted requests, and least time in which they arrive.

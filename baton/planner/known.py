@@ -54,7 +54,7 @@ class Known:
     Args:
         also_decodes: whether prefill nodes may serve requests alone.
         link_bytes_per_s: speed that pairs are known to reach.
-        report_s: how old a report may be.
+        report_s: greatest age of a report.
         events_s: delay until a change of a prefix cache is known.
     """
 

@@ -1,4 +1,5 @@
-"""One simulated node of either role: a queue of prompts, decoding rows, and steps that take what `StepCosts` predicts.
+"""Simulates one node of either role: a queue of prompts, decoding rows, and steps that take the time that `StepCosts`
+predicts.
 
 Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
 `first_s + n * rise_s`, because every row reads one key more. Pure.
@@ -22,7 +23,7 @@ from baton.planner.prefix_cache import SimulatedPrefixCache
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """How a node computes.
+    """The costs and limits of a simulated node.
 
     Args:
         kv_tokens: tokens of its cache.

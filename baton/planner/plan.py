@@ -56,7 +56,7 @@ class Question:
 
     Args:
         rate: requests per second to serve; None: the most that `gpus` serve.
-        gpus: None: as few as serve `rate`.
+        gpus: number of GPUs; None: as few as serve `rate`.
     """
 
     kind: NodeKind
@@ -160,7 +160,7 @@ class _Search:
         specs = [*self._specs(nodes)]
         self._done, self._total = 0, len(specs) + 4
         options = sorted((self._measured(spec) for spec in specs), key=lambda option: -option.rate)
-        # Of options that are equal within the search's precision, the one with the fewest prefill nodes is simplest.
+        # Among options that are equal within the search's precision, the one with the fewest prefill nodes is simplest.
         steps, strict = [], None
         best = options[0]
         if best.rate > 0:

@@ -22,7 +22,7 @@ _STEP_S = 0.1e-3
 _REDUCTION_S = 12e-6  # of one reduction between the ranks, two for each layer
 _REDUCTION_SHARE = 0.5  # of the link's speed
 _TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# For engine, graphs and the activations of a step, and the part of the memory that a node uses.
+# Memory for engine, graphs and the activations of a step, and the share of the memory that a node uses.
 _RESERVED_BYTES, _MEMORY_SHARE = 4e9, 0.9
 _TYPICAL_CONTEXT = 2048
 SEATS = 512  # requests of a step

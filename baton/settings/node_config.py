@@ -25,8 +25,8 @@ CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
-# Of nodes that decode; the smaller one where the cache is too small for more. Where only prompts are computed, requests
-# leave with their first token, so steps hold few of them.
+# Requests of a step on nodes that decode, the smaller number if the cache is too small for more; and on nodes that only
+# compute prompts, where requests leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 STAGING_SLOTS = 4  # staging buffers for each direction
 LEADER_PORT = 7004  # of a leader whose environment names no port
@@ -267,7 +267,7 @@ class NodeSettings(CommonSettings):
 
     @property
     def receive_bytes_per_s(self) -> float | None:
-        """Limit of received KV; None: no limit."""
+        """Limit of received KV. Returns None if there is no limit."""
         return None
 
     @property

@@ -28,7 +28,8 @@ _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
 _SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
-# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
+# Least similarity, of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID
+# below.
 _ALIKE = 0.87
 _OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")

@@ -20,7 +20,7 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 @dataclass(frozen=True)
 class TraceCollector:
-    """Where traces go.
+    """The collector that traces go to.
 
     Attributes:
         target: host:port.

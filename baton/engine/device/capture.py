@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 # Called with the number of captured graphs and of all graphs.
 Progress = Callable[[int, int], None]
-# Where a step may be cut: called with the number of layers that are computed.
+# Called where a step may be cut, with the number of layers that are computed.
 OnLayer = Callable[[int], None]
 
 
@@ -39,7 +39,7 @@ def affordable(taken: Sequence[int], bound: int | None) -> int:
 
 
 class FreeMemory(NamedTuple):
-    """In bytes: `free` of the whole device, `reserved` by torch in this process."""
+    """Memory in bytes: `free` on the whole device, `reserved` by torch in this process."""
 
     free: int
     reserved: int

@@ -27,8 +27,8 @@ def check_fits(
     """Checks one rank's cache and staging buffers against all memory of its device.
 
     Args:
-        num_blocks: None: a profile chooses it.
-        state_slots: places for recurrent states.
+        num_blocks: blocks of the cache; None: a profile chooses the number.
+        state_slots: slots for recurrent states.
 
     Raises:
         ConfigError: they exceed it, even if nothing else runs there.

@@ -47,12 +47,12 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """What to capture, and how large the buffers are.
+    """Settings of captured steps: what to capture, and how large the buffers are.
 
     Args:
         max_requests: most rows of a step; buffers are allocated for this many.
         max_context_tokens: longest sequence of a step.
-        memory_bytes: what graphs may take in addition to their buffers; None: no bound.
+        memory_bytes: most memory of graphs in addition to their buffers; None: no bound.
         largest: rows of the largest captured decode step, where `max_requests` are more.
         max_tokens: most tokens of a step; larger steps are not captured. 0: no step with prompts is.
     """
@@ -128,7 +128,7 @@ class DecodeGraphs:
 
     Attributes:
         buffers: shared by all sizes.
-        sizes: captured numbers of rows, smallest first; with attention data parallelism, of each rank.
+        sizes: captured numbers of rows, smallest first; with attention data parallelism, those of each rank.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class StepInputs:
         sampled_S: int64, the same rows.
         last_S: int64, the last token of each sampled row.
         starts: the first token of each row, on the host.
-        shares: how many of the tokens each rank has; None: all ranks have all of them.
+        shares: number of tokens of each rank; None: all ranks have all of them.
     """
 
     common: CommonAttentionMetadata
@@ -183,7 +183,7 @@ class RowPlaces(NamedTuple):
         is_idle: whether `own` holds only the placeholder of a rank without rows.
         starts: place of each row's first token, of all rows.
         num_places: number of places of all tokens.
-        shares: None: all ranks have all rows.
+        shares: number of tokens of each rank; None: all ranks have all rows.
     """
 
     own: Sequence[BatchRow]

@@ -28,7 +28,7 @@ class OwnedBuffers:
         own: [N] int64, the row of each of this rank's places; 0 for padding.
         is_padding: [N] bool, of this rank's places.
         padding_lens: [N] int32, the keys of places that are padding: none; one for the first place of a rank without
-            rows, so that no backend has to plan attention without any key. Nobody reads its result.
+            rows, so that no backend has to plan attention without any key. Its result is not used.
         rows_A: [A] int64, the row of each place; 0 for padding.
         places: [N] int64, the place of each row in A.
         seq_lens, positions, slot_mapping, table: as in `DecodeBuffers`, of this rank's places.

@@ -40,7 +40,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """In bytes: `total` and `free` of the device, `used` by this process when it holds only the weights."""
+    """Memory in bytes: `total` and `free` of the device, `used` by this process when it holds only the weights."""
 
     total: int
     used: int
@@ -69,7 +69,7 @@ class MemoryShare:
 
     Attributes:
         fraction: share of the device's whole memory.
-        reserved_bytes: what the process allocates later for other purposes.
+        reserved_bytes: memory that the process allocates later for other purposes.
         graphs: whether decode steps will be captured.
     """
 

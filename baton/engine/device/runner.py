@@ -1,4 +1,4 @@
-"""One step on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
+"""Runs steps on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
 
 A step is queued by `launch` and waited for by `LaunchedStep.wait`, so the next one can be queued meanwhile; it reads
 the tokens of the last step on the device. Suffixes: T token of the step, S row that is sampled, L row that wants
@@ -46,7 +46,7 @@ class ModelRunner:
     """Runs batches on one device, in launch order. Not thread-safe: one thread calls `prepare`, then `launch`.
 
     Args:
-        graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
+        graphs: settings of CUDA graphs; None: no step runs as one. On a CPU decodes run padded in the graphs' buffers.
         grammars: compiles the grammars of rows.
         adapters: the slots for adapters; None: there are none.
 

@@ -92,7 +92,7 @@ class ServedStep:
 
     Args:
         decode_rows: rows of one token, each after `context` tokens.
-        prompt_tokens: in prompts of usual length; after `prompt_context` tokens, if any.
+        prompt_tokens: tokens in prompts of usual length, each after `prompt_context` tokens, if any.
     """
 
     decode_rows: int = 0

@@ -13,7 +13,7 @@ class SampleRow(NamedTuple):
     """How to draw one row's next token.
 
     Args:
-        params: of the request; with a seed, unless the request is greedy.
+        params: the request's parameters; with a seed, unless the request is greedy.
         output_index: the token's position in the output; it determines the draw together with the seed.
         forbidden: token ids that must not be drawn for this token.
         history: prompt and output that the host knows, for a request with penalties; else empty. It lacks the token of

@@ -2,7 +2,7 @@
 
 A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
 taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
-with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
+with a sliding window; it then serves only sequences that extend far enough beyond it that these layers do not read it.
 
 Followers of the cache fetch its changes from time to time. They see only blocks that serve every sequence, so no block
 that has KV without the recurrent state that a computation needs.
@@ -176,7 +176,7 @@ class BlockManager:
         self._changes = {}
 
     def take_changes(self) -> CacheChanges | None:
-        """The latest change of each digest since the last call. Returns None if nobody follows the cache, or if there
+        """The latest change of each digest since the last call. Returns None if the cache is not followed, or if there
         were too many changes to keep; then none are collected until `follow`."""
         changes = self._changes
         if changes:

@@ -246,7 +246,7 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
-        # Of a model with states, later blocks serve only requests whose state arrives.
+        # In a model with states, later blocks serve only requests whose state arrives.
         reported_tokens = state.state_tokens if self.states.unit else num_tokens
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._pools[state.pool].register(

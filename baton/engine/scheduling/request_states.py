@@ -132,7 +132,7 @@ class RequestStates:
         """Keeps or drops the snapshots of an ended step, before its requests are updated.
 
         Args:
-            results: of the step's rows; None: the step has failed.
+            results: the results of the step's rows; None: the step has failed.
         """
         for state, stop, key, slot in step.snapshots:
             # The rows of requests that have failed or ended meanwhile computed nothing useful.

@@ -77,7 +77,7 @@ class StepBound:
 
 @dataclass(frozen=True, slots=True)
 class SlicePace:
-    """How fast prompts are computed in steps that also decode.
+    """The speed at which prompts are computed in steps that also decode.
 
     Args:
         decodes: the decodes of each step.

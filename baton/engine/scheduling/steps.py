@@ -74,7 +74,7 @@ class NextStep:
     """A step in the making: first all decodes, then chunks of prompts while there is budget.
 
     Attributes:
-        number: of the step.
+        number: number of the step.
         states: the requests of the rows, in the order of the rows.
         rows: rows of a single token come first.
         budget: tokens that still fit.

@@ -19,11 +19,11 @@ class WirePlaces:
     Attributes:
         first: first byte of the first layer, head and block.
         run: bytes that are adjacent on both sides: one head of a token, or all of its heads where `num_heads` is 1.
-        stride_L, stride_K, stride_B, stride_N, stride_H: from one to the next in the cache.
+        stride_L, stride_K, stride_B, stride_N, stride_H: bytes from one index to the next in the cache.
         num_parts, kv_factor: layers times keys and values, and how many of these a layer has.
         num_tokens, num_heads: runs of a part.
         token_start: the request's first token.
-        block_size, num_blocks: of the cache.
+        block_size, num_blocks: those of the cache.
     """
 
     first: int

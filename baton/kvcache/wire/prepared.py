@@ -189,9 +189,9 @@ class _Moves:
 
     Attributes:
         gather_and_digest: None if payloads must be digested afterwards.
-        token_layer_bytes: of one token in one layer.
+        token_layer_bytes: bytes of one token in one layer.
         token_rows: rows of one token in one layer's keys.
-        tile_rows: of `gather` and `scatter`.
+        tile_rows: rows of a tile of `gather` and `scatter`.
         places: the kernels' arguments after the rows and the first token: the number of blocks, the first byte, and the
             strides from one layer, key or value, block, token and head to the next.
     """

@@ -26,7 +26,7 @@ _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 @triton.jit
 def noise_words(seed, position, first_id, TOKENS: tl.constexpr):
-    """uint32 of `TOKENS` neighbouring token ids; `first_id` and `TOKENS` are multiples of 4."""
+    """Random uint32 words of `TOKENS` neighbouring token ids; `first_id` and `TOKENS` are multiples of 4."""
     groups = first_id // 4 + tl.arange(0, TOKENS // 4)
     zeros = groups * 0
     word_0, word_1, word_2, word_3 = tl.philox(seed, groups, zeros + position.to(tl.int32), zeros, zeros)

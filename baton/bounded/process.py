@@ -33,7 +33,7 @@ FAULTS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.
 
 @dataclass(frozen=True)
 class Bound:
-    """What the work on one question may take.
+    """Bounds of the work on one question.
 
     Attributes:
         cpu_s: CPU time.

@@ -29,7 +29,7 @@ _FURTHER_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes.
+    """The work of one step.
 
     Args:
         decode_rows: rows that decode one token each.

@@ -4,7 +4,7 @@ from baton.core.errors import BatonError, InvalidRequest, readable, shortened
 
 
 def loggable(error: BatonError) -> str:
-    """The error's text for a log. For a wrong request it names only the field, since the message shows what the client
+    """The error's text for a log. Of a wrong request it names only the field: the message shows what the client
     sent."""
     if isinstance(error, InvalidRequest):
         return f"{error.reason} in {error.field or 'the request'}"

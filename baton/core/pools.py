@@ -1,5 +1,4 @@
-"""Counts blocks of a node's pools. A request takes all its blocks from one pool, so free blocks of two pools do not add
-up.
+"""Counts blocks of pools. A request takes all its blocks from one pool, so free blocks of two pools do not add up.
 
 A node's admission and the gateways that predict it count alike. Pure.
 """

@@ -1,4 +1,4 @@
-"""Input and status of an engine: requests, reservations, limits, load. Plain values."""
+"""The input and status of an engine: requests, reservations, limits, load. Plain values."""
 
 from array import array
 from dataclasses import dataclass
@@ -226,7 +226,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How full an engine is.
+    """The load of an engine.
 
     Args:
         blocks_free: blocks that no request holds, including cached ones.

@@ -108,7 +108,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """How one node keeps its KV; any two nodes may differ.
+    """The form in which one node keeps its KV; any two nodes may differ.
 
     Attributes:
         state_slots: slots for the states of recurrent layers, each of one request or one prefix; 0: the model has none.

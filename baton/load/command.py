@@ -1,4 +1,4 @@
-"""`baton bench`: the flags, and what they mean for a measurement."""
+"""The command `baton bench`: its flags, and what they mean for a measurement."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,9 +67,7 @@ def bench(
     ] = None,
     shared_prefix: Annotated[
         int,
-        typer.Option(
-            min=0, max=TOKENS_MAX, help="First tokens of each prompt that other prompts share.", rich_help_panel=_LOAD
-        ),
+        typer.Option(min=0, max=TOKENS_MAX, help="Number of first tokens that prompts share.", rich_help_panel=_LOAD),
     ] = 0,
     shared_prefixes: Annotated[
         int,

@@ -15,7 +15,7 @@ _EXAMPLE = "ttft=400ms,tpot=15ms"
 
 @dataclass(frozen=True)
 class Goal:
-    """The bounds of a good request; None: no bound. A rate meets the goal if `share` of its requests are good.
+    """Bounds of a good request; None: no bound. A rate meets the goal if `share` of its requests are good.
 
     Args:
         ttft_s: time to the first token.

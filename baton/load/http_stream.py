@@ -1,8 +1,8 @@
 """HTTP/1.1 for many streams at little cost: connections that are kept, requests as bytes, bodies as callbacks.
 
-A common client would be too slow, because a load client spends its time on chunks. httptools' parser calls `on_body`
-from the socket's own callback, so a chunk costs no task switch; docs/benchmarking.md has the measured cost per token
-next to that of common clients.
+It exists because a load client spends its time on chunks. httptools' parser calls `on_body` from the socket's own
+callback, so a chunk costs no task switch; docs/benchmarking.md has the measured cost per token next to that of common
+clients.
 """
 
 import asyncio

@@ -99,8 +99,8 @@ def _course(axis: Any, label: str, records: Sequence[LoadRecord]) -> None:
 
 
 def _rates(found: Sequence[Found], results: LoadResults) -> Any:
-    """Draws the rate that each goal allows on the left, and the share of good requests at each measured rate on the
-    right."""
+    """Draws on the left the rate that each goal allows, on the right the share of good requests at each measured
+    rate."""
     figure = _figure_module().Figure(figsize=(11, 4.5), layout="constrained")
     bars, shares = figure.subplots(1, 2)
     goals = list(dict.fromkeys(each.goal for each in found))

@@ -1,5 +1,4 @@
-"""Reads server-sent events of OpenAI-compatible servers: bytes to payloads, payloads to what a load client needs.
-Pure."""
+"""Reads server-sent events of OpenAI-compatible servers: from bytes to payloads to a load client's values. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

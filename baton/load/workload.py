@@ -120,7 +120,7 @@ class Synthetic:
                 yield PlannedRequest(0, at_s, prompt, output)
 
     def _sessions(self, times: Iterator[float], rng: random.Random) -> Iterator[PlannedRequest]:
-        """The requests of sessions. The whole blocks of a prompt stay in its session; the rest differs from turn to
+        """The requests of sessions. Whole blocks of a prompt stay in its session; the rest differs from turn to
         turn."""
         block = _SESSION_BLOCK_TOKENS
         states = [(number, 0) for number in range(self.sessions)]  # number of the session, its tokens so far

@@ -1,5 +1,4 @@
-"""Simulates a cluster in virtual time: the gateway's real choice, nodes of both roles, and the links between them.
-Pure.
+"""Simulates a cluster in virtual time: the gateway's real choice, nodes of both roles, and their links. Pure.
 
 Equal arguments give equal results. Transports, faults and gateways' own time are not simulated: `hop_s` stands for what
 a request costs outside of its nodes.

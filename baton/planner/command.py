@@ -1,4 +1,4 @@
-"""`baton plan`: the flags, and where model, costs and load come from."""
+"""The command `baton plan`: its flags, and the sources of model, costs and load."""
 
 import json
 from collections.abc import Iterator

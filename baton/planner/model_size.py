@@ -30,8 +30,8 @@ class ModelSize:
         state_bytes: bytes of one request's recurrent state; 0: the model has none.
         state_heads: heads of the state that ranks can divide.
         pair_flops: operations for each pair of a prompt's token and a key.
-        whole: the part of `dense` that every rank holds: the projections to latents, and routers.
-        latent_whole: the part of `whole` that projects to latents.
+        whole: the part of `dense` that every rank holds: projections to latents, indexers, and routers.
+        latent_whole: the part of `whole` without routers.
         latent_attention: the part of `dense` that is the attention of a model with latents; 0: it has none.
         own_requests: whether each rank holds the KV of its own requests (attention data parallelism).
         copies: redundant experts, in addition to `experts`.

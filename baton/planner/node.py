@@ -1,5 +1,4 @@
-"""Simulates one node of either role: a queue of prompts, decoding rows, and steps that take the time that `StepCosts`
-predicts.
+"""Simulates one node of either role: a queue of prompts, decoding rows, and steps as long as `StepCosts` predicts.
 
 Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
 `first_s + n * rise_s`, because every row reads one key more. Pure.

@@ -84,7 +84,7 @@ class Option:
 
     @property
     def limit(self) -> str:
-        """What fails first beyond the goodput."""
+        """The bound that fails first beyond the goodput."""
         return _limit(self.goodput.limit, self.spec)
 
 

@@ -13,8 +13,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.planner.model_size import ModelSize
 
-# Measured shares of an H200's data sheet: reads of weights and of KV; products in bf16, in fp8, of experts, of
-# attention.
+# Measured shares of an H200's data sheet: reads of weights and KV; products in bf16, fp8, of experts, of attention.
 _READ_SHARE, _KV_SHARE = 0.95, 0.95
 _PRODUCT_SHARE, _FP8_SHARE, _EXPERTS_SHARE, _PAIR_SHARE = 0.62, 0.46, 0.43, 0.63
 _LAYER_S, _FP8_LAYER_S = 34e-6, 46e-6
@@ -117,8 +116,7 @@ def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
 
 
 def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
-    """Recurrent states that fit next to the weights, as a node chooses their number; 0 if none fits, or the model has
-    none."""
+    """Recurrent states that fit next to the weights, as a node chooses their number; 0 if none fits or exists."""
     if not size.state_bytes:
         return 0
     fitting = int(_STATE_SHARE * _room_bytes(size, gpu, ranks) / _rank_state_bytes(size, ranks))

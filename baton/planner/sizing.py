@@ -1,4 +1,4 @@
-"""Estimates sizes before any simulation: steps, by a model of costs, and the number of prefill nodes, by the work.
+"""Estimates step sizes (by a model of costs) and the number of prefill nodes (by the work) before a simulation.
 Pure."""
 
 from collections.abc import Sequence

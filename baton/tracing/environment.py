@@ -72,7 +72,7 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
 
 
 def _target(endpoint: str) -> tuple[str, bool]:
-    """host:port, and whether it is reached by TLS."""
+    """The host:port of an endpoint, and whether it is reached by TLS."""
     try:
         url = urlsplit(endpoint)
         host, port = url.hostname or "", url.port or 4317
@@ -120,6 +120,6 @@ def _first(variables: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """`name=value,name=value`, percent-encoded; what has no such form is left out."""
+    """Reads `name=value,name=value`, percent-encoded; parts without this form are left out."""
     parts = (part.partition("=") for part in text.split(","))
     return [(name.strip(), unquote(value.strip())) for name, equals, value in parts if equals and name.strip()]

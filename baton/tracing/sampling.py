@@ -1,4 +1,4 @@
-"""Decides which traces are exported: a sample, chosen on arrival, and those of failed, slow and retried requests.
+"""Decides which traces are exported: a sample, chosen on arrival, and those of failed, slow or retried requests.
 Pure."""
 
 from dataclasses import dataclass

@@ -157,8 +157,7 @@ def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:
 
 
 def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:
-    """The sampled rows' tokens that the host does not know yet, int32, else -1. Returns None if no row with penalties
-    has one.
+    """The sampled rows' tokens that the host lacks, int32, else -1. Returns None if no row with penalties has one.
 
     Args:
         token_ids_S: the rows' last tokens on the device.

@@ -52,7 +52,8 @@ def _host_figures(message: str) -> str:
 
 
 def _gpu_figures(message: str) -> str:
-    """Torch's message has a line of figures, then sentences about its allocator. Other messages have no figures."""
+    """The amounts in an error's message. Torch's has a line of them, then sentences about its allocator; others have
+    none."""
     if "Tried to allocate" in message:
         return " ".join(message.partition(" If reserved but unallocated")[0].splitlines())
     figures = message.partition("\n")[0]

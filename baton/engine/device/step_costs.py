@@ -40,7 +40,7 @@ class TimedLaunch(Protocol):
 
 @dataclass(frozen=True)
 class StepRule:
-    """What a node's step size must achieve.
+    """The conditions by which a node's step size is chosen.
 
     Args:
         longest_s: a step of the chosen size takes at most this long.

@@ -1,4 +1,4 @@
-"""The property of each step in flight: host memory for its inputs and results, and the timer around it.
+"""Slots for steps in flight: each has host memory for a step's inputs and results, and the timer around it.
 
 A slot is made once, lent to a step at its launch, and given back when the results are read. So no step allocates, and
 no step writes to memory that is still being copied.

@@ -216,9 +216,8 @@ class RequestBlocks:
             self.hit_tokens += self.tokens_in(cached)
 
     def restart(self, state: RequestState) -> bool:
-        """Lets the request compute its tokens from `restart_at` on here, because no state arrives. It writes to blocks
-        of its own, because others may share the cached ones. Returns False and changes nothing when too few blocks are
-        free."""
+        """Lets the request compute its tokens from `restart_at` on here, because no state arrives. It writes to its own
+        blocks, because others may share the cached ones. Returns False and changes nothing when too few are free."""
         shared = state.blocks[state.restart_at // self._block_size : state.num_cached // self._block_size]
         own = self._pools[state.pool].replace(shared)
         if own is None:

@@ -1,4 +1,4 @@
-"""Manages the recurrent states of one engine's requests: their slots, and the snapshots that they start from and leave.
+"""Manages the recurrent states of one engine's requests: their slots, and the snapshots they start from and leave.
 Pure.
 
 A prompt that is computed here starts after a block with a snapshot. Snapshots are taken at multiples of `unit` tokens:

@@ -71,7 +71,8 @@ class RequestTable:
         return self.roster.free_seats > before and self.find_place(state) is not None
 
     def find_place(self, state: RequestState, *, arriving_tokens: int | None = None) -> OwnerPlace | None:
-        """The pool with enough free blocks for `state` and for all requests that wait before it."""
+        """The pool with free blocks for `state` next to all requests that wait before it. Returns None if there is
+        none."""
         before = self.roster.waiting_before(state.place)
         room = self.blocks.room(self.roster.decoders(), before)
         return self.blocks.place(state, room, before=len(before), arriving_tokens=arriving_tokens)
@@ -156,7 +157,7 @@ class RequestTable:
         self.roster.move(state, state.place.as_begun())
 
     def fill_seats(self) -> None:
-        """Lets ready requests run. A seat is kept for a preempted request that goes before them and whose blocks are
+        """Lets ready requests run. It keeps a seat for a preempted request that goes before them if its blocks are
         free."""
         roster = self.roster
         if not roster.ready or not roster.free_seats:

@@ -130,7 +130,7 @@ def _gather_on_cpu(
 
 
 def _tiles(spec: KVCacheSpec, tokens: tuple[int, int], *, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Token ranges, each of one layer."""
+    """Cuts a token range into ranges whose KV of one layer fits into a tile."""
     per_token = spec.bytes_per_token_layer // spec.num_kv_heads * num_heads
     tokens_each = max(1, _TILE_BYTES // per_token)
     start, token_stop = tokens

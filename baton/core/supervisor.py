@@ -24,7 +24,7 @@ _END_S = 2.0
 
 @dataclass(frozen=True)
 class Stage:
-    """What a process is doing.
+    """A stage of a process's work.
 
     Args:
         done, total: progress of the stage; both 0 if it is not measured.

@@ -71,7 +71,7 @@ class WorkerProgress:
 
 @dataclass(frozen=True)
 class Strain:
-    """How busy a client process was.
+    """The load of a client process itself.
 
     Args:
         lag_p99_s: how late the event loop ran a timer.

@@ -39,8 +39,8 @@ OnMark = Callable[[LayerMark], None]
 
 
 def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
-    """How many layers have written KV after each layer of the model. Most recurrent layers write none; layers that
-    read another layer's KV come last and write none."""
+    """The number of layers that have written KV after each layer of the model. Most recurrent layers write none; layers
+    that read another layer's KV come last and write none."""
     if config.recurrent is not None:
         return list(accumulate(map(int, config.recurrent.kv_layers)))
     each = config.attentions_per_layer
@@ -48,7 +48,7 @@ def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
 
 
 def index_stops(config: ModelConfig) -> list[int]:
-    """How many layers have written keys of an index after each layer of the model."""
+    """The number of layers that have written keys of an index after each layer of the model."""
     attention = config.attention
     index = attention.index if isinstance(attention, MLAConfig) else None
     return [0 if index is None else index.cache_layer(layer_stop) for layer_stop in range(1, config.num_layers + 1)]

@@ -49,7 +49,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How this process divides its share of a device, in bytes."""
+    """The division of this process's share of a device, in bytes."""
 
     weights: int
     kv_cache: int
@@ -65,7 +65,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What this process may take of a device.
+    """The share of a device that this process may take.
 
     Attributes:
         fraction: share of the device's whole memory.

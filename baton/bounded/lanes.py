@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 from baton.core.errors import BatonError, InternalError, InvalidRequest
 
 Answer = dict[str, Any]
-# From a question's fields and content to the content of its answer.
+# Maps a question's fields and content to the content of its answer.
 Work = Callable[[Mapping[str, Any], bytes], bytes]
 
 _MESSAGE_BYTES_MAX = 4096
-# A fork is replaced after that many, so that what libraries keep of them stays small.
+# A fork is replaced after this many questions, so that what libraries keep of them stays small.
 _QUESTIONS_OF_A_FORK = 200
 _NUMBER_BYTES = 8
 _LANE_CLOSED = 3
@@ -38,7 +38,7 @@ def serve(arguments: list[str], make_work: Callable[[Any], Work]) -> None:
     """Serves until the other end of a lane is closed, or the parent ends.
 
     Args:
-        arguments: of the command line, as `baton.bounded.process` writes them.
+        arguments: those of the command line, which `baton.bounded.process` writes.
         make_work: given the facts that all questions share; called before the first fork.
     """
     parent, facts_fd, *lane_fds = map(int, arguments)
@@ -84,8 +84,8 @@ class _Lane:
         return pid
 
     def report_death(self, status: int) -> None:
-        """Reports what ended the fork, unless it was done. It may have taken a question with it whose number it had not
-        noted."""
+        """Reports what ended the fork, unless it exited normally. The fork may have taken a question and died before it
+        noted the number."""
         if status:
             died = os.WIFSIGNALED(status)
             self._answer({"signal": os.WTERMSIG(status)} if died else {"untried": "the work did not begin"})
@@ -103,7 +103,7 @@ class _Lane:
             for _ in range(_QUESTIONS_OF_A_FORK):
                 self._serve_one(data_bytes)
             os._exit(0)
-        finally:  # nothing of this fork may go on as its parent
+        finally:  # the fork must never go on as its parent
             os._exit(1)
 
     def _serve_one(self, data_bytes: int | None) -> None:
@@ -169,7 +169,8 @@ def _at_most(hard: int, bound: int) -> int:
 
 
 def _data_bytes() -> int | None:
-    """Memory of this process that RLIMIT_DATA counts; None: the kernel does not tell it, and nothing is limited."""
+    """Memory of this process that RLIMIT_DATA counts. Returns None if the kernel does not report it; then nothing is
+    limited."""
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
     return None

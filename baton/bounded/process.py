@@ -1,4 +1,4 @@
-"""The gateway's end of a bounded process: starts it, asks it, replaces it."""
+"""The gateway's end of a bounded process: starts it, sends it questions, replaces it."""
 
 import asyncio
 import json
@@ -21,23 +21,25 @@ log = logging.getLogger("baton")
 T = TypeVar("T")
 
 _ANSWER_BYTES_MAX = 1 << 18
-# The process itself ends work that takes longer than its bound.
+# How late an answer may be, although the process itself ends work that takes longer than its bound.
 _ANSWER_LATE_S = 30.0
 _RESTART_S = 1.0
 _SMALL_BYTES = 1 << 20
 
-# What ends work because of its question: the bound of CPU time; errors of a library, such as those without memory.
+# The signals that end work because of its question: the bound of CPU time, and errors of a library, such as a lack of
+# memory.
 FAULTS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What the work on one question may take.
+    """Bounds of the work on one question.
 
     Attributes:
-        cpu_s: of CPU time.
-        memory_bytes: more than the process has without it.
-        time_s: for work that waits for something; on a busy machine work within its CPU time may take long, too.
+        cpu_s: CPU time.
+        memory_bytes: memory beyond that of the process without the work.
+        time_s: wall time, for work that waits for something; on a busy machine work within its CPU time may take long,
+            too.
     """
 
     cpu_s: float
@@ -46,14 +48,15 @@ class Bound:
 
 
 class BoundedProcess:
-    """Used on one event loop. Each lane has one question at a time.
+    """A child process that works on questions within bounds. Used on one event loop; each lane has one question
+    at a time.
 
     The process inherits no descriptor and no variable that it does not need: no socket, no key.
 
     Args:
         module: calls `baton.bounded.lanes.serve`.
         task: what the process does, for messages: "check grammars".
-        facts: what all questions share; a value of JSON.
+        facts: facts that all questions share; a value of JSON.
     """
 
     def __init__(self, module: str, task: str, facts: Mapping[str, object], *, lanes: int) -> None:
@@ -69,16 +72,17 @@ class BoundedProcess:
 
     @property
     def pid(self) -> int | None:
-        """None: there is none now."""
+        """The process's pid. Returns None if there is none now."""
         return None if self._popen is None else self._popen.pid
 
     async def ask(
         self, lane: int, question: Mapping[str, object], content: bytes, bound: Bound
     ) -> tuple[Answer, bytes]:
-        """How the work on a question ended, and the content of its answer.
+        """Asks a question. Returns how the work on it ended, and the content of its answer.
 
         The answer is `bytes` with the content's size, `refused` or `failed` with an error's fields, the `signal` that
-        ended the work, or why it is `untried`. Work that ended for a reason of its own is tried once more.
+        ended the work, or why it is `untried`. Work that neither its bounds nor a library's error ended is tried once
+        more.
         """
         answer, made = await self._try(lane, question, content, bound)
         if "untried" in answer or answer.get("signal", signal.SIGALRM) not in (*FAULTS, signal.SIGALRM):
@@ -109,7 +113,7 @@ class BoundedProcess:
         self._number += 1
         try:
             answer = await self._exchange(end, {**question, "number": self._number, **asdict(bound)}, content)
-        except (OSError, asyncio.CancelledError):  # its answer would be taken for that to the next question
+        except (OSError, asyncio.CancelledError):  # its answer would be taken for the next question's
             if end in self._lanes:
                 self._end()
             raise
@@ -163,13 +167,13 @@ class BoundedProcess:
         except OSError as error:
             self._end()
             self._next_start_s = monotonic() + _RESTART_S
-            log.error("no process starts that could %s: %s", self._task, error)
+            log.error("cannot start a process to %s: %s", self._task, error)
             raise
         finally:
             os.close(facts)
             for end in theirs:
                 end.close()
-        log.debug("pid %d is there to %s", self._popen.pid, self._task)
+        log.debug("started pid %d to %s", self._popen.pid, self._task)
 
     def _end(self) -> None:
         popen, self._popen = self._popen, None
@@ -178,7 +182,7 @@ class BoundedProcess:
             popen.kill()
             popen.wait()
             if not self._answered and not self._closed:
-                log.error("pid %d was to %s, and ended before its first answer", popen.pid, self._task)
+                log.error("pid %d, started to %s, ended before its first answer", popen.pid, self._task)
                 self._next_start_s = monotonic() + _RESTART_S
         for end in lanes:
             if end not in self._asking:  # otherwise `ask` gets the end of the stream, and closes it
@@ -186,7 +190,7 @@ class BoundedProcess:
 
 
 async def _with_file(file: int, size_bytes: int, work: Callable[[int], T]) -> T:
-    """What `work` returns for the file's descriptor; large copies are made in a thread."""
+    """Runs `work` on the file's descriptor and returns its result; large copies run in a thread."""
     if size_bytes <= _SMALL_BYTES:
         return work(file)
     # NOTE: the thread has a descriptor of its own: after a cancellation, the number of ours may be another file's.

@@ -1,5 +1,5 @@
-"""Whose question a lane of a bounded process takes next: one at a time. Each client has one in line, so a client with
-many delays others by one of them."""
+"""Schedules the questions of a bounded process: each lane takes one at a time. Each client has one in line, so a client
+with many questions delays others by one."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Used on one event loop."""
+    """Gives clients turns on each lane. Used on one event loop."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes = tuple(asyncio.Lock() for _ in range(lanes))
@@ -18,8 +18,8 @@ class Turns:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(self, lane: int, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns, when it is the client's turn. Work that has begun keeps the lane to its end, even if its
-        client does not wait for that."""
+        """Runs `work` at the client's turn and returns its result. Work that has begun keeps the lane to its end, even
+        if its client stops waiting."""
         async with self._clients.setdefault((client, lane), asyncio.Lock()):
             turn = self._lanes[lane]
             await turn.acquire()

@@ -1,2 +1,2 @@
-"""What every other room may import: errors, plain types, limits, log lines. It imports nothing of ours, and no
+"""The room that every other room may import: errors, plain types, limits, log lines. It imports no other room and no
 torch."""

@@ -1,8 +1,8 @@
 """Names of prefix cache blocks: equal on nodes and gateways for equal tokens, model, adapter and salt. Pure.
 
 A block's digest covers its tokens and its parent's digest; the first parent, the root, covers model identity and salt.
-An adapter's name and revision are part of the identity: its KV is no other's.
-Messages and the gateway's index name a block by a number, the first 8 bytes of its digest.
+An adapter's name and revision are part of the identity, because its KV differs from every other's. Messages and the
+gateway's index name a block by a number, the first 8 bytes of its digest.
 """
 
 from array import array
@@ -91,7 +91,7 @@ def adapted_identity(identity: str, adapter: AdapterRef | None) -> str:
 
 
 def root_digest(identity: str, cache_salt: str) -> bytes:
-    """The parent of first blocks."""
+    """The digest that is the parent of a sequence's first block."""
     return _digest(b"", b"%d:%b%b" % (len(identity.encode()), identity.encode(), cache_salt.encode()))
 
 

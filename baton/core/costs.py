@@ -1,11 +1,11 @@
-"""What engine steps cost: a model with few numbers, fitted to measured steps, that predicts the time of others. Pure.
+"""Models the cost of engine steps: a few numbers, fitted to measured steps, predict the time of others. Pure.
 
-Four places use it: a node's scheduler sizes the slices of prompts by it, the gateway chooses where a prompt is
+Four places use the model: a node's scheduler sizes the slices of prompts by it, the gateway chooses where a prompt is
 prefilled, `baton plan` simulates clusters with it, and it travels in every node's status.
 
     seconds = dense(tokens) + key_s * keys + pair_s * pairs + decode_row_s * decode rows
 
-`dense` is linear between measured points, because a step of few tokens costs the reading of the weights, however few.
+`dense` is linear between measured points, because even a step of few tokens reads all weights.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 # Steps of few tokens cost the same, however few, so the lowest groups of token counts are wide.
 _GROUPS = np.array([2, 8, 32, *(64 << power for power in range(16))])
 _KNOT_RATIO = 1.3
-# Where samples leave open which cost explains them: the tokens do, then keys and pairs, then decode rows.
+# Where samples do not determine which cost explains them, tokens do first, then keys and pairs, then decode rows.
 _RIDGE_TOKENS, _RIDGE_ATTENTION, _RIDGE_ROWS = 1e-6, 1e-5, 1e-4
 _ROUNDS = 4
 _LEAST_SPREAD = 0.02
@@ -29,7 +29,7 @@ _FURTHER_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes.
+    """The work of one step.
 
     Args:
         decode_rows: rows that decode one token each.
@@ -49,13 +49,13 @@ class StepWork:
 
 
 def chunk_pairs(start: int, stop: int) -> int:
-    """Pairs of query and key of a prompt's tokens from `start` to `stop`, each of which sees itself and all before."""
+    """Query-key pairs of a prompt's tokens from `start` to `stop`; each token attends to itself and all before it."""
     return (start + stop + 1) * (stop - start) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The model of one node.
+    """The cost model of one node.
 
     Args:
         points: tokens and seconds of steps without attention; at least one. Tokens ascend, seconds never descend.
@@ -120,11 +120,11 @@ def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCosts:
 
 
 def fit_table(table: NDArray[np.float64], weights: NDArray[np.float64]) -> StepCosts:
-    """As `fit`, for samples that are the rows of a table.
+    """Fits the model like `fit`, to samples in the rows of a table.
 
     Args:
         table: decode rows, keys, prompt tokens, pairs and seconds; at least one row, all seconds above 0.
-        weights: of the rows.
+        weights: the rows' weights.
     """
     rows, keys, prompt_tokens, pairs, seconds = table.T
     tokens = np.maximum(rows + prompt_tokens, 1.0)
@@ -169,8 +169,8 @@ def _nonnegative(
     ridge: NDArray[np.float64],
     start: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Weighted least squares with coefficients of at least 0, by exchanging which of them are above 0, first those
-    of `start`."""
+    """Solves weighted least squares with coefficients of at least 0: an active-set method that starts from the positive
+    ones of `start`."""
     weighted = terms * weights[:, None]
     norms = np.sqrt(np.maximum((weighted * terms).sum(0), 1e-300))
     gram = weighted.T @ terms / np.outer(norms, norms) + np.diag(ridge)

@@ -1,7 +1,6 @@
-"""What each error is at every door: one row for each class of `baton.core.errors`.
+"""Maps errors to the codes of every door: one row for each class of `baton.core.errors`.
 
-gRPC code and HTTP status say the same: an error that a retry may cure is UNAVAILABLE and 503, or RESOURCE_EXHAUSTED and
-429.
+gRPC code and HTTP status agree: an error that a retry may cure is UNAVAILABLE and 503, or RESOURCE_EXHAUSTED and 429.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ class ErrorCode(NamedTuple):
     """One row. The reason in UPPER_SNAKE is the class's own.
 
     Args:
-        error: the class; its subclasses without a row are the same.
+        error: the class; its subclasses without a row share this one.
         grpc: name of the google.rpc.Code.
         http: status.
         openai_type, openai_code: `error.type` and `error.code` in OpenAI's shape.
@@ -35,7 +34,7 @@ class ErrorCode(NamedTuple):
 
 _WRONG, _BUSY, _DOWN = "invalid_request_error", "rate_limit_error", "service_unavailable_error"
 
-# Of several rows with one gRPC code, the first one stands for statuses that other programs made.
+# If several rows have one gRPC code, the first one stands for statuses of other programs.
 TABLE = (
     ErrorCode(errors.InvalidRequest, "INVALID_ARGUMENT", 400, _WRONG, "invalid_value", _WRONG),
     ErrorCode(errors.ContextOverflow, "INVALID_ARGUMENT", 400, _WRONG, "context_length_exceeded", _WRONG),
@@ -55,10 +54,10 @@ TABLE = (
     ErrorCode(errors.Overloaded, "RESOURCE_EXHAUSTED", 429, _BUSY, "overloaded", _BUSY, retryable=True),
     ErrorCode(errors.NoNode, "UNAVAILABLE", 503, _DOWN, "no_node", "overloaded_error", retryable=True),
     ErrorCode(errors.Draining, "UNAVAILABLE", 503, _DOWN, "draining", "overloaded_error", retryable=True),
-    # Another pair of nodes may do it, and an upgrade that is under way ends.
+    # A retry may help: another pair of nodes may fit, and an upgrade under way ends.
     ErrorCode(errors.PeerRefused, "UNAVAILABLE", 503, _DOWN, "peer_refused", "overloaded_error", retryable=True),
     ErrorCode(errors.DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded", "timeout_error"),
-    # As nginx says that a request was ended from outside; no client library retries it.
+    # nginx's status for a request that was ended from outside; no client library retries it.
     ErrorCode(errors.Cancelled, "CANCELLED", 499, "cancelled_error", "cancelled", "api_error"),
     ErrorCode(errors.InternalError, "INTERNAL", 500, "server_error", "internal", "api_error"),
     # Between nodes only: a client that gets it has found a bug.

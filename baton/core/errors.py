@@ -23,7 +23,7 @@ from typing import ClassVar, Self
 
 # The field of an `InternalError` about logits that are not finite, which some prompts may cause.
 LOGITS_FIELD = "logits"
-# Errors echo what others sent. Whoever passes an error on (a trailer, a message, a log line, stderr) can rely on these.
+# Errors echo what others sent. These bounds hold wherever an error goes: a trailer, a message, a log line, stderr.
 _PATH_BYTE = re.compile("[\udc80-\udcff]")  # as Python decodes a byte of a path that is no UTF-8
 _TEXT_CHARACTERS_MAX, _VALUE_CHARACTERS_MAX, _ALLOWED_MAX = 4000, 256, 64
 
@@ -80,11 +80,12 @@ class InvalidRequest(BatonError):
 
 
 class ContextOverflow(InvalidRequest):
-    """`of` makes one with OpenAI's words: client libraries shorten a conversation, or take another model, by them.
+    """The prompt leaves no room for an output. `of` uses OpenAI's words, by which client libraries shorten a
+    conversation or take another model.
 
     Attributes:
-        tokens: of the prompt, or fewer.
-        max_prompt_tokens: that leave room for an output.
+        tokens: tokens of the prompt, or a lower bound of them.
+        max_prompt_tokens: the longest prompt that leaves room for an output.
     """
 
     tokens = 0
@@ -92,8 +93,10 @@ class ContextOverflow(InvalidRequest):
 
     @classmethod
     def of(cls, tokens: int, max_context_tokens: int, *, field: str, cure: str = "", at_least: bool = False) -> Self:
-        """Args:
-        at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
+        """Makes the error with OpenAI's message.
+
+        Args:
+            at_least: the prompt has that many tokens or more, because it was not tokenized to its end.
         """
         has = f"at least {tokens}" if at_least else str(tokens)
         message = (

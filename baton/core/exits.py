@@ -1,4 +1,4 @@
-"""The end of a process: at once, and within a bounded time, whatever its threads wait for.
+"""Ends a process, at once or within a bounded time, whatever its threads wait for.
 
 No process of a node runs the interpreter's exit: there NCCL's teardown waits for ranks that are gone, and threads that
 wait for a GPU are joined.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-# For the last lines, which a full pipe does not take, and for the end of child processes.
+# Time for the last lines, which a full pipe does not take, and for child processes to end.
 END_S = 2.0
 
 
@@ -29,14 +29,14 @@ def exit_at_once(code: int) -> NoReturn:
 def exit_within(seconds: float) -> None:
     """Ends this process with exit code 1 after that time, unless it has ended by then. Any thread may call it.
 
-    NOTE: a thread of Python's own would not do: it needs the interpreter, which a call into C may hold for ever.
+    NOTE: a Python thread would not do: it needs the interpreter, which a call into C may hold for ever.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
 
 
 @contextmanager
 def ending_soon_if_it_fails() -> Iterator[None]:
-    """An error of the block may close things in order on its way out, but not for longer than `END_S`."""
+    """Lets an error of the block close things in order on its way out, for at most `END_S`."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""How many tokens each expert of a mixture got: as a node reports it, and as the file that `--expert-load` reads."""
+"""The token counts of a mixture's experts, as a node reports them and as `--expert-load` reads them from a file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class LayerLoad(BaseModel):
-    """One layer.
+    """The load of one layer.
 
     Attributes:
         layer: its number in the model.
-        tokens: of each expert.
-        rank_tokens: of each rank.
+        tokens: tokens of each expert.
+        rank_tokens: tokens of each rank.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -29,16 +29,16 @@ class LayerLoad(BaseModel):
 
     @property
     def imbalance(self) -> float:
-        """See `imbalance`."""
+        """The imbalance of the layer's ranks."""
         return imbalance(self.rank_tokens)
 
 
 class ExpertLoad(BaseModel):
-    """All layers of one node.
+    """The load of all layers of one node.
 
     Attributes:
-        model: its name, for people.
-        redundant_experts: of the node that counted.
+        model: the model's name, for people.
+        redundant_experts: redundant experts of the node that counted.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,16 +49,16 @@ class ExpertLoad(BaseModel):
 
     @property
     def tokens(self) -> Mapping[int, tuple[int, ...]]:
-        """Of each expert, by layer."""
+        """Tokens of each expert, by layer."""
         return {each.layer: each.tokens for each in self.layers}
 
     @property
     def rank_tokens(self) -> tuple[int, ...]:
-        """Of each rank, over all layers."""
+        """Tokens of each rank, over all layers."""
         return tuple(map(sum, zip(*(each.rank_tokens for each in self.layers), strict=True)))
 
     def since(self, before: "ExpertLoad") -> "ExpertLoad":
-        """What has come since then, on the same node."""
+        """The load since `before`, on the same node."""
         layers = [
             LayerLoad(
                 layer=now.layer,
@@ -71,14 +71,16 @@ class ExpertLoad(BaseModel):
 
 
 def imbalance(rank_tokens: Sequence[int]) -> float:
-    """Tokens of the busiest rank per token of a mean one: 1 where all have equally many, and where there are none."""
+    """Tokens of the busiest rank divided by those of the mean rank; 1 if all have equally many, or none."""
     total = sum(rank_tokens)
     return max(rank_tokens) * len(rank_tokens) / total if total else 1.0
 
 
 def read_expert_load(path: Path) -> ExpertLoad:
-    """Raises:
-    ConfigError: the file cannot be read, or is not what `baton expert-load` saves.
+    """Reads a file that `baton expert-load` has saved.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
     """
     cure = "save one by `baton expert-load HOST:PORT --output FILE`"
     try:

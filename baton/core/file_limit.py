@@ -1,4 +1,4 @@
-"""How many files this process may open. Connections are files, too."""
+"""Raises the number of files that this process may open. Connections are files, too."""
 
 import resource
 

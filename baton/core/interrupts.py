@@ -1,7 +1,7 @@
-"""Signals while a program is still importing: Ctrl-C prints one line in place of a traceback out of the middle of some
-package, and SIGTERM ends also the first process of a container, which the kernel spares while it has no handler.
+"""Handles signals while a program is still importing: Ctrl-C prints one line instead of a traceback from inside some
+package, and SIGTERM also ends the first process of a container, which the kernel spares while it has no handler.
 
-Whoever starts a program imports this first, and everything else inside of `plain_interrupts`.
+A program imports this module first, and everything else inside of `plain_interrupts`.
 """
 
 import os
@@ -17,9 +17,9 @@ TERMINATED = 143
 
 @contextmanager
 def plain_interrupts(program: str) -> Iterator[None]:
-    """Inside, SIGINT ends the process at once, with a line and exit code 130, SIGTERM with exit code 143. An exception
-    would not do: what is being imported may catch it, or turn it into another one. A stream that the caller has closed
-    leads nowhere from here on."""
+    """Lets SIGINT end the process at once, with a line and exit code 130, and SIGTERM with exit code 143. An exception
+    would not do: the package being imported may catch or replace it. A standard stream that the caller has closed is
+    opened to /dev/null."""
     _open_missing_streams()
     with (
         _ended_by(signal.SIGINT, signal.default_int_handler, INTERRUPTED, f"{program}: interrupted\n"),
@@ -30,7 +30,7 @@ def plain_interrupts(program: str) -> Iterator[None]:
 
 @contextmanager
 def _ended_by(number: signal.Signals, default: object, code: int, line: str = "") -> Iterator[None]:
-    """The signal ends the process with the line and the code, unless it is ignored or has somebody's handler."""
+    """Lets the signal end the process with the line and the code, unless it is ignored or has a handler already."""
     before = signal.getsignal(number)
     if before is not default:
         yield
@@ -49,8 +49,8 @@ def _ended_by(number: signal.Signals, default: object, code: int, line: str = ""
 
 
 def _open_missing_streams() -> None:
-    """A program that was started without stdout or stderr would fail at its first line, and its first socket would get
-    their number."""
+    """Opens missing standard streams to /dev/null: without them a program would fail at its first line, and its first
+    socket would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -1,7 +1,7 @@
 """Bounds of settings: every number has a least and a greatest value.
 
-The greatest ones are such as no machine reaches: beyond them arithmetic overflows, or a loop or a table never ends. The
-least ones keep a loop from taking a core: a time is at least DURATION_S_MIN, or 0 where that means something.
+No machine reaches the greatest values: beyond them arithmetic overflows, or a loop or a table never ends. The least
+values keep a loop from taking a core: a time is at least DURATION_S_MIN, or 0 where that means something.
 """
 
 SECONDS_MAX, RATE_MAX = 1e9, 1e9

@@ -1,7 +1,7 @@
 """A text stream that never makes its writer wait: a thread writes the lines, so a pipe that nobody reads blocks nobody.
 
-What waits is bounded in bytes: lines beyond it are dropped and counted until all that waits is written, and one line
-then says how many were dropped.
+The queue is bounded in bytes. Once it is full, lines are dropped and counted until all queued lines are written; one
+line then reports how many were dropped.
 """
 
 import atexit
@@ -20,7 +20,7 @@ _PIPE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes as many wit
 
 
 class LineStream(io.TextIOBase):
-    """Any thread and any signal handler may write.
+    """A stream whose writes never block. Any thread and any signal handler may write.
 
     Args:
         descriptor: stays open, and may be shared with other processes.
@@ -76,7 +76,7 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """As `drain`, but waits for a reader that does not come only once."""
+        """Drains the stream, but waits only once for a reader that does not come."""
         if not self._ended:
             self.drain(0.0 if self._stuck else _DRAIN_S)
 
@@ -126,7 +126,7 @@ class LineStream(io.TextIOBase):
                 self._changed.notify_all()
 
     def _write(self, data: bytes, within_s: float | None = None) -> bool:
-        """Whether all was written; False: the reader is gone, the disk is full, or the time is over."""
+        """Writes the data. Returns False if the reader is gone, the disk is full, or the time is over."""
         deadline_s = None if within_s is None else time.monotonic() + within_s
         room = select.poll()
         room.register(self._descriptor, select.POLLOUT)

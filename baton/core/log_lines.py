@@ -1,10 +1,11 @@
-"""Texts for log lines and screens that nobody can forge, and that show no prompt."""
+"""Makes texts safe for log lines and screens: they cannot be forged, and show no prompt."""
 
 from baton.core.errors import BatonError, InvalidRequest, readable, shortened
 
 
 def loggable(error: BatonError) -> str:
-    """The error for a log. Of a wrong request only the field, since the message shows what the client sent."""
+    """The error's text for a log. Of a wrong request it names only the field: the message shows what the client
+    sent."""
     if isinstance(error, InvalidRequest):
         return f"{error.reason} in {error.field or 'the request'}"
     return str(error)
@@ -19,5 +20,5 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str, most: int) -> str:
-    """About this many characters of the text, of which no terminal or browser obeys one."""
+    """The text, shortened to `most` characters before control characters are escaped."""
     return escaped(shortened(text, most))

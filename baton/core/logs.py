@@ -1,8 +1,8 @@
-"""Log lines of every process: text or JSON, one record a line, with time and zone, role, name and request id.
+"""Writes the log of every process as text or JSON: one record a line, with time and zone, role, name and request id.
 
-A log call gives figures as `extra={"fields": {...}}`, and long text that belongs to it as `extra={"lines": text}`. The
-request id comes from the task (`enter_request`), or from the fields. What others named, such as nodes and models,
-begins no line and moves no cursor. No line waits for whoever reads stderr (`baton.core.line_stream`).
+A log call passes values as `extra={"fields": {...}}`, and long text as `extra={"lines": text}`. The request id comes
+from the task (`enter_request`), or from the fields. Names that others chose, such as those of nodes and models, cannot
+start a line or move the cursor. No line waits for a reader of stderr (`baton.core.line_stream`).
 """
 
 import json
@@ -28,13 +28,13 @@ _REQUEST_ID: ContextVar[str] = ContextVar("baton_request_id", default="")
 
 
 def enter_request(request_id: str) -> None:
-    """From now on, this task and those that it starts work for that request."""
+    """Assigns the log lines of this task, and of tasks that it starts, to the request from now on."""
     _REQUEST_ID.set(request_id)
 
 
 @contextmanager
 def for_request(request_id: str) -> Iterator[None]:
-    """What the block logs is about that request."""
+    """Assigns the block's log lines to the request."""
     token = _REQUEST_ID.set(request_id)
     try:
         yield
@@ -43,12 +43,12 @@ def for_request(request_id: str) -> Iterator[None]:
 
 
 def set_up_logging(level: str, *, role: str, name: str = "", form: Format = "text") -> None:
-    """Log records go to stderr from now on, one line each.
+    """Sends log records to stderr from now on, one line each.
 
     Args:
         level: lowest level of our own records.
         role: the program, such as gateway or decode_node.
-        name: of this process, once it is known; `show_name` changes it.
+        name: name of this process, once it is known; `show_name` changes it.
     """
     write_in_background("stderr")
     handler = _Handler()
@@ -59,10 +59,10 @@ def set_up_logging(level: str, *, role: str, name: str = "", form: Format = "tex
 
 
 def write_in_background(*names: Literal["stderr", "stdout"]) -> None:
-    """From now on, what this process writes to these streams waits for no reader; the rest of it, for at most some
-    seconds, when the process ends.
+    """Makes writes to these streams wait for no reader from now on. When the process ends, the rest waits for a few
+    seconds at most.
 
-    A stream that somebody has replaced, such as a test, stays.
+    A stream that has been replaced, for example by a test, stays as it is.
     """
     for name in names:
         own = getattr(sys, f"__{name}__")
@@ -84,7 +84,7 @@ def count_dropped_lines(count: Callable[[int], None]) -> None:
 
 
 def show_name(name: str) -> None:
-    """Further lines have this name of the process."""
+    """Sets the process's name in later log lines."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, _Lines):
             handler.formatter.name = name
@@ -120,7 +120,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class _Lines(logging.Formatter):
-    """What both formats have in common: role, name, the fields of a record."""
+    """The part that both formats share: role, name, the fields of a record."""
 
     def __init__(self, role: str, name: str = "") -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class JsonLines(_Lines):
 
 
 def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[str]:
-    """What follows the record's message."""
+    """The texts after the record's message."""
     if lines := getattr(record, "lines", ""):
         yield lines
     if record.exc_info and record.exc_info[0] is not None:

@@ -1,4 +1,4 @@
-"""How much memory this machine has, and this process's container allows."""
+"""Finds how much memory this machine has, and this process's container allows."""
 
 import os
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ CGROUP_LIMITS = (
 
 
 def memory_limit_bytes(files: Sequence[Path] = CGROUP_LIMITS) -> int:
-    """The lower of both.
+    """The lower of the machine's memory and the container's limit, in bytes.
 
     Args:
-        files: with the container's limit; those that are missing or say "max" count for nothing.
+        files: files with the container's limit; missing ones, and ones that say "max", are ignored.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in files:

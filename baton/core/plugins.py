@@ -1,7 +1,7 @@
 """Parts that other distributions register by entry points: attention backends, model families, transports.
 
-An entry point's name is the part's name. Our own tables come first; no name may stand twice. Nothing is imported before
-somebody asks for it.
+An entry point's name is the part's name. A name that Baton's own table has, or that two distributions register, is an
+error. A plug-in is imported only when it is looked up.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,7 +31,7 @@ def find_registered(group: str, name: str, table: Mapping[str, T], kind: type[T]
     """The part of that name, from our table or from a plug-in; None if there is none.
 
     Raises:
-        ConfigError: the name stands twice, or the plug-in cannot be loaded or is of another class.
+        ConfigError: the name is registered twice, or the plug-in cannot be loaded or is of another class.
     """
     entry = _entries(group, table).get(name)
     if entry is None:
@@ -46,7 +46,7 @@ def load_plugins(group: str, ours: Collection[str]) -> dict[str, object]:
     """Every plug-in of a group by name, sorted.
 
     Raises:
-        ConfigError: a name stands twice, or a plug-in cannot be loaded.
+        ConfigError: a name is registered twice, or a plug-in cannot be loaded.
     """
     return {name: load(entry) for name, entry in sorted(_entries(group, ours).items())}
 
@@ -55,7 +55,7 @@ def load(entry: EntryPoint) -> object:
     """Imports what an entry point names.
 
     Raises:
-        ConfigError: that fails; names the distribution.
+        ConfigError: the import fails; names the distribution.
     """
     try:
         return entry.load()

@@ -1,4 +1,4 @@
-"""Blocks of a node's pools: a request takes all of its blocks from one pool, so free blocks of two pools do not add up.
+"""Counts blocks of pools. A request takes all its blocks from one pool, so free blocks of two pools do not add up.
 
 A node's admission and the gateways that predict it count alike. Pure.
 """
@@ -12,7 +12,7 @@ def take_from_roomiest(open_blocks: list[int], blocks: int) -> None:
 
 
 def left_after(open_blocks: Iterable[int], needed: Iterable[int]) -> list[int]:
-    """What each pool has left for a request that comes after others, each of which needs so many blocks."""
+    """The blocks that each pool has left after other requests have taken theirs; `needed` has the number for each."""
     left = list(open_blocks)
     for blocks in needed if left else ():
         take_from_roomiest(left, blocks)

@@ -1,4 +1,4 @@
-"""The HTTP proxy through which a client reaches a gateway, as the environment's usual variables say. Pure.
+"""Finds the HTTP proxy through which a client reaches a gateway, from the environment's usual variables. Pure.
 
 Channels between processes of the cluster never use one.
 """
@@ -25,8 +25,8 @@ class Proxy:
 
 def proxy_for(target: str, variables: Mapping[str, str]) -> Proxy | None:
     """The proxy for host:port: the first of grpc_proxy, https_proxy, http_proxy and all_proxy that names an HTTP proxy,
-    in lower or upper case. None: directly, as where no_grpc_proxy or no_proxy has the host: its name, a domain of it,
-    its address, a network in CIDR notation, each with or without a port, or `*`.
+    in lower or upper case. Returns None if there is none, or if no_grpc_proxy or no_proxy has the host: its name, a
+    domain of it, its address, a network in CIDR notation, each with or without a port, or `*`.
     """
     host, _, port = target.removeprefix("dns:///").rpartition(":")
     host = host.strip("[]").lower()

@@ -1,4 +1,4 @@
-"""The file that a process writes once it is ready, for whoever starts it."""
+"""Writes the ready file: a process shows by it that it is ready."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from baton.core.regular_file import check_can_write, write_regular_file
 
 
 def check_ready_file(path: Path | None) -> None:
-    """To be called before a process loads what takes long.
+    """Checks that the ready file can be written, before a process starts to load for long.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -27,7 +27,7 @@ def write_ready_file(path: Path | None, *, address: str, http: str | None = None
 
     Args:
         http: address of its HTTP server.
-        metrics: where its metrics are scraped.
+        metrics: URL at which its metrics are scraped.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,6 +1,6 @@
-"""Reads and writes files that somebody named: regular ones only, never a pipe, which would wait, or a device.
+"""Reads and writes files that users name: only regular files, never a pipe, which would block, or a device.
 
-What is written appears whole or not at all, and takes the place of nothing but a regular file.
+A written file appears whole or not at all, and replaces only a regular file.
 """
 
 import os
@@ -67,7 +67,7 @@ def write_regular_file(path: Path, data: bytes | str, *, mode: int | None = None
 
 
 def check_can_write(path: Path) -> None:
-    """Finds before some long work that `write_regular_file` cannot write there.
+    """Checks before long work that `write_regular_file` can write there.
 
     Raises:
         OSError: as `write_regular_file`.
@@ -85,10 +85,10 @@ def check_can_write(path: Path) -> None:
 
 
 def _regular_or_absent(path: Path) -> os.stat_result | None:
-    """What is known of the file; None: there is none.
+    """The status of the regular file. Returns None if there is no file.
 
     Raises:
-        OSError: something else is there, or the path can be none.
+        OSError: the path names something else, or cannot be a file's.
     """
     try:
         found = os.lstat(path)

@@ -1,6 +1,6 @@
 """The sampling parameters, each declared once: `ResolvedSampling` with meaning, bounds, default and doors.
 
-`SamplingParams` is what a client sets of them. HTTP bodies, vLLM's messages, flags, checks and docs/api.md follow from
+`SamplingParams` has those that a client sets. HTTP bodies, vLLM's messages, flags, checks and docs/api.md follow from
 the table `SAMPLING_FIELDS`.
 """
 
@@ -41,7 +41,7 @@ def _no_bias() -> Mapping[int, float]:
 class ResolvedSampling:
     """How to choose the tokens of one request, with every parameter decided. Gateways resolve, nodes obey.
 
-    None stands only where it is a choice of its own: no logprobs, no constraint.
+    None appears only as a choice of its own: no logprobs, no constraint.
 
     Raises:
         InvalidRequest: a value has another type or is out of bounds; names it.
@@ -178,7 +178,7 @@ class ResolvedSampling:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a client sets of the sampling parameters; docs/api.md lists what each does.
+    """The sampling parameters that a client sets; docs/api.md describes each.
 
     None is unset: the gateway then takes the model's generation_config.json, then the neutral default. A seed is drawn.
 

@@ -1,4 +1,4 @@
-"""`SamplingField`: what one sampling parameter is called, takes and means at every door. Knows no parameter."""
+"""`SamplingField` declares one sampling parameter: its name, bounds and meaning at every door. Knows no parameter."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +17,8 @@ _SHOWN_CHARACTERS = 100
 
 
 class Door(StrEnum):
-    """Takes sampling parameters. Baton's own messages and Python client are no doors here: they take all of them."""
+    """A door that takes sampling parameters. Baton's own messages and Python client are not listed: they take all of
+    them."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -65,7 +66,8 @@ class Bounds(NamedTuple):
 
 
 class Lenient(NamedTuple):
-    """Integers below the bounds that JSON may have: from `low` on, they are read modulo `modulus`, or as 0."""
+    """Integers below the bounds that JSON may have anyway: from `low` on they are read modulo `modulus`, or as 0
+    without one."""
 
     low: int
     modulus: int | None = None
@@ -80,12 +82,12 @@ class SamplingField:
 
     Args:
         meaning: what the parameter does, for pages and help.
-        doors: who takes it.
-        bounds: of the number, or of each number in a list or mapping.
+        doors: doors that take it.
+        bounds: bounds of the number, or of each number in a list or mapping.
         renamed: its names at doors that call it otherwise.
         by_hand: doors whose own code declares and translates it, since it has another form there.
-        items_max: of a list or mapping.
-        lenient: what JSON may have besides.
+        items_max: most items of a list or mapping.
+        lenient: further integers that JSON may have.
         unset: what happens without it, where the default does not say so.
         name, kind, default: those of the declaration; `sampling_table` fills them in.
     """
@@ -111,8 +113,10 @@ class SamplingField:
         return self.kind.value if self.bounds is None else self.bounds.text
 
     def check(self, value: Any) -> None:
-        """Raises:
-        InvalidRequest: the value has another type or is out of bounds; names it.
+        """Checks a value's type and bounds.
+
+        Raises:
+            InvalidRequest: the value has another type or is out of bounds; names it.
         """
         if self.kind is Kind.BIASES:
             if not isinstance(value, Mapping):

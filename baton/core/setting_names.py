@@ -1,4 +1,4 @@
-"""Names of settings in the environment and on the command line, and where the code lies that runs."""
+"""Names of settings in the environment and on the command line, and the location of the running code."""
 
 from pathlib import Path
 

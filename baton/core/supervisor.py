@@ -1,4 +1,5 @@
-"""The connection from a process to the `baton up` that started it: reports go up it, and its end ends the process.
+"""The connection from a process to the `baton up` that started it. It carries reports, and when
+it ends, the process ends too.
 
 It is a Unix socket in the abstract namespace, which the kernel closes and removes, however `baton up` ends.
 """
@@ -17,16 +18,16 @@ from baton.core.exits import exit_within
 
 log = logging.getLogger("baton")
 
-# After that time, a process whose supervisor is gone ends without cleanup.
+# A process whose supervisor is gone ends without cleanup after this time.
 _END_S = 2.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a process does.
+    """A stage of a process's work.
 
     Args:
-        done, total: measure of it; both 0 without one.
+        done, total: progress of the stage; both 0 if it is not measured.
     """
 
     name: str
@@ -35,10 +36,10 @@ class Stage:
 
 
 class Supervisor:
-    """Reports what this process does. Without a supervisor, reports are only kept.
+    """Reports what this process is doing. Without a supervisor, it only keeps the last report.
 
     Args:
-        name: of the supervisor's socket, or None.
+        name: name of the supervisor's socket; None: there is no supervisor.
 
     Attributes:
         stage: the last report.
@@ -70,10 +71,10 @@ class Supervisor:
         return self._socket is not None
 
     def report(self, stage: str, *, done: int = 0, total: int = 0, **more: object) -> None:
-        """Sends what this process does now. A report for which there is no room is dropped; any thread may call this.
+        """Sends what this process is doing. A report is dropped if the socket is full; any thread may call this.
 
         Args:
-            done, total: measure of the stage.
+            done, total: progress of the stage.
             more: `address` as soon as the server's port is bound.
         """
         self.stage = Stage(stage, done, total)
@@ -84,8 +85,8 @@ class Supervisor:
                 self._socket.send(json.dumps({"stage": stage, **more}).encode(), socket.MSG_DONTWAIT)
 
     def failed(self, error: str) -> bool:
-        """Sends why this process cannot start or go on. Returns whether somebody shows it, so that this process need
-        not."""
+        """Sends why this process cannot start or go on. Returns whether the supervisor shows it, so that this process
+        need not."""
         if self._socket is None:
             return False
         try:

@@ -92,10 +92,10 @@ _SLO_MAX_S = 1e6
 
 @dataclass(frozen=True)
 class Slo:
-    """What is expected of one request's speed; None: no bound.
+    """Bounds on one request's latency; None: no bound.
 
     Args:
-        ttft_s: from the request's arrival at the gateway to its first token.
+        ttft_s: time from the request's arrival at the gateway to its first token.
         tpot_s: mean time per token after the first.
     """
 
@@ -121,7 +121,7 @@ class Usage:
     """Tokens of a request.
 
     Attributes:
-        cached_tokens: of the prompt, those that no node computed for this request: prefix caches had their KV.
+        cached_tokens: prompt tokens that no node computed for this request, because prefix caches had their KV.
     """
 
     prompt_tokens: int

@@ -1,7 +1,7 @@
-"""Which adapter is in which of the device's slots, and which slots are free. Pure.
+"""Assigns adapters to the device's slots. Pure.
 
-An adapter that is unloaded, or replaced by another revision, keeps its slot while requests use it: they go on with it,
-and new ones do not get it.
+An adapter that is unloaded or replaced by another revision keeps its slot while requests use it; new requests do not
+get it.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from baton.core.types import AdapterRef
 
 
 class AdapterSlots:
-    """Which adapter each slot of a model has.
+    """The adapter in each of a model's slots.
 
     Args:
         count: number of slots.
@@ -26,7 +26,7 @@ class AdapterSlots:
 
     @property
     def loaded(self) -> list[AdapterRef]:
-        """By name."""
+        """The adapters that requests may use, sorted by name."""
         return sorted(self._slots)
 
     @property
@@ -52,10 +52,10 @@ class AdapterSlots:
         return slot
 
     def take(self) -> int:
-        """A slot to fill. Call `filled` or `failed` next.
+        """Claims a free slot; call `filled` or `failed` next.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded: no slot is free.
         """
         slot = self._free()
         if slot is not None:
@@ -69,7 +69,7 @@ class AdapterSlots:
         )
 
     def filled(self, slot: int, adapter: AdapterRef) -> None:
-        """Requests may use the adapter. It replaces other revisions of its name."""
+        """Lets requests use the adapter in `slot`. It replaces other revisions of its name."""
         self._filling.discard(slot)
         self.unload(adapter.name)
         self._slots[adapter] = slot
@@ -78,7 +78,7 @@ class AdapterSlots:
         self._filling.discard(slot)
 
     def unload(self, name: str) -> bool:
-        """Whether it was loaded."""
+        """Offers the adapter to no new request. Returns whether it was loaded."""
         known = [adapter for adapter in self._slots if adapter.name == name]
         for adapter in known:
             del self._slots[adapter]

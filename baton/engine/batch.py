@@ -28,13 +28,13 @@ class BatchRow(NamedTuple):
         token_source: the row of the previous step that samples this row's only token, which the host does not know
             yet; `token_ids` then holds a 0 in its place. None: `token_ids` are known.
         sample: None while known tokens of the sequence remain to be computed.
-        since: the number of the first step with this row. Later steps may share the row at the same place, where it
-            stands for one token further on in each step. None: the row is for one step only.
+        since: the first step with this row. Later steps may share the row at the same place; in each of them it is one
+            token further on. None: the row is for one step only.
         adapter: slot of the request's adapter; -1: it has none.
         state_slot: slot of the request's recurrent state; -1: the model has none.
         owner: the rank that has the blocks, where each has blocks of its own.
-        snapshots: (tokens, slot), up to MOST_SNAPSHOTS: this slot gets the recurrent state after so many of the row's
-            tokens, which are fewer than all of them.
+        snapshots: up to MOST_SNAPSHOTS pairs (tokens, slot): the slot gets the recurrent state after this many of the
+            row's tokens, fewer than all.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class BatchRow(NamedTuple):
         return self.token_start + len(self.token_ids)
 
     def at(self, step: int) -> "BatchRow":
-        """The row as it is in that step."""
+        """The row at a given step."""
         if self.since is None or self.since == step:
             return self
         further, sample = step - self.since, self.sample
@@ -64,7 +64,7 @@ class BatchRow(NamedTuple):
 
 
 class ScoreRow(NamedTuple):
-    """Which logprobs of prompt tokens a row of a prompt computes.
+    """The prompt tokens whose logprobs a row computes.
 
     Args:
         targets: the tokens that follow the row's tokens in the prompt. The prompt's last token has none, because the
@@ -82,7 +82,7 @@ class Batch:
 
     Args:
         shared_rows: the step's rows; other steps may share some of them, see `BatchRow.since`.
-        layers_per_group: a mark is wanted after this many layers each; 0: no marks.
+        layers_per_group: number of layers between marks; 0: no marks.
         scores: the rows whose prompt logprobs are wanted, by place, in order.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
     """
@@ -95,7 +95,7 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
 
     def of_owners(self, count: int) -> "Batch":
-        """The same rows for each of so many owners, to warm up."""
+        """The rows repeated for each of `count` owners, for warm-up steps."""
         rows = tuple(row._replace(owner=owner) for row in self.shared_rows for owner in range(count))
         return Batch(self.step, rows, scores=tuple((place * count, score) for place, score in self.scores))
 

@@ -1,4 +1,4 @@
-"""Batches from the rank that schedules to the other ranks, as bytes that hold only what has changed.
+"""Encodes batches for the ranks that do not schedule, as bytes that hold only what has changed.
 
 An unchanged row is the same object as at the same place of the previous step and is not sent. A changed row is sent
 without the blocks and the history that it had before. So writer and readers must see every batch in the same order.
@@ -19,12 +19,12 @@ _PARAMS = tuple(field.name for field in fields(ResolvedSampling))
 _params_of = attrgetter(*_PARAMS)
 _NO_ROW = BatchRow("", int_array(), 0, int_array(), None)
 
-# How many leading numbers equal the known array at the same place, and the bytes of the others.
+# The number of leading values that equal those of the known array, and the bytes of the others.
 _Tail: TypeAlias = tuple[int, bytes]
 
 
 class BatchWriter:
-    """Writes for one or more readers."""
+    """Encodes batches for one or more readers."""
 
     def __init__(self) -> None:
         self._rows: list[BatchRow] = []
@@ -41,7 +41,7 @@ class BatchWriter:
 
 
 class BatchReader:
-    """Reads what one writer wrote. Rows that were not sent again are the same objects as in the previous step."""
+    """Decodes the batches of one writer. Rows that were not sent again are the same objects as in the previous step."""
 
     def __init__(self) -> None:
         self._rows: list[BatchRow] = []
@@ -56,7 +56,7 @@ class BatchReader:
 
 
 def _encode_row(row: BatchRow, known: BatchRow) -> tuple[Any, ...]:
-    """The row's fields; a request id of None means that of the known row."""
+    """The row's fields; the request id is None where the known row has the same one."""
     return (
         None if row.request_id == known.request_id else row.request_id,
         row.token_ids.tobytes(),
@@ -85,7 +85,7 @@ def _decode_row(encoded: Sequence[Any], known: BatchRow) -> BatchRow:
 
 
 def _encode_sample(sample: SampleRow, known: SampleRow | None) -> tuple[Any, ...]:
-    """The fields of the sample row; params of None are those of the known one."""
+    """The sample row's fields; `params` is None where the known row has the same ones."""
     params = None
     if known is None or sample.params is not known.params:
         # A read-only view of a dict cannot be pickled.

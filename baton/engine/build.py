@@ -74,13 +74,13 @@ class BuiltRunner(NamedTuple):
 
     Attributes:
         cache: the rank's own, with the heads of this rank.
-        dtype: of weights and activations; the cache's dtype is in its spec.
-        config: of the whole model.
-        memory: the result of a profile; None where the size of the cache was given.
+        dtype: dtype of weights and activations; the cache's dtype is in its spec.
+        config: configuration of the whole model.
+        memory: the result of a profile; None if the settings give the size of the cache.
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
-        grammars: for the model's tokenizer, which is read already.
-        costs: of steps as they are served; None before `calibrate`.
+        grammars: compiler for the model's tokenizer, already loaded.
+        costs: measured costs of served steps; None before `calibrate`.
     """
 
     runner: ModelRunner
@@ -96,7 +96,7 @@ class BuiltRunner(NamedTuple):
     kv_heads: range
     grammars: GrammarCompiler
     costs: StepCosts | None = None
-    largest: StepLimits | None = None  # that it was prepared for; None before `calibrate`
+    largest: StepLimits | None = None  # what the runner was prepared for; None before `calibrate`
 
 
 def build_runner(
@@ -208,8 +208,9 @@ def build_runner(
         _log.info("%s: %d slots for adapters of %.1f MiB", device, adapters.count, adapters.bytes_per_slot / MIB)
     clock = time.thread_time if parallel.rank == 0 else None  # rank 0 ends requests
     grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids, clock=clock)
-    # No step could run meanwhile: the library holds the interpreter lock, for 2.4 s where there are 128,000 tokens.
-    with suppress(BatonError):  # requests with a grammar get it
+    # Loads now, because the library holds the interpreter lock meanwhile (2.4 s for 128,000 tokens) and no step could
+    # run.
+    with suppress(BatonError):  # requests with a grammar get the error
         grammars.load()
 
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
@@ -252,8 +253,8 @@ def build_runner(
 
 
 def calibrate(built: BuiltRunner, settings: NodeSettings) -> BuiltRunner:
-    """Prepares the runner, measures what its steps cost as they are served, and chooses the step size if the settings
-    give none. All ranks call it together, while the cache is empty.
+    """Prepares the runner, measures the costs of served steps, and chooses the step size if the settings give none. All
+    ranks call it together, while the cache is empty.
     """
     device = built.cache.view.device
     runner, largest, parallel = built.runner, built.limits, built.parallel
@@ -278,7 +279,7 @@ def calibrate(built: BuiltRunner, settings: NodeSettings) -> BuiltRunner:
 
 
 def step_limits(built: BuiltRunner, settings: NodeSettings) -> StepLimits:
-    """The limits of a node in the role of these settings, within those that it was prepared for at its start."""
+    """The step limits for the role in these settings, within those that the runner was prepared for."""
     if built.costs is None or built.largest is None or settings.max_batch_tokens is not None:
         return built.limits
     rule, most = step_rule(settings), built.largest
@@ -287,7 +288,7 @@ def step_limits(built: BuiltRunner, settings: NodeSettings) -> StepLimits:
 
 
 def step_rule(settings: NodeSettings) -> StepRule:
-    """What the node's step size is chosen for."""
+    """The rule by which the node's step size is chosen."""
     if isinstance(settings, DecodeSettings):
         return DECODE_RULE
     also_decodes = isinstance(settings, PrefillSettings) and settings.also_decodes

@@ -1,5 +1,5 @@
-"""How large the KV cache, its slots for states and the engine steps of a node are: as the settings say, or as memory
-allows; and a line where a cache is too small for the longest request."""
+"""Chooses the sizes of a node's KV cache, state slots and engine steps from its settings or its memory, and describes a
+cache that is too small for the longest request."""
 
 import logging
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def cpu_cache_bytes(settings: NodeSettings, spec: KVCacheSpec, *, context_tokens
     Args:
         spec: one rank's part of the KV.
         context_tokens: longest prompt plus output of the model.
-        memory_bytes: that this machine has, and this container may use.
+        memory_bytes: memory of this machine that its container may use.
     """
     wanted = min(context_tokens, settings.max_context_tokens or context_tokens)
     blocks = -(-wanted // settings.block_size)
@@ -47,10 +47,11 @@ def cpu_cache_bytes(settings: NodeSettings, spec: KVCacheSpec, *, context_tokens
 
 
 def shortage(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int, context_tokens: int, on_gpu: bool) -> str:
-    """One line about a cache that is too small for the longest request, with the setting to change; "" if it is not.
+    """Describes a cache that is too small for the longest request in one line, with the setting to change. Returns ""
+    if the cache is large enough.
 
     Args:
-        num_blocks: of the cache.
+        num_blocks: blocks of the cache.
         context_tokens: longest prompt plus output of the model.
     """
     wanted = min(context_tokens, settings.max_context_tokens or context_tokens)
@@ -72,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 # Bound of a profiled cache: with a tiny model it would have so many blocks that their tables take gigabytes.
 _MOST_BLOCKS = 1 << 20
-# A seat is of use where the cache holds so many tokens for each.
+# A seat is useful only if the cache holds this many tokens for it.
 _SEAT_TOKENS = 512
 # The cache's part of the memory that a node may use, as far as is known before the weights are loaded.
 _CACHE_SHARE = 0.5
@@ -89,10 +90,10 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
     """The number of slots of one rank's cache; 0 for models without states.
 
     Args:
-        given: from a test; 0: this function chooses.
+        given: a number that a test sets; 0: this function chooses.
         spec: the rank's.
         seats: most requests of a step.
-        most_bytes: what all slots may take together.
+        most_bytes: most bytes of all slots together.
 
     Raises:
         ConfigError: the given number takes more, or `most_bytes` holds too few.
@@ -121,7 +122,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
         )
     if fitting < seats:
         _log.warning(
-            "%d recurrent states of %d MiB fit, so no more requests run at a time, where %d could",
+            "only %d recurrent states of %d MiB fit, so as many requests run at a time instead of %d",
             fitting,
             slot_bytes >> 20,
             seats,
@@ -131,7 +132,7 @@ def choose_state_slots(given: int, spec: KVCacheSpec, *, seats: int, most_bytes:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it, and `state_slots`."""
+    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it and `state_slots`."""
 
     max_batch_tokens: int
     max_batch_requests: int

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Async context manager. Entry prepares the device, which may take minutes, and raises what that raises.
+    """Runs requests on one device. An async context manager: entry prepares the device, which may take minutes, and
+    raises its errors.
 
     On exit the steps in flight end, and every remaining request fails with Cancelled.
 
@@ -38,11 +39,11 @@ class Engine:
         on_step: called on the event loop after each step, during a step at each of its marks, and when waiting
             requests are refused. It must not raise: if it does, the engine ends.
         grammars: compiles the grammars of requests.
-        meter: what steps cost; None: that is never known.
+        meter: learns step costs; None: they stay unknown.
         num_adapters: slots of the runner for adapters.
 
     Attributes:
-        adapters: those that requests may name.
+        adapters: the slots of the loaded adapters.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class Engine:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """For those who follow what it has."""
+        """The prefix cache, for followers of its contents."""
         return self._scheduler.prefix_cache
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """Other limits from now on, for a node that changes its role."""
+        """Replaces the limits when the node changes its role."""
         self._scheduler.set_limits(limits)
 
     def submit(self, request: EngineRequest) -> None:
@@ -105,7 +106,7 @@ class Engine:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: too many requests wait already, or it cannot meet its deadline and is to be refused then.
+            Overloaded: too many requests wait already, or it cannot meet its deadline and has `refuse_late`.
             UnknownModel: its adapter is not loaded.
         """
         self._check_alive()
@@ -118,8 +119,8 @@ class Engine:
         """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
 
         Args:
-            arriving_tokens: only the KV of the tokens before this one comes, with the recurrent state after them; 0:
-                that of all tokens.
+            arriving_tokens: number of leading tokens whose KV will arrive, with the recurrent state after them; 0: all
+                tokens.
 
         Raises:
             InvalidRequest: it could never run.
@@ -132,7 +133,8 @@ class Engine:
         return self._scheduler.reserve(request, self._clock(), arriving_tokens=arriving_tokens)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        """The reserved request got more tokens elsewhere. `output` is its whole output so far; blocks may be added.
+        """Extends a reservation by tokens that were sampled elsewhere. `output` is the whole output so far; blocks may
+        be added.
 
         Raises:
             UnknownLease: no such reservation.
@@ -142,8 +144,8 @@ class Engine:
         return self._scheduler.extend_reserved(request_id, output)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """All KV before `first`, the next token, is in the reserved blocks: the request joins the next step that is not
-        launched yet and has a seat for it.
+        """Lets a reserved request decode, once all KV before `first`, its next token, has arrived. It joins the next
+        step that is not launched yet and has a seat.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -156,11 +158,11 @@ class Engine:
         return reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0) -> None:
-        """The reserved request computes the rest of its sequence here. `output` is its whole output so far.
+        """Computes the rest of a reserved request's sequence here. `output` is its whole output so far.
 
         Args:
-            received_tokens: the KV of the tokens before this one has arrived in the reserved blocks, sent with the
-                reservation's `resume_at`, or with this number where that is less. A multiple of the block size, and of
+            received_tokens: number of leading tokens whose KV has arrived in the reserved blocks; it was sent with the
+                lesser of the reservation's `resume_at` and this number. A multiple of the block size, and of
                 `EngineLimits.chunk_align_tokens`; 0: none has arrived.
 
         Raises:
@@ -212,7 +214,7 @@ class Engine:
         return self._scheduler.load()
 
     def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
-        """Blocks that are held for nothing: by no request, or by one that, as `knows` says, nobody answers for."""
+        """Leaked blocks: owned by no request, or by one that `knows` rejects."""
         return self._scheduler.leaked_blocks(knows)
 
     async def _run(self) -> None:
@@ -269,7 +271,7 @@ class Engine:
         return True
 
     def _next_events(self) -> StepEvents | None:
-        """The next events of the oldest step in flight; None: the device has reported nothing new."""
+        """The next events of the oldest step in flight. Returns None if the device has reported nothing new."""
         if not self._outcomes:
             return None
         outcome = self._outcomes.popleft()
@@ -292,7 +294,7 @@ class Engine:
         self._wake.set()
 
     def _with_slot(self, request: EngineRequest) -> EngineRequest:
-        """With the slot that its adapter has now."""
+        """The request with its adapter's current slot."""
         if request.adapter is None:
             return request
         return replace(request, adapter_slot=self.adapters.slot_of(request.adapter))

@@ -20,8 +20,8 @@ class RequestStarted:
     Args:
         cached_tokens: leading tokens whose KV was in the cache. No `ChunkComputed` covers them, nor the tokens whose KV
             came from elsewhere.
-        queue_s: from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat. The
-            rest of the time to the first token is that of computing.
+        queue_s: time from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat.
+            The rest of the TTFT is computation.
     """
 
     request_id: str
@@ -49,8 +49,8 @@ class ChunkComputed:
 
 @dataclass(frozen=True)
 class LayersComputed:
-    """As `ChunkComputed`, for the first `layer_stop` layers of KV and the first `index_stop` ones of an index only. The
-    step still runs; `ChunkComputed` follows."""
+    """A chunk's KV is in the cache for the first `layer_stop` layers, and for the first `index_stop` layers of an
+    index. The step still runs; `ChunkComputed` follows."""
 
     request_id: str
     token_start: int

@@ -1,4 +1,4 @@
-"""The plan of a node's experts, from its settings: the same on every rank."""
+"""Plans the placement of a node's experts from its settings, equally on every rank."""
 
 import torch
 
@@ -13,21 +13,21 @@ def plan_experts(parallel: TensorParallel, config: ModelConfig, settings: NodeSe
     """The rank with the plan of its experts, if ranks hold whole ones.
 
     Args:
-        config: of the whole model.
+        config: configuration of the whole model.
 
     Raises:
-        ConfigError: the settings contradict each other, or the load's file is not one of this model.
+        ConfigError: the settings contradict each other, or the load file is of another model.
     """
     load = None if settings.expert_load is None else read_expert_load(settings.expert_load)
     return with_experts_placed(parallel, config, redundant=settings.redundant_experts, load=load)
 
 
 def check_same_plan(parallel: TensorParallel, device: torch.device) -> None:
-    """Raises ConfigError on each rank if their plans differ: hosts have copies of the load's file. All ranks call it
-    together.
+    """Checks that all ranks have the same plan, because each host reads its own copy of the load file. All ranks call
+    it together and get the same ConfigError.
 
     Args:
-        device: of tensors that the ranks' group takes.
+        device: device of tensors that the ranks' group takes.
     """
     if parallel.placement is not None and not parallel.agree(repr(parallel.placement), device):
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""When the next step is scheduled and launched while one runs: so late that arriving requests can still join it, and so
-early that the device does not wait. Pure; times are arguments.
+"""Times the launch of the next step while one runs: late, so that arriving requests can still join it, but early enough
+that the device does not wait. Pure; times are arguments.
 
     running step  |--------------------------------------------|
                                     due ^        launched ^    ^ its predicted end
@@ -56,29 +56,29 @@ class LaunchPace:
 
     @property
     def due_s(self) -> float | None:
-        """When to launch the next step; None: at once, because costs or times are not known."""
+        """When to launch the next step. Returns None to launch at once, while costs or times are unknown."""
         if self._predicted_s is None or min(self._lead_s.count, self._early.count) < _SAMPLES_MIN:
             return None
         surely_s = self._predicted_s * (1 - _MARGIN - max(0.0, self._early.value))
         return self._started_s + surely_s - _MARGIN_S - self._lead_s.value
 
     def started(self, started_s: float, predicted_s: float | None, *, now: float) -> None:
-        """The oldest step in flight runs since `started_s`, which is known since `now`."""
+        """Records that the oldest step in flight started at `started_s`, as seen at `now`."""
         self._started_s, self._known_s, self._predicted_s = started_s, now, predicted_s
         self._attempted = False
 
     def begin(self, *, now: float) -> float:
-        """The engine tries to launch a step. Returns since when that was due."""
+        """Records an attempt to launch a step. Returns when the launch was due."""
         due_s = self.due_s
         first, self._attempted = not self._attempted, True
         return max(due_s, self._known_s) if first and due_s is not None and due_s < now else now
 
     def launched(self, begun_s: float) -> None:
-        """A step, whose launch was due since `begun_s`, is on its way to the device."""
+        """Records that a step whose launch was due at `begun_s` is on its way to the device."""
         self._begun_s.append(begun_s)
 
     def ended(self, *, launched_s: float, ended_s: float) -> None:
-        """The oldest step has ended on the device; its launch was done at `launched_s`."""
+        """Records that the oldest step has ended on the device; its launch was done at `launched_s`."""
         # A launch that waited for the one before needs no more lead for that.
         self._lead_s.add(max(0.0, launched_s - max(self._begun_s.popleft(), self._last_launched_s)))
         self._last_launched_s = launched_s

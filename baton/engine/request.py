@@ -1,4 +1,4 @@
-"""Input and status of an engine: requests, reservations, limits, load. Plain values."""
+"""The input and status of an engine: requests, reservations, limits, load. Plain values."""
 
 from array import array
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
 
 
 class QueuePlace(NamedTuple):
-    """Where a request stands among others: lower places go first and give way last.
+    """A request's place in a queue: lower places run first and are preempted last.
 
     All queues of a node sort by this alone.
 
@@ -71,8 +71,8 @@ class EngineRequest:
         refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
         tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
             see `baton.engine.scheduling.slices`.
-        stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
-            `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
+        stop_tokens: compute only this many tokens and sample nothing; the request ends with its last `ChunkComputed`,
+            and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
         since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
         adapter: the node must have it; None: the base model.
         adapter_slot: where the device has the adapter; set by the engine.
@@ -113,8 +113,8 @@ class Reservation:
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
         state_slot: where the recurrent state after the sequence's last token belongs; -1: the model has none.
         owner: the rank with the blocks; None: every rank has blocks of these numbers.
-        restart_at: the first token to compute if the prompt is computed here after all: that after the cached ones, or
-            an earlier one where the recurrent state after these is not kept. None: that after the cached ones.
+        restart_at: first token to compute if the prompt is computed here after all; less than `cached_tokens` if the
+            recurrent state after these is not kept. None: `cached_tokens`.
     """
 
     request_id: str
@@ -142,10 +142,10 @@ class EngineLimits:
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the prompt,
             so the cuts of a prompt do not depend on other requests. Known tokens of the output, which were decoded
-            before a preemption or on a lost node, are computed one by one as then. A chunk that does not fit into a
-            step's budget waits for the next step. None: a chunk ends where the budget ends.
-        stream_share: part of the seats and blocks up to which requests that decode here are admitted, so that those
-            that are `prefill_only` find room. The first one is admitted in any case, when it is its turn.
+            before a preemption or on a lost node, are recomputed one by one, as they were decoded. A chunk that does
+            not fit into a step's budget waits for the next step. None: a chunk ends where the budget ends.
+        stream_share: largest share of seats and blocks for requests that decode here, so that `prefill_only` requests
+            find room. The first request that decodes is admitted at its turn in any case.
 
     Raises:
         ConfigError: a limit is too small.
@@ -176,7 +176,7 @@ class EngineLimits:
         return min(self.max_batch_requests, self.max_batch_tokens)
 
     def chunk_stop(self, start: int, stop: int, *, prompt_tokens: int) -> int:
-        """Where a chunk from `start` ends at the latest, of tokens up to `stop` that are output after the prompt's."""
+        """The latest end of a chunk from `start`, at most `stop`. Tokens from `prompt_tokens` on are output."""
         if self.chunk_align_tokens is None:
             return stop
         if start >= prompt_tokens:
@@ -206,8 +206,8 @@ class ModelFacts:
         identity: a text that differs between models whose KV differs; part of every prefix key.
         window_tokens: the widest sliding window of any layer; 0 where no layer has one.
         state_slots: places for recurrent states; 0: the model has none.
-        scan_tokens: recurrent layers compute prompts in pieces of so many tokens, at multiples of it; a chunk that ends
-            elsewhere changes last bits.
+        scan_tokens: recurrent layers compute prompts in pieces of this many tokens; a chunk that does not end at a
+            multiple changes last bits.
         num_owners: pools of `num_blocks` each; every request has its blocks in one of them. More than 1 with attention
             data parallelism: a pool for each rank.
     """
@@ -226,20 +226,20 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How full an engine is.
+    """The load of an engine.
 
     Args:
         blocks_free: blocks that no request holds, including cached ones.
-        blocks_open: of each pool, those that one more request that decodes here may take.
+        blocks_open: blocks of each pool that one more decoding request may take.
         blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.
         preemptions: how often a request gave its blocks back to be recomputed later.
         backlog_s: predicted time to compute `tokens_waiting` if nothing else ran; 0 while step costs are unknown.
         decode_rows: requests that decode.
-        context_tokens: keys that one token of each of these reads, the sum of their contexts.
+        context_tokens: sum of their contexts: keys that one token of each reads.
         refused_late: how many requests were refused because they could not meet their deadline.
-        cache_queries, cache_hits: tokens that were looked up in the prefix cache so far, and those that it had.
+        cache_queries, cache_hits: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
     blocks_total: int

@@ -1,4 +1,4 @@
-"""Checks on requests and on what other nodes say of them: ids, lengths, and how outputs go on. Pure."""
+"""Checks requests, and other nodes' messages about them: ids, lengths, and continued outputs. Pure."""
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import TokenOutput
@@ -6,7 +6,7 @@ from baton.engine.request import EngineRequest
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int, align_tokens: int = 1) -> None:
-    """Raises InvalidRequest when the request could never run."""
+    """Checks that the request can run; raises InvalidRequest otherwise."""
     if not request.prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
     _check_ids("prompt", request.prompt, vocab_size)
@@ -35,11 +35,11 @@ def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> N
 
 
 def check_received(request: EngineRequest, tokens: int, *, stop: int, multiple: int) -> None:
-    """Raises InvalidRequest when the KV of the tokens before `tokens` cannot have been received.
+    """Checks that the KV of the first `tokens` tokens can have been received; raises InvalidRequest otherwise.
 
     Args:
         stop: length of the sequence, whose last token is always computed here.
-        multiple: of tokens at which a sequence may be split.
+        multiple: a sequence may be split at multiples of this many tokens.
     """
     if tokens % multiple or not 0 <= tokens < stop:
         raise InvalidRequest(
@@ -62,7 +62,7 @@ def _split_scores(field: str, tokens: int) -> InvalidRequest:
 
 
 def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest when `request` cannot continue after `output`."""
+    """Checks that `request` can continue after `output`; raises InvalidRequest otherwise."""
     _check_ids("output", output, vocab_size)
     if len(output) >= request.sampling.max_tokens:
         raise InvalidRequest(
@@ -83,7 +83,7 @@ def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size:
 
 
 def check_continuation(known: tuple[int, ...], output: tuple[int, ...]) -> None:
-    """Raises InvalidRequest when `output` does not begin with `known`, the request's output so far."""
+    """Checks that `output` begins with `known`, the request's output so far; raises InvalidRequest otherwise."""
     if output[: len(known)] != known:
         raise InvalidRequest(
             f"the output does not begin with the {len(known)} tokens that the request has",
@@ -94,7 +94,7 @@ def check_continuation(known: tuple[int, ...], output: tuple[int, ...]) -> None:
 
 
 def check_first_token(first: TokenOutput, *, index: int, vocab_size: int) -> None:
-    """Raises InvalidRequest when `first` is not the token at `index` of a request's output."""
+    """Checks that `first` is the token at `index` of a request's output; raises InvalidRequest otherwise."""
     _check_ids("first_token", (first.token_id,), vocab_size)
     if first.index != index:
         raise InvalidRequest(

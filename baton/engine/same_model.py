@@ -1,4 +1,4 @@
-"""Ranks compute parts of one model, and those of several hosts read copies of it: that these are equal is checked here.
+"""Checks that all ranks have the same model, because each host reads its own copy of it.
 
 All ranks call each check together. It raises the same error on all of them.
 """
@@ -23,13 +23,13 @@ from baton.settings.environment import cache_directory
 from baton.settings.node_config import NodeSettings
 
 _log = logging.getLogger(__name__)
-# A start that waited so long for the digest after the weights were loaded logs it.
+# A longer wait for the digest, after the weights were loaded, is logged.
 _LONG_WAIT_S = 1.0
 
 
 def check_same_config(parallel: TensorParallel, model: Path, config: ModelConfig, device: torch.device) -> None:
-    """Comes before all else that ranks do together: with different configurations they would wait for each other in
-    different places.
+    """Checks that all ranks have the same configuration. Call it before anything else that ranks do together: with
+    different configurations they would wait for each other in different places.
 
     Raises:
         ConfigError: the ranks have different models.
@@ -43,7 +43,7 @@ def check_same_files(
     """Checks that all ranks read the same weights and tokenizer.
 
     Args:
-        tokenizer: that ranks compile grammars for; it need not exist.
+        tokenizer: the file that grammars are compiled for; it need not exist.
 
     Raises:
         ConfigError: the ranks have different weights or tokenizers.
@@ -60,8 +60,8 @@ def hashing_content(
     """Hashes every byte of the weights while the body loads them. The first rank of each host does it for the host.
 
     Yields:
-        waits, and returns the digest; "" for random weights, and on ranks that hash nothing. It raises ConfigError if
-        the hosts' copies differ.
+        A function that waits for the digest and returns it: "" for random weights, and on ranks that hash nothing. It
+            raises ConfigError if the hosts' copies differ.
     """
     if settings.load_format == "dummy":
         yield lambda: ""

@@ -1,7 +1,7 @@
-"""Learns what steps cost from the steps that a node serves. Pure: times come from the caller.
+"""Learns step costs from the steps that a node serves. Pure: times come from the caller.
 
-Keeps a few recent steps of each kind, so that many equal decode steps do not drive out the rare prompt steps, and fits
-the model to them again now and then.
+It keeps a few recent steps of each kind, so that many equal decode steps do not displace the rare prompt steps, and
+refits the model from time to time.
 """
 
 import struct
@@ -15,14 +15,14 @@ from baton.core.costs import StepCosts, StepWork, chunk_pairs, fit_table
 _KINDS = 96
 _RECENT = 4
 _FIRST_FIT, _FIT_EVERY, _FIT_AFTER_NEW = 4, 512, 32
-# A kind that is served no more loses half of its weight in so many steps.
+# A kind that is no longer served loses half of its weight in this many steps.
 _HALF_LIFE = 2048
 _LEAST_WEIGHT = 0.05
-# The only step of its kind may have compiled kernels.
+# The first step of a kind may have compiled kernels.
 _SINGLE_WEIGHT = 0.25
 _START_WEIGHT = 0.02
-# So many more steps that differ from their prediction by this factor, all to one side, than steps that do not: the
-# machine has become busier or quieter. What was measured before is scaled by it, and counts less.
+# When this many more steps are off their prediction by this factor, all to one side, than are not, the machine has
+# become busier or quieter. Earlier measurements are then scaled, and count less.
 _OFF_FACTOR, _OFF_STEPS = 1.5, 8
 _SCALED_WEIGHT = 0.1
 # Longer than any step: the device or its clock was disturbed.
@@ -34,10 +34,11 @@ _MOST_START_ROWS = 512
 
 
 class StepMeter:
-    """The step costs of one node, which follow the steps that it serves. Bounded memory; equal steps, equal costs.
+    """The step costs of one node, learned from the steps that it serves, in bounded memory. Equal steps lead to equal
+    costs.
 
     Args:
-        start: what a profile has measured; it decides where nothing is served yet. None: nothing is known.
+        start: costs that a profile measured; they decide while no such steps are served. None: nothing is known.
     """
 
     def __init__(self, start: StepCosts | None = None) -> None:
@@ -45,22 +46,22 @@ class StepMeter:
         self._start = np.empty((0, _COLUMNS)) if start is None else _start_rows(start)
         self._memory = bytearray(_KINDS * _RECENT * _ROW.size)
         self._table = np.frombuffer(self._memory).reshape(_KINDS * _RECENT, _COLUMNS)
-        # Kind to place, the least recently served first; and how many steps each place has had.
+        # Places by kind, least recently served first, and the number of steps of each place.
         self._places: dict[int, int] = {}
         self._counts = [0] * _KINDS
         self._steps = 0
         self._next_fit = _FIRST_FIT
-        # Of steps off their prediction, less others since: how many times as long as predicted each was.
+        # Ratios of measured to predicted time of steps off their prediction; each other step since removes one.
         self._off: list[float] = []
         self._scaled = 0  # steps up to this number are scaled
 
     @property
     def costs(self) -> StepCosts | None:
-        """None until something is known."""
+        """The cost model. Returns None while nothing is known."""
         return self._costs
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step has ended that was not disturbed."""
+        """Learns from a step that ended undisturbed."""
         if not 0.0 < seconds < _LONGEST_S:
             return
         rows, keys, prompt_tokens, pairs = work.decode_rows, work.keys, work.prompt_tokens, work.pairs
@@ -84,7 +85,7 @@ class StepMeter:
             self._fit()
 
     def _compare(self, work: StepWork, seconds: float) -> None:
-        """With its prediction."""
+        """Compares a step with its prediction, and rescales older steps if the machine has changed."""
         if self._costs is None:
             return
         ratio = seconds / self._costs.seconds(work)
@@ -125,7 +126,7 @@ class StepMeter:
 
 
 def _start_rows(start: StepCosts) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    """Steps that have the costs of the model, as rows of the table."""
+    """Makes steps whose costs are those of the model, as rows of the table."""
     works = [StepWork(prompt_tokens=tokens, pairs=chunk_pairs(0, tokens)) for tokens, _ in start.points]
     works += [
         StepWork(decode_rows=tokens, keys=tokens * context)

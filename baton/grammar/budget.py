@@ -1,4 +1,4 @@
-"""The CPU time that one output's grammar may take of the node that follows it."""
+"""Bounds the CPU time that one output's grammar may take on the node that follows it."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ CURE = (
     "simplify it: rules that are not ambiguous (no e: e e), repetitions (x*) or left recursion instead of right"
     " recursion, fewer alternatives"
 )
-# Of large tool lists, schemas and grammars with a vocabulary of 128,000 tokens, masks take 1 ms on average, or less.
+# Masks of large tool lists, schemas and grammars with a vocabulary of 128,000 tokens take 1 ms on average, or less.
 _MASK_S = 0.004
 # More than the slowest masks of these take; those of a first use, after 10 ms, are among them.
 _MORE_S = 0.1
@@ -30,16 +30,16 @@ class MaskBudget:
         self._spent = False
 
     def charge_mask(self, seconds: float) -> None:
-        """A mask took so long."""
+        """Charges the time of one mask."""
         self._excess_s = max(0.0, self._excess_s + seconds - _MASK_S)
         self._spent = self._spent or self._excess_s > _MORE_S
 
     def charge_token(self, seconds: float) -> None:
-        """Taking a token took so long."""
+        """Charges the time of consuming one token."""
         self.charge_mask(_MASKS_OF_A_TOKEN * seconds)
 
     def check(self) -> None:
-        """Raises InvalidRequest: the grammar took too much."""
+        """Checks that the budget is not spent; raises InvalidRequest otherwise."""
         if self._spent:
             raise refusal(
                 "the grammar is too expensive to follow at this length of output",

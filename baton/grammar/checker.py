@@ -1,7 +1,8 @@
 """Checks grammars in another process, because nothing interrupts the grammar library: a grammar that takes too much
 ends a fork of that process (`baton.grammar.trial`), and its request is refused.
 
-Every new grammar gets a moment of CPU time. Those that need more wait for each other, so they delay no ordinary ones.
+Every new grammar gets a moment of CPU time. Grammars that need more wait for each other, so that they do not delay
+ordinary ones.
 """
 
 import hashlib
@@ -27,12 +28,12 @@ _CURE = "simplify it: fewer or smaller repetitions, fewer alternatives"
 
 @dataclass(frozen=True)
 class CheckBounds:
-    """What the check of one grammar may take.
+    """Bounds of the check of one grammar.
 
     Attributes:
-        moment_cpu_s: of CPU time, at first.
-        cpu_s: of CPU time, in a second try.
-        memory_bytes: more than the process has without it.
+        moment_cpu_s: CPU time of the first try.
+        cpu_s: CPU time of the second try.
+        memory_bytes: memory beyond that of the process without the check.
     """
 
     moment_cpu_s: float = 0.05
@@ -44,11 +45,12 @@ DEFAULT_BOUNDS = CheckBounds()
 
 
 class GrammarChecker:
-    """Used on one event loop. The process starts with the first grammar, and ends with `close` or with its parent.
+    """Checks grammars in a process that starts with the first one, and ends with `close` or with its parent. Used on
+    one event loop.
 
     Args:
         tokenizer_json: a tokenizer of the `tokenizers` library.
-        vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks are never allowed.
         eos_token_ids: the ids that end a sequence.
     """
 
@@ -70,17 +72,17 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that checks grammars; None: there is none now."""
+        """The pid of the process that checks grammars. Returns None if there is none now."""
         return self._process.pid
 
     async def check(self, grammar: Grammar, *, client: str = "") -> None:
-        """Returns if the grammar can be followed, and is cheap enough to compile.
+        """Checks that the grammar can be followed, and is cheap enough to compile.
 
         Args:
-            client: whose request it is.
+            client: the client whose request it is.
 
         Raises:
-            InvalidRequest: it cannot, or is not; names the keyword of a JSON Schema, or the line.
+            InvalidRequest: the grammar fails the check; names the keyword of a JSON Schema, or the line.
             Overloaded: it cannot be checked now.
             InternalError: the tokenizer cannot be used for grammars.
         """

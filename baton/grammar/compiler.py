@@ -35,18 +35,19 @@ _MIXED_ITEMS, _MIXED_ROW_ITEMS = 50_000, 1000
 _RULE_ITEMS, _RULE_ROW_ITEMS = 20_000, 500
 _WITH_RULES = {GrammarKind.LARK, GrammarKind.GBNF, GrammarKind.STRUCTURAL_TAG}
 _CACHED_GRAMMARS = 64
-# Otherwise the library writes out what the grammar forces before each mask, and tokenizes it: 70 ms for each token of a
-# text of 200 kB, and without end where the grammar forces one byte for ever: of `a+ a+`, the first part takes all.
+# Without this option the library writes out what the grammar forces before each mask, and tokenizes it. That takes 70
+# ms for each token of a text of 200 kB, and never ends if the grammar forces one byte for ever: in `a+ a+`, the first
+# part takes all.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _THREADS = 4  # that compile
 
 
 class GrammarCompiler:
-    """Safe to use from any thread. The tokenizer is read on first use.
+    """Compiles grammars and keeps the latest ones. Safe to use from any thread. The tokenizer is read on first use.
 
     Args:
         tokenizer_json: a tokenizer of the `tokenizers` library.
-        vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks are never allowed.
         eos_token_ids: the ids that end a sequence.
         clock: CPU time of the calling thread in seconds, by which outputs whose grammar takes too much are ended; None:
             none is ended. Only one rank may end outputs: ranks take different times, and must draw the same tokens.
@@ -229,7 +230,7 @@ class _Tokenizer:
             raise InternalError(f"{path} cannot be used for grammars: {error}") from error
 
     def split(self, text: str) -> list[str | int]:
-        """The text cut at special tokens; these as ids."""
+        """The text, cut at special tokens, which become ids."""
         pieces: list[str | int] = []
         while text:
             found = [(text.find(token), -len(token), token) for token in self.special if token in text]

@@ -14,7 +14,11 @@ _LINE = re.compile(r"line (\d+)")
 
 
 def lark_from_gbnf(text: str) -> str:
-    """Raises InvalidRequest: the text is no GBNF with a rule `root`; names the line."""
+    """Translates GBNF to Lark.
+
+    Raises:
+        InvalidRequest: the text is no GBNF with a rule `root`; names the line.
+    """
     try:
         plain = _ESCAPE.sub(_plain, text)
         rules = GrammarParser().parse(plain)

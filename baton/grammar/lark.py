@@ -1,4 +1,4 @@
-"""Texts of grammars in Lark's syntax: literals, choices, and the checks that the grammar library does not make."""
+"""Writes grammars in Lark's syntax, and makes the checks that the grammar library does not make."""
 
 import json
 import re
@@ -14,7 +14,8 @@ _MOST_CHOICES = 10_000
 _RULE = re.compile(r"^\s*[!?]?[A-Za-z_][\w.-]*\s*(\[[^\]\n]*\]\s*|\{[^}\n]*\}\s*|::[^:\n]*)?(\.\d+)?\s*:", re.MULTILINE)
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _UNUSABLE_ATTRIBUTES = {"temperature": "it cannot change within an output", "stop": "it takes tokens back"}
-# What the library reads as one word, so that operators in it are none. One without an end takes the rest.
+# What the library reads as one word, inside which operator characters mean themselves. A word without an end takes the
+# rest.
 _WORD = re.compile(
     r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+(?:/|\\?\Z)|<[^<>\s]+>|(?P<inline>%(?:json|llguidance|regex)\s*)'
     r"|~[ \t]*[+-]?\d|(?P<operator>[&~])",
@@ -24,7 +25,7 @@ _INLINE_SCHEMA = re.compile(r"%json\s*")
 
 
 def literal(text: str) -> str:
-    """A string of Lark."""
+    """The text as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -34,7 +35,11 @@ def one_of(texts: list[str]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Raises InvalidRequest: the regular expression has something that cannot be honoured."""
+    """An expression of Lark for a regular expression.
+
+    Raises:
+        InvalidRequest: the regular expression has something that cannot be honoured.
+    """
     try:
         rust = to_rust(without_anchors(pattern))
     except UnsupportedPattern as why:
@@ -82,8 +87,8 @@ def readable_lark(text: str) -> str:
 
 
 def _check_operators(text: str) -> None:
-    """Refuses intersections and complements of expressions: the library looks for a text that they match through all of
-    their states, and nothing interrupts it: `~/(.*a.{30}.*)/ & ~/(.*b.{30}.*)/ & /[abc]{100}/` takes minutes."""
+    """Refuses intersections and complements of expressions: the library searches all of their states for a text that
+    they match, and cannot be interrupted: `~/(.*a.{30}.*)/ & ~/(.*b.{30}.*)/ & /[abc]{100}/` takes minutes."""
     decoder = json.JSONDecoder()
     place = 0
     while word := _WORD.search(text, place):

@@ -1,4 +1,4 @@
-"""What is refused without a look at the grammar itself."""
+"""Refuses grammars without reading them: the model cannot follow any, or the text is too long."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One output as it follows its grammar, token by token, and the masks of token ids that may come next.
+"""Follows one output through its grammar, token by token, and computes the masks of token ids that may come next.
 
 A mask has one bit for each token id, in words of 32 bits, the lowest id in the lowest bit.
 """
@@ -31,14 +31,15 @@ def mask_words(vocab_size: int) -> int:
 
 
 class Matcher:
-    """Not thread-safe. A complete grammar allows only the tokens that end the sequence.
+    """One output's state in its grammar. A complete grammar allows only the tokens that end the sequence. Not
+    thread-safe.
 
     Args:
-        state: at the start of the grammar; this object owns it.
+        state: the library's state at the start of the grammar; this object owns it.
         eos_token_ids: end the output where the grammar is complete.
-        num_tokens: of the tokenizer; the model's ids from this one on are never allowed.
-        words: of a mask.
-        budget: what following the output may cost.
+        num_tokens: tokens of the tokenizer; the model's ids from this one on are never allowed.
+        words: words of a mask.
+        budget: bound of the time to follow the output.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """Bits of a mask from this one on are 0."""
+        """Number of tokens of the tokenizer; bits of a mask from this one on are 0."""
         return self._num_tokens
 
     @property
@@ -95,7 +96,11 @@ class Matcher:
             self.budget.check()
 
     def check(self) -> None:
-        """Raises InvalidRequest: the grammar became too complex to be followed, or too expensive."""
+        """Checks that the grammar can still be followed.
+
+        Raises:
+            InvalidRequest: the grammar became too complex to be followed, or too expensive.
+        """
         if self._state.is_error():
             why = str(self._state.get_error()).splitlines()[0]
             raise refusal(f"the grammar became too complex to be followed: {why}", cure=CURE)
@@ -122,14 +127,14 @@ class MaskFiller:
     The library does not say what each of many masks took, so after slow ones, each one is timed for a while.
 
     Args:
-        clock: in seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._executor: LLExecutor | None = None
         self._timers: ThreadPoolExecutor | None = None
-        self._timed_fills = 0  # those left
+        self._timed_fills = 0  # number of fills that are still timed
 
     def fill(self, matchers: Sequence[Matcher], masks_RW: Mask) -> list[InvalidRequest | None]:
         """Writes each matcher's mask to its row. Returns why a row's grammar cannot be followed; its mask is all ones.
@@ -195,7 +200,7 @@ def forbid(mask_W: Mask, token_ids: Sequence[int]) -> None:
 
 
 def _drop_tail(masks_RW: Mask, num_tokens: int) -> None:
-    """Clears all bits from this token on."""
+    """Clears the bits from `num_tokens` on."""
     word, bit = divmod(num_tokens, _WORD_BITS)
     if word < masks_RW.shape[1]:
         masks_RW[:, word] &= np.int32((1 << bit) - 1)

@@ -1,4 +1,4 @@
-"""Numbers in JSON Schemas: which ones the grammar library computes with exactly. Others are refused by keyword."""
+"""Checks numbers in JSON Schemas: those that the grammar library does not compute exactly are refused, by keyword."""
 
 from bisect import bisect_left
 from decimal import Decimal
@@ -11,7 +11,7 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The grammar library computes bounds with float64: from here on they are off by one, and beyond 64 bits every bound
 # becomes 9223372036854775807.
 _LARGEST_EXACT = 2**53
-# No output is that long, so a larger maximum says nothing. The library takes lengths below 2**32.
+# No output is that long, so a larger maximum has no effect. The library takes lengths below 2**32.
 _LARGEST_COUNT = 2**31 - 1
 # A bound becomes a regular expression with a group for each decimal; the library takes 250 groups.
 _MOST_DECIMALS = 50
@@ -24,7 +24,7 @@ _PRODUCT_END = 2**32
 
 
 def readable_count(value: Any, keyword: str, place: str) -> int | None:
-    """The value of a keyword such as maxItems; None: no output is long enough to reach this maximum.
+    """The value of a keyword such as maxItems. Returns None if no output is long enough to reach this maximum.
 
     Raises:
         InvalidRequest: it is no count, or no output is long enough to reach this minimum.
@@ -60,7 +60,7 @@ class NumberBounds:
         self._values: dict[str, set[Decimal]] = {keyword: set() for keyword in BOUNDS}
 
     def add(self, schema: dict[str, Any], place: str) -> None:
-        """Takes the bounds that stand next to each other in one place of the schema.
+        """Adds the bounds at one place of the schema.
 
         Raises:
             InvalidRequest: one is no number, or the grammar library would round it, or cannot honour all of them.
@@ -99,18 +99,17 @@ class Multiples:
         self._values: set[Decimal] = set()
 
     def add(self, value: Any, place: str) -> None:
-        """Takes the value of a `multipleOf`.
+        """Adds the value of a `multipleOf`.
 
         Raises:
-            InvalidRequest: it is no number above 0, or one that the library reads as another one, or that costs too
-                much.
+            InvalidRequest: it is no number above 0, or the library would read another number, or would take too long.
         """
         if not _is_number(value) or not 0 < value < _PRODUCT_END:
             raise wrong_keyword(_MULTIPLE, place, value, (f"a number above 0 and up to {_MOST_DIGITS}",))
         exact = Decimal(repr(value))
         digits = _digits(exact, _decimals(value))
         if digits > _MOST_DIGITS or _decimals(value) > _MULTIPLE_DECIMALS:
-            allowed = f"up to {_MOST_DIGITS} units of the last decimal, of which there are at most {_MULTIPLE_DECIMALS}"
+            allowed = f"at most {_MULTIPLE_DECIMALS} decimals, and up to {_MOST_DIGITS} units of the last one"
             raise wrong_keyword(_MULTIPLE, place, value, (allowed,))
         if not _is_read_exactly(float(value), exact):
             allowed = "a number that stays exact as a float64 when multiplied by 10, such as 2.5 or 0.01"

@@ -1,4 +1,5 @@
-"""Regular expressions of JSON Schema, which are ECMAScript's, in the syntax of the grammar library, which is Rust's.
+"""Translates regular expressions of JSON Schema, which are ECMAScript's, to the grammar library's syntax, which is
+Rust's.
 
 Both agree on most expressions. Where they do not, the expression is rewritten to what ECMAScript means, or refused.
 """
@@ -22,7 +23,7 @@ _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 class UnsupportedPattern(ValueError):
-    """Why an expression is refused, as a part of a sentence."""
+    """An expression is not supported; the message is part of a sentence."""
 
 
 def to_rust(pattern: str) -> str:
@@ -54,15 +55,16 @@ def to_rust(pattern: str) -> str:
 
 
 def without_anchors(pattern: str) -> str:
-    """Without anchors at both ends: the whole output matches anyway, and the grammar library knows no anchors."""
+    """The pattern without anchors at its ends: the whole output matches anyway, and the grammar library knows no
+    anchors."""
     pattern = pattern.removeprefix("^")
     backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))
     return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
 
 
 def check_repetitions(text: str) -> None:
-    """Bounds what repetitions such as {1000} blow a regular expression, or a grammar of them, up to. The grammar
-    library does not: masks of an expression of a million parts take a second.
+    """Bounds the size to which repetitions such as {1000} expand a regular expression, or a grammar of them. The
+    grammar library does not: masks of an expression of a million parts take a second.
 
     Raises:
         UnsupportedPattern: it has too many parts.

@@ -1,4 +1,4 @@
-"""The ways in which this package refuses a grammar."""
+"""Makes the errors with which this package refuses a grammar."""
 
 import json
 

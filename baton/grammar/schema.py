@@ -1,4 +1,4 @@
-"""JSON Schemas: which keywords can be honoured. A schema with any other keyword is refused by that keyword's name.
+"""Checks that JSON Schemas have only keywords that can be honoured. Any other keyword is refused by name.
 
 The rules are those of draft 2020-12. Unknown keywords are annotations, as the standard says. Schemas of earlier drafts
 are read by the same rules, which accept nothing that those drafts refuse.
@@ -23,7 +23,7 @@ SUPPORTED = (
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
-# Keywords of some draft that nothing here can honour, and the value that makes each one say nothing.
+# Keywords of some draft that cannot be honoured, each with the value that has no effect.
 REFUSED: dict[str, object] = {
     "not": None,
     "if": None,
@@ -46,11 +46,12 @@ REFUSED: dict[str, object] = {
     "$recursiveAnchor": False,
     "$vocabulary": None,
 }
-# These say nothing without the keyword that they belong to.
+# These have no effect without the keyword that they belong to.
 _DEPENDENT = {"then": ("if",), "else": ("if",), "if": ("then", "else"), "minContains": ("contains",)}
 _DEPENDENT["maxContains"] = ("contains",)
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
-# A number has to follow several schemas where one of the first stands, or one of the others next to another keyword.
+# A number must satisfy several schemas at once where one of the first appears, or one of the others next to another
+# keyword.
 _COMBINING = {"allOf", "patternProperties"}
 _COMBINING_WITH_OTHERS = {"anyOf", "oneOf", "$ref"}
 _ALONE = {"$defs", "$anchor", "type"}
@@ -65,7 +66,11 @@ _MOST_PROPERTIES = 3000
 
 
 def parse_json(text: str, *, what: str) -> Any:
-    """Raises InvalidRequest: the text is not JSON, or is nested too deeply."""
+    """The value of a text of JSON.
+
+    Raises:
+        InvalidRequest: the text is not JSON, or is nested too deeply.
+    """
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -84,7 +89,7 @@ def readable_schema(text: str) -> str:
 
 
 def readable(schema: Any) -> str:
-    """`readable_schema` for a schema that is parsed already; changes it."""
+    """Does what `readable_schema` does for a parsed schema, and changes it."""
     if not isinstance(schema, dict | bool):
         raise refusal("a JSON Schema is an object or a boolean", value=json.dumps(schema))
     if schema is False:
@@ -118,7 +123,7 @@ class _Reader:
             self._multiples.check_together()
 
     def read(self, schema: Any, place: str, depth: int) -> None:
-        """Reads the schema at `place`, a JSON pointer, and all that it consists of."""
+        """Reads the schema at `place`, a JSON pointer, and all schemas within it."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):

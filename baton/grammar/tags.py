@@ -1,6 +1,6 @@
-"""Structural tags: free text in which some strings begin a structured part. Translated to Lark's syntax.
+"""Translates structural tags to Lark's syntax: free text in which some strings begin a structured part.
 
-Both shapes of XGrammar and vLLM are read: {"structures", "triggers"} and {"type": "structural_tag", "format"}.
+It reads both shapes of XGrammar and vLLM: {"structures", "triggers"} and {"type": "structural_tag", "format"}.
 """
 
 import json
@@ -22,7 +22,11 @@ SplitSpecial = Callable[[str], Sequence[str | int]]
 
 
 def lark_from_tags(text: str, split: SplitSpecial) -> str:
-    """Raises InvalidRequest: the text is no structural tag, or has a format that is not supported; names it."""
+    """Translates a structural tag to Lark.
+
+    Raises:
+        InvalidRequest: the text is no structural tag, or has a format that is not supported; names it.
+    """
     tag = parse_json(text, what="structural tag")
     if not isinstance(tag, dict):
         raise refusal("a structural tag is a JSON object", value=text)
@@ -111,7 +115,7 @@ class _Writer:
         return self._rule(f"{begin} {self._content(tag, place, depth)}")
 
     def _content(self, tag: Any, place: str, depth: int) -> str:
-        """What follows a tag's begin, with the tag's end."""
+        """An expression for a tag's content and end."""
         content, end = tag.get("content"), tag.get("end", "")
         ends = end if isinstance(end, list) else [end]
         if not ends or not all(isinstance(each, str) for each in ends):
@@ -123,7 +127,7 @@ class _Writer:
         return f"{body} ({closing})" if any(ends) else body
 
     def _text_up_to(self, ends: list[str]) -> str:
-        """Free text up to the first of these strings, which is part of it."""
+        """An expression for free text up to the first of these strings, including it."""
         options = []
         for each in ends:
             first, *others = self._split(each) or [""]
@@ -158,7 +162,7 @@ class _Writer:
         return self._rule(f"{tags}{'+' if form.get('at_least_one') else '*'} TEXT")
 
     def _after_text(self, tag: Any, trigger: str, place: str, depth: int) -> str:
-        """Free text up to the trigger, then the rest of the tag."""
+        """An expression for free text up to the trigger, then the rest of the tag."""
         rest = self._text(tag["begin"][len(trigger) :])
         content = self._content(tag, place, depth)
         return self._rule(f"{self._text_up_to([trigger])} {rest} {content}")
@@ -173,7 +177,7 @@ class _Writer:
         return more if form.get("at_least_one") else self._rule(f'{more} | ""')
 
     def _text(self, text: str) -> str:
-        """These characters; special tokens in them become those tokens."""
+        """An expression for the text, in which special tokens are tokens."""
         return " ".join(map(_piece, self._split(text)))
 
 

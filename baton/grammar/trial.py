@@ -23,7 +23,7 @@ def checks(facts: Mapping[str, Any]) -> Work:
         facts: `tokenizer`, `vocab_size` and `eos_token_ids`, as of `GrammarCompiler`.
     """
     compiler = GrammarCompiler(Path(facts["tokenizer"]), facts["vocab_size"], facts["eos_token_ids"])
-    with suppress(BatonError):  # each check will say it
+    with suppress(BatonError):  # each check reports the error
         compiler.load()
 
     def check(question: Mapping[str, Any], text: bytes) -> bytes:

@@ -136,7 +136,7 @@ def _gather(kv_layer: Tensor, index: TokenIndex, *, out: Tensor | None = None) -
 
 
 def _written(values: Tensor, index: WriteIndex) -> Tensor:
-    """The rows that have a slot."""
+    """The values of the rows that have a slot."""
     return values[: len(index.slot_mapping)] if index.rows is None else values[index.rows]
 
 

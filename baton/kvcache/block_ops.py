@@ -54,7 +54,7 @@ def swap_blocks(
     source's blocks must not change before. With pageable memory the host waits.
 
     Args:
-        stream: of the GPU; None: the current one.
+        stream: stream of the GPU; None: the current one.
 
     Raises:
         InternalError: the caches differ in more than their number of blocks and their device, or a block is outside of

@@ -27,8 +27,8 @@ class PagedKVCache:
     Attributes:
         storage: the allocation, contiguous, its axes in the layout's order.
         view: the same memory as [L, K, B, N, H, C]; K and H are 1 for MLA.
-        index, state: the caches beside this one (`KVCacheSpec`); None: the model has no such part. Blocks of `index`
-            are those of this cache. Each block of `state` has one place, a slot: one state, float32.
+        index, state: the further parts of the cache (`KVCacheSpec`); None: the model has no such part. Blocks of
+            `index` are those of this cache. Each block of `state` has one place, a slot: one state, float32.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PagedKVCache:
 
     @property
     def parts(self) -> "tuple[PagedKVCache, ...]":
-        """In the order of `KVCacheSpec.parts`."""
+        """This cache and its further parts, in the order of `KVCacheSpec.parts`."""
         return self, *(part for part in (self.index, self.state) if part is not None)
 
     @property

@@ -83,7 +83,7 @@ class LayoutChoice:
 
     @property
     def source(self) -> str:
-        """Who decided, for logs: "override", "setting", "preferred" or "default"."""
+        """The source of the choice, for logs: "override", "setting", "preferred" or "default"."""
         return self._resolve()[1]
 
     def _resolve(self) -> tuple[KVCacheLayout, str]:

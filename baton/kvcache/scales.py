@@ -18,7 +18,7 @@ class KVScales(nn.Module):
 
     Attributes:
         q_scale, k_scale, v_scale: float32 scalars on the device of the layer.
-        prob_scale: of softmax weights in fp8, as some checkpoints have it. It changes no result: every backend
+        prob_scale: scale of softmax weights in fp8, which some checkpoints have. It changes no result: every backend
             multiplies weights in 16 or 32 bits, which need no scale.
         calculate: the next batch sets the scales and resets this to False. Two nodes calculate different scales, so KV
             that travels between nodes needs given scales.

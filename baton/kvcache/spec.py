@@ -1,8 +1,8 @@
-"""What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch.
+"""Describes one token's KV (`KVCacheSpec`), and how one node keeps it (`KVCacheShape`). Pure values; no torch.
 
-Some models keep more than KV of a request. Each such part is a cache of its own beside that of KV, with its own spec:
-`index`, keys by which sparse attention selects tokens, and `state`, what recurrent layers remember. All that moves,
-cuts or digests KV does the same with them; the layers of all parts are numbered in one row (`parts`).
+Some models keep more than KV for a request. Each such part is a cache of its own, next to the KV cache, with its own
+spec: `index` holds the keys by which sparse attention selects tokens, and `state` what recurrent layers remember. Code
+that moves, cuts or digests KV treats all parts alike; their layers are numbered consecutively (`parts`).
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ ALIGN_TOKENS = 64
 
 
 class KVKind(StrEnum):
-    """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads. STATE:
-    what a recurrent layer remembers of all tokens so far, split by heads."""
+    """The kind of a cache. GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared
+    by all heads. STATE: what a recurrent layer remembers of all tokens so far, split by heads."""
 
     GQA = "gqa"
     MLA = "mla"
@@ -41,10 +41,10 @@ class KVCacheSpec:
     Attributes:
         windows: for each layer, the number of tokens that a token attends to, itself included; 0: all. Empty: no layer
             has a window.
-        index: the keys of each token by which sparse attention selects tokens, of kind MLA; token for token in the same
-            blocks.
-        state: of each request, not of each token: num_kv_heads heads of head_dim numbers for each recurrent layer.
-            `num_layers` counts recurrent layers only, and that of this spec does not count them.
+        index: spec of the keys by which sparse attention selects tokens, of kind MLA; they lie in the same blocks,
+            token for token.
+        state: spec of the state of each request, not of each token: num_kv_heads heads of head_dim numbers for each
+            recurrent layer. Its `num_layers` counts only recurrent layers, and this spec's does not count them.
     """
 
     kind: KVKind
@@ -58,12 +58,12 @@ class KVCacheSpec:
 
     @property
     def parts(self) -> "tuple[KVCacheSpec, ...]":
-        """This spec, then those of the caches beside it: the order in which layers are numbered on the wire."""
+        """This spec, then those of its further parts, in the order in which layers are numbered on the wire."""
         return self, *(part for part in (self.index, self.state) if part is not None)
 
     @property
     def part_layers(self) -> tuple[range, ...]:
-        """The numbers of each part's layers on the wire: all parts' layers in one row."""
+        """The numbers of each part's layers on the wire, consecutive over all parts."""
         stops = list(accumulate(part.num_layers for part in self.parts))
         return tuple(map(range, [0, *stops], stops))
 
@@ -82,13 +82,13 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """All that one more token takes: its KV and its index."""
+        """Bytes of one more token: its KV and its index."""
         own = self.num_layers * self.bytes_per_token_layer
         return own if self.index is None else own + self.index.bytes_per_token
 
     @property
     def bytes_per_slot(self) -> int:
-        """What one state takes; 0: the model has none."""
+        """Bytes of one state; 0 if the model has none."""
         return 0 if self.state is None else self.state.bytes_per_token
 
     @property
@@ -97,8 +97,7 @@ class KVCacheSpec:
         return self.bytes_per_token_layer // (self.num_kv_heads if self.kind is KVKind.STATE else 1)
 
     def first_kept(self, token_start: int, token_stop: int) -> int:
-        """The first token of a request's range that has a cell of its own. A state has one, at the last token that is
-        in it."""
+        """The first token of a request's range that has a cell of its own. A state has one cell, at its last token."""
         return max(token_start, token_stop - 1) if self.kind is KVKind.STATE else token_start
 
     def first_read(self, layer: int, token: int) -> int:
@@ -109,11 +108,10 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """How one node keeps its KV; any two nodes may differ.
+    """The form in which one node keeps its KV; any two nodes may differ.
 
     Attributes:
-        state_slots: places for the states of recurrent layers, each one request's or one prefix's; 0: the model has
-            none.
+        state_slots: slots for the states of recurrent layers, each of one request or one prefix; 0: the model has none.
 
     Raises:
         ConfigError: a size below 1.

@@ -14,7 +14,7 @@ def copy_states(state_cache: PagedKVCache, pairs: Sequence[tuple[int, int]]) -> 
     stream, without a wait of the host.
 
     Args:
-        state_cache: of kind STATE (`PagedKVCache.state`).
+        state_cache: a cache of kind STATE (`PagedKVCache.state`).
 
     Raises:
         InternalError: a slot outside of the cache, written twice, or both read and written.

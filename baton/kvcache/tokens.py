@@ -1,4 +1,4 @@
-"""Where a batch's tokens lie in the paged cache: tokens to read, and slots to write.
+"""Locates a batch's tokens in the paged cache: tokens to read, and slots to write.
 
 On a CPU tokens are moved as runs, the longest pieces that are contiguous both in the cache and where they go. A run is
 identified by its first element. A table of all possible runs is a view with strides (1, 1) over the memory, so one
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class TokenIndex:
-    """Where tokens lie in each layer, one by one. Made once per batch; the first layer computes what its device needs,
+    """The places of single tokens in each layer. Made once per batch; the first layer computes what its device needs,
     and the others reuse it. On a GPU `TokenRanges` costs less: the host needs no numbers from the device."""
 
     def __init__(self, block_S: NDArray[np.int64], offset_S: NDArray[np.int64]) -> None:
@@ -69,7 +69,7 @@ class TokenRanges:
         block_table: [R, blocks] int32.
         start_loc: [R + 1] int32, where each request's tokens begin among the gathered ones; the last is their number.
         first_position: [R] int32, the position of each request's first token. All three on the cache's device.
-        num_tokens: of all requests together.
+        num_tokens: tokens of all requests together.
     """
 
     def __init__(self, block_table: Tensor, start_loc: Tensor, first_position: Tensor, *, num_tokens: int) -> None:
@@ -94,7 +94,7 @@ class TokenRanges:
 
 
 class WriteIndex:
-    """Where a batch's new tokens go: a slot for each, -1 writes nothing. On a CPU its runs are computed once.
+    """The slots of a batch's new tokens; -1 writes nothing. On a CPU its runs are computed once.
 
     Attributes:
         slot_mapping: [T] int64, on the cache's device.
@@ -106,7 +106,7 @@ class WriteIndex:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """The tokens of a batch on a CPU that have a slot; None: all of them."""
+        """The tokens of a batch on a CPU that have a slot. Returns None if all have one."""
         slots_T = self.slot_mapping.numpy()
         return torch.from_numpy(np.flatnonzero(slots_T >= 0)) if len(slots_T) and slots_T.min() < 0 else None
 

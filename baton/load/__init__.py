@@ -1,1 +1,1 @@
-"""Load on a server: what is asked when, the clients that ask it, and what is made of their answers."""
+"""Loads a server: plans requests, sends them from client processes, and evaluates the answers."""

@@ -1,4 +1,4 @@
-"""The answer to one request as it comes: an asker reports messages and the end, a worker makes the record of it."""
+"""The answer to one request as it arrives: an asker reports its messages and its end, and a worker records it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class AskError(Exception):
 
     Args:
         kind: one word or a status, by which errors are counted.
-        refused: the server has no room now.
+        refused: whether the server has no room now.
     """
 
     def __init__(self, kind: str, detail: str, *, refused: bool = False) -> None:
@@ -25,7 +25,7 @@ class AskError(Exception):
 
 @dataclass
 class LoadAnswer:
-    """Grows while messages come. Times are those of `time.monotonic`."""
+    """One answer, which grows while messages arrive. Times are those of `time.monotonic`."""
 
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -34,22 +34,22 @@ class LoadAnswer:
     receipt: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, tokens: int) -> None:
-        """A message with that many tokens has come now."""
+        """Records that a message with `tokens` tokens has just arrived."""
         self.times.append(monotonic())
         self.counts.append(tokens)
 
 
 class Asker(Protocol):
-    """Sends requests to one target, any number at once. Closed by whoever made it."""
+    """Sends requests to one target, any number at once. Its maker closes it."""
 
     def prepare(self, request: PlannedRequest) -> Any:
-        """The request in the form in which it is sent; made before it is due."""
+        """Encodes a request, before it is due, in the form in which it is sent."""
 
     async def ask(self, prepared: Any, answer: LoadAnswer) -> None:
-        """Sends it, and returns when the answer has ended.
+        """Sends a request, and returns when the answer has ended.
 
         Raises:
-            AskError: there is none, or not all of it.
+            AskError: the answer is missing or incomplete.
         """
 
     async def close(self) -> None: ...

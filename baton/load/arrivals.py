@@ -1,4 +1,4 @@
-"""When requests are sent: at times that do not depend on the answers (open loop), drawn with a seed."""
+"""Draws the times at which requests are sent, with a seed; they do not depend on the answers (open loop)."""
 
 import random
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ def arrival_times(
     """Endless times in seconds, ascending, `rate` per second in the mean.
 
     Args:
-        burstiness: of GAMMA: squared coefficient of variation of the gaps; 1 is Poisson, 4 comes in bursts, 0.25 is
-            steadier than Poisson.
+        burstiness: for GAMMA, the squared coefficient of variation of the gaps; 1 is Poisson, 4 comes in bursts, 0.25
+            is steadier than Poisson.
 
     Raises:
         InvalidRequest: rate or burstiness is not above 0.

@@ -1,4 +1,4 @@
-"""`baton bench`: the flags, and what they mean for a measurement."""
+"""The command `baton bench`: its flags, and what they mean for a measurement."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,9 +67,7 @@ def bench(
     ] = None,
     shared_prefix: Annotated[
         int,
-        typer.Option(
-            min=0, max=TOKENS_MAX, help="First tokens of each prompt that others have too.", rich_help_panel=_LOAD
-        ),
+        typer.Option(min=0, max=TOKENS_MAX, help="Number of first tokens that prompts share.", rich_help_panel=_LOAD),
     ] = 0,
     shared_prefixes: Annotated[
         int,
@@ -90,7 +88,7 @@ def bench(
             min=2,
             max=TOKENS_MAX,
             help="Most tokens of prompt and output together; longer requests are drawn again, or left out of a trace. "
-            "Default: the model's context, if the server says it.",
+            "Default: the model's context, if the server reports it.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -144,7 +142,7 @@ def bench(
     warmup: Annotated[
         float,
         typer.Option(
-            min=0, max=SECONDS_MAX, help="Seconds of load before, which do not count.", rich_help_panel=_TIMES
+            min=0, max=SECONDS_MAX, help="Seconds of load before the run, which do not count.", rich_help_panel=_TIMES
         ),
     ] = _WARMUP_S,
     seed: Annotated[
@@ -159,7 +157,7 @@ def bench(
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            help="What a good request keeps to: ttft, tpot (mean per token after the first), gap (p99 of its gaps "
+            help="Bounds of a good request: ttft, tpot (mean per token after the first), gap (p99 of its gaps "
             "between tokens), e2e; and the share of good requests, 90 % by default. ttft=400ms,tpot=10/15/20ms is "
             "three goals. May be repeated.",
             rich_help_panel=_GOALS,
@@ -175,7 +173,8 @@ def bench(
         ),
     ] = False,
     precision: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Relative, of the rate that is found.", rich_help_panel=_GOALS)
+        float,
+        typer.Option(min=0.001, max=1, help="Relative precision of the rate that is found.", rich_help_panel=_GOALS),
     ] = 0.05,
     max_runs: Annotated[
         int, typer.Option(min=1, max=10_000, help="Most runs of a search, for each address.", rich_help_panel=_GOALS)
@@ -243,7 +242,7 @@ def bench(
         typer.Option(
             min=DURATION_S_MIN,
             max=1e3 * SECONDS_MAX,
-            help="The client was the limit if it is later than that (p99).",
+            help="The client counts as the limit if it sends later than this (p99).",
             rich_help_panel=_CLIENT,
         ),
     ] = 1e3 * RunOptions.bound_s,
@@ -292,7 +291,7 @@ def bench(
 
 
 def _targets(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether targets are compared, and their addresses.
+    """Returns whether targets are compared, and their addresses.
 
     Raises:
         BadParameter: too few or too many.

@@ -15,13 +15,13 @@ _EXAMPLE = "ttft=400ms,tpot=15ms"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a good request keeps to; None: no bound. A rate meets the goal if `share` of its requests are good.
+    """Bounds of a good request; None: no bound. A rate meets the goal if `share` of its requests are good.
 
     Args:
-        ttft_s: to the first token.
-        tpot_s: mean per token after the first.
+        ttft_s: time to the first token.
+        tpot_s: mean time per token after the first.
         gap_s: the 99th percentile of the request's own gaps between tokens.
-        e2e_s: to the end.
+        e2e_s: time to the end.
     """
 
     ttft_s: float | None = None
@@ -31,7 +31,7 @@ class Goal:
     share: float = DEFAULT_SHARE
 
     def good(self, record: LoadRecord) -> bool:
-        """False for requests that were refused, failed or did not finish."""
+        """Whether a request meets the bounds; one that was refused, failed or did not finish does not."""
         if record.outcome is not LoadOutcome.OK:
             return False
         return (
@@ -80,7 +80,7 @@ def _replaced(goal: Goal, **values: float) -> Goal:
 
 
 def _times(text: str, value: str) -> list[float]:
-    """Seconds; the unit of the last value is that of those without one."""
+    """The values in seconds. Values without a unit have that of the last one."""
     *others, last = value.split("/")
     unit = _TIME.fullmatch(last)
     found = [_TIME.fullmatch(each if _TIME.fullmatch(each) or not unit else each + unit[2]) for each in (*others, last)]

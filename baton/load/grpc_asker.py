@@ -1,4 +1,4 @@
-"""Requests to a Baton gateway over gRPC, with prompts as token ids."""
+"""Sends requests to a Baton gateway over gRPC, with prompts as token ids."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +18,7 @@ _REFUSALS = (Overloaded, Draining, NoNode)
 
 @dataclass
 class GrpcAsker:
-    """Streams over several connections, which gateways with several workers share out, and so do several gateways."""
+    """Streams over several connections, which spread over the workers of a gateway, and over several gateways."""
 
     clients: list[AsyncClient]
     prompts: PromptMaker

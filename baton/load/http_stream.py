@@ -1,7 +1,8 @@
 """HTTP/1.1 for many streams at little cost: connections that are kept, requests as bytes, bodies as callbacks.
 
-Why our own: a load client spends its time on chunks. httptools' parser calls `on_body` from the socket's own callback,
-so a chunk costs no task switch; docs/benchmarking.md has the measured cost per token next to that of common clients.
+It exists because a load client spends its time on chunks. httptools' parser calls `on_body` from the socket's own
+callback, so a chunk costs no task switch; docs/benchmarking.md has the measured cost per token next to that of common
+clients.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from baton.settings.environment import client_access
 
 @dataclass(frozen=True)
 class Origin:
-    """Where requests go. `path`: before the endpoint's own, without a slash at its end."""
+    """The server that requests go to. `path` comes before the endpoint's own, without a slash at its end."""
 
     host: str
     port: int
@@ -29,7 +30,7 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Of an address with or without /v1.
+        """Parses an address with or without /v1.
 
         Raises:
             InvalidRequest: it is no address.
@@ -71,7 +72,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # What the callback raised is wrapped by the parser.
+            # The parser wraps what the callback raised.
             self._end(self._failure or AskError("BadAnswer", f"no HTTP answer: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,7 +81,7 @@ class _Connection(asyncio.Protocol):
         self._end(AskError("BrokenStream", f"the connection broke: {exc or 'closed by the server'}"))
 
     def send(self, request: bytes, on_body: Callable[[bytes, int], None]) -> asyncio.Future[None]:
-        """The future ends with the answer."""
+        """Sends a request; the future completes at the end of the answer."""
         assert self._transport is not None
         self.status, self.keeps, self._failure = 0, False, None
         self._parser, self._on_body = httptools.HttpResponseParser(self), on_body
@@ -88,7 +89,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         return self._done
 
-    # What the parser calls.
+    # ---- callbacks of the parser
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

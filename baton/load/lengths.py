@@ -1,4 +1,4 @@
-"""How many tokens prompts and outputs have: fixed, uniform or lognormal, drawn with a seed."""
+"""Distributions of the tokens of prompts and outputs: fixed, uniform or lognormal, drawn with a seed."""
 
 import math
 import random
@@ -39,7 +39,7 @@ class Lognormal:
     """Numbers whose logarithm is normal.
 
     Args:
-        mean: of the numbers themselves, not of their logarithm.
+        mean: mean of the numbers themselves, not of their logarithm.
         sigma: standard deviation of the logarithm; 0.6 puts 90 % between 0.3 and 2.2 times the mean.
     """
 

@@ -1,4 +1,4 @@
-"""Which runs a command makes, in which order: one, rounds over several targets, or searches for the highest rate."""
+"""Makes the runs of a command in order: one, rounds over several targets, or searches for the highest rate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Display = Callable[[str, int], OnProgress]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What every run of a command has in common."""
+    """The settings that all runs of a command share."""
 
     clients: Clients
     workload: Workload
@@ -26,10 +26,10 @@ class Measurement:
     seed: int
 
     def rounds(self, servers: Sequence[Server], rate: float, count: int) -> list[Run]:
-        """`count` runs of each server.
+        """Makes `count` runs of each server.
 
-        The servers take turns, and another one goes first in each round, so that a drift of the machine meets all of
-        them alike. In a round all have the same times and lengths.
+        The servers take turns, and another one goes first in each round, so that a drift of the machine affects all of
+        them alike. In a round all get requests at the same times, of the same lengths.
         """
         runs = []
         for number in range(count):
@@ -43,7 +43,7 @@ class Measurement:
     def search(
         self, servers: Sequence[Server], goals: Sequence[Goal], *, start: float, precision: float, runs_max: int
     ) -> tuple[list[Run], list[Found]]:
-        """The highest rate that meets each goal, for each server. The servers take turns.
+        """Searches the highest rate that meets each goal, for each server. The servers take turns.
 
         Only runs at rates that may be the answer keep their records.
         """
@@ -73,7 +73,8 @@ class Measurement:
     def _run(
         self, server: Server, rate: float, seed: int, title: str, open_goals: Sequence[Goal] = ()
     ) -> tuple[Run, int]:
-        """The run, and how many of its planned requests count: one that ends early has not sent them all."""
+        """Makes one run. Returns it with the number of planned requests that count, because a run that ends early has
+        not sent them all."""
         planned: list[PlannedRequest] = self.workload.plan(rate, self.span, seed)
         run = self.clients.run(
             server, planned, self.options, rate=rate, seed=seed, goals=open_goals,

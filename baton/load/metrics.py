@@ -27,16 +27,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the counted requests of a run.
+    """Numbers of the counted requests of a run.
 
     Args:
-        window_s: from when the first one was due to the last end of any; the sum of several runs.
-        ttft, tpot, e2e: one value for each answered request; None: there is none.
+        window_s: time from when the first request was due to the last end; for several runs, the sum.
+        ttft, tpot, e2e: one value for each answered request; None without any.
         gap: one value for each token after the first of its request, of all requests.
         gap_p99: one value for each request, the 99th percentile of its own gaps.
-        short: answered with fewer tokens than asked for.
-        errors: how often each type came, refusals apart.
-        exact: messages said how many tokens they have.
+        short: requests that were answered with fewer tokens than asked for.
+        errors: counts by type, without refusals.
+        exact: whether messages reported how many tokens they have.
         merged: share of tokens that came in a message with others.
     """
 
@@ -65,7 +65,7 @@ class Summary:
 
 
 def spread(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread | None:
-    """None: there are no values."""
+    """The distribution of the values. Returns None if there are none."""
     found = np.asarray(values, np.float64)
     if not found.size:
         return None
@@ -74,7 +74,7 @@ def spread(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]
 
 
 def summarize(*runs: Sequence[LoadRecord]) -> Summary:
-    """Of one run, or of several together, one after the other. Warm-up requests are left out."""
+    """Summarizes one run, or several runs together, without warm-up requests."""
     counted = [record for run in runs for record in run if record.counted]
     ok = [record for record in counted if record.outcome is LoadOutcome.OK]
     by_outcome = Counter(record.outcome for record in counted)

@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible servers: streams of completions or chats."""
+"""Sends requests to OpenAI-compatible servers: streams of completions or chats."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _REFUSALS = (429, 503)
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server accepts beside the plain request; found by `baton.load.probe`."""
+    """The optional fields that a server accepts; `baton.load.probe` finds them."""
 
     usage: bool = True  # stream_options.include_usage
     running_usage: bool = True  # ...continuous_usage_stats: how many tokens each chunk has
@@ -32,7 +32,7 @@ class OpenAiAsker:
     """Streams from one server.
 
     Args:
-        chat: chats instead of completions.
+        chat: whether to ask for chats instead of completions.
         extra: further fields of each request's body.
     """
 
@@ -79,10 +79,10 @@ class OpenAiAsker:
         return body
 
     async def ask(self, prepared: bytes, answer: LoadAnswer, token_ids: list[int] | None = None) -> None:
-        """As `Asker.ask`.
+        """Sends a request, as `Asker.ask` describes.
 
         Args:
-            token_ids: of the output, as far as the answer has it; those that come are added.
+            token_ids: token ids of the output so far; new ones are appended.
         """
         running_usage = self.dialect.usage and self.dialect.running_usage
         reading = _Reading(answer, token_ids if token_ids is not None else [], running_usage=running_usage)

@@ -1,4 +1,4 @@
-"""Results as PNG. matplotlib is imported at use, because only plots need it."""
+"""Draws results as PNG. matplotlib is imported at use, because only plots need it."""
 
 import io
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MARKERS = "osD^vP*X"
 
 
 def check_plot(path: Path) -> None:
-    """Raises before anything is measured.
+    """Checks the plot's file and matplotlib before anything is measured.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -32,7 +32,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(results: LoadResults, path: Path) -> None:
-    """Of a search its rates; else distributions, one line for each deployment.
+    """Draws the rates of a search; without a search distributions, with one line for each deployment.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -86,7 +86,7 @@ def _distributions(results: LoadResults) -> Any:
 
 
 def _steps(axis: Any, label: str, seconds: Sequence[float] | np.ndarray[Any, Any]) -> None:
-    """The cumulated distribution."""
+    """Draws the cumulative distribution."""
     values = np.sort(np.asarray(seconds, np.float64)) * 1e3
     if values.size:
         axis.step(values, np.arange(1, values.size + 1) / values.size, where="post", label=label)
@@ -99,7 +99,8 @@ def _course(axis: Any, label: str, records: Sequence[LoadRecord]) -> None:
 
 
 def _rates(found: Sequence[Found], results: LoadResults) -> Any:
-    """Left the rate that each goal allows, right the share of good requests at each measured rate, for each goal."""
+    """Draws on the left the rate that each goal allows, on the right the share of good requests at each measured
+    rate."""
     figure = _figure_module().Figure(figsize=(11, 4.5), layout="constrained")
     bars, shares = figure.subplots(1, 2)
     goals = list(dict.fromkeys(each.goal for each in found))

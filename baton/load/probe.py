@@ -28,7 +28,7 @@ _NO_USAGE = "the server reports no usage: tokens are messages, and prompts have 
 
 
 async def probe(target: Target) -> Server:
-    """What the target is.
+    """Probes a target, and describes the server.
 
     Raises:
         BatonError: it cannot be reached, or answers no request.
@@ -67,7 +67,7 @@ async def _probe_http(target: Target) -> Server:
 
 
 async def _model(target: Target, streams: HttpStreams) -> tuple[str, int | None]:
-    """The model's name, and its longest context if the server says it as vLLM does."""
+    """The model's name, and its longest context if the server reports it as vLLM does."""
     body = bytearray()
     request = streams.request("GET", "/v1/models")
     try:
@@ -90,10 +90,10 @@ async def _model(target: Target, streams: HttpStreams) -> tuple[str, int | None]
 
 
 async def _find_dialect(target: Target, asker: OpenAiAsker) -> None:
-    """Tries what is wanted, then with less, until the server takes it.
+    """Tries all optional fields, then fewer, until the server accepts the request.
 
     Raises:
-        NoNode: it takes none.
+        NoNode: it accepts none.
     """
     words = " ".join(WORDS[:8])
     every = Dialect()

@@ -1,4 +1,4 @@
-"""What a user sees while a command measures: a bar for the current run on a terminal, a line for each run elsewhere."""
+"""Shows the progress of a command: a bar for the current run on a terminal, a line for each run elsewhere."""
 
 from types import TracebackType
 from typing import Self

@@ -1,4 +1,4 @@
-"""The contents of prompts: the same plan gives the same tokens, and equal prefix ids give equal prefixes.
+"""Makes the contents of prompts: the same plan gives the same tokens, and equal prefix ids give equal prefixes.
 
 Tokens are drawn evenly, so prompts share no prefix by chance. Servers that take only text get common English words, as
 many as make the wanted number of tokens by the probe of the target.
@@ -29,11 +29,11 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Contents:
-    """What prompts are made of.
+    """The contents of prompts.
 
     Args:
         vocabulary: ids of tokens to draw from, from the first to before the second.
-        seed: another one makes other contents for the same plan, so that a server has none of them in its cache.
+        seed: another seed makes other contents for the same plan, so that a server has none of them in its cache.
         tokens_per_word, extra_tokens: a text of n words has n * `tokens_per_word` + `extra_tokens` tokens.
     """
 
@@ -43,7 +43,7 @@ class Contents:
     extra_tokens: int = 0
 
     def request_id(self, index: int) -> str:
-        """Of a request of the plan, in logs of the server."""
+        """The id of a request of the plan, for logs of the server."""
         return f"bench-{self.seed:x}-{index}"
 
 
@@ -55,7 +55,7 @@ class PromptMaker:
     _blocks: OrderedDict[tuple[int, int], list[int]] = field(default_factory=OrderedDict)
 
     def token_ids(self, request: PlannedRequest) -> list[int]:
-        """`request.prompt_tokens` ids."""
+        """Draws `request.prompt_tokens` ids."""
         return self._drawn(request, request.prompt_tokens, request.prefix_tokens, *self.contents.vocabulary)
 
     def text(self, request: PlannedRequest) -> str:

@@ -1,4 +1,4 @@
-"""What a client saw of one request, and the times that follow from it. Pure.
+"""Records what a client saw of one request, and derives its times. Pure.
 
 All times count from the moment when the request was due, so a client that sends late cannot make a server look fast.
 """
@@ -22,15 +22,15 @@ class LoadRecord:
     """One request.
 
     Args:
-        due_s: after the run's start.
+        due_s: when it was due, after the run's start.
         late_s: how long after `due_s` the client sent it.
-        prompt_tokens, output_tokens: as planned.
+        prompt_tokens, output_tokens: the planned numbers.
         error: type of the error; "": none. `detail` is its message.
-        times_s, counts: of each message with tokens: when it came, and how many tokens it had.
+        times_s, counts: when each message with tokens arrived, and how many tokens it had.
         end_s: when the answer ended.
         usage: the server's own numbers: `prompt`, `cached`, `output`.
-        exact: `counts` are the server's; else each message counts as one token.
-        receipt: what a Baton gateway reports.
+        exact: whether `counts` are the server's; if not, each message counts as one token.
+        receipt: the receipt of a Baton gateway.
     """
 
     index: int
@@ -52,7 +52,7 @@ class LoadRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens of output: as counted where that is exact, else the usage's, else the messages."""
+        """Tokens of output: the counted ones if they are exact, else the usage's, else the number of messages."""
         return sum(self.counts) if self.exact else self.usage.get("output", sum(self.counts))
 
     @property
@@ -61,7 +61,7 @@ class LoadRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None: fewer than two tokens."""
+        """Mean time per token after the first. Returns None for fewer than two tokens."""
         return (self.times_s[-1] - self.times_s[0]) / (self.tokens - 1) if self.times_s and self.tokens > 1 else None
 
     def gaps_s(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -74,6 +74,6 @@ class LoadRecord:
         return np.diff(times)
 
     def gap_quantile_s(self, quantile: float) -> float | None:
-        """Of this request's own gaps."""
+        """A quantile of this request's own gaps."""
         gaps = self.gaps_s()
         return float(np.quantile(gaps, quantile)) if gaps.size else None

@@ -22,7 +22,7 @@ class ClientReport:
 
     Args:
         late_p99_s: how late requests were sent.
-        lag_p99_s: how late event loops ran timers; the busiest process's, as is `cpu_share`, of one core.
+        lag_p99_s: how late event loops ran timers; of the busiest process, like `cpu_share`, the share of one core.
         bound_s: late_p99_s and lag_p99_s above it mean that the client was the limit.
     """
 
@@ -52,7 +52,7 @@ class ClientReport:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a run without its records. `good`: for each goal of the results."""
+    """The part of a run that is kept without its records; `good` has a count for each goal of the results."""
 
     summary: Summary
     good: tuple[int, ...]
@@ -63,10 +63,10 @@ class Run:
     """One run against one target.
 
     Args:
-        api: how it was asked.
+        api: the API that was used.
         rate: requests per second as planned.
-        notes: what the reader should know.
-        kept: in place of `records`, which then are empty: those of a search are too many to keep.
+        notes: remarks for the reader.
+        kept: replaces `records`, which are empty then: a search has too many to keep.
     """
 
     label: str
@@ -91,7 +91,7 @@ class Run:
         return summarize(self.records) if self.kept is None else self.kept.summary
 
     def good(self, goals: Sequence[Goal]) -> list[int]:
-        """For each goal, how many requests met it; without records, `goals` are those of the results."""
+        """The number of requests that met each goal; without records, `goals` must be those of the results."""
         return [goal.count(self.counted) for goal in goals] if self.kept is None else list(self.kept.good)
 
     def without_records(self, goals: Sequence[Goal]) -> "Run":
@@ -103,9 +103,9 @@ class Found:
     """The answer of a search: the highest rate that meets a goal.
 
     Args:
-        good_share: of the requests at that rate.
-        requests: that the share was measured with.
-        complete: the search ended by itself, and the rate was confirmed.
+        good_share: share of good requests at that rate.
+        requests: number of requests in that share.
+        complete: whether the search ended by itself, with a confirmed rate.
         at_most: whether a higher rate was tried and failed.
         client_limited: runs in which the client was the limit.
     """
@@ -122,7 +122,7 @@ class Found:
 
 @dataclass(frozen=True)
 class LoadResults:
-    """What one call of the command measured."""
+    """The measurements of one call of the command."""
 
     runs: Sequence[Run]
     goals: Sequence[Goal] = ()
@@ -135,12 +135,12 @@ class LoadResults:
         return list(dict.fromkeys(run.label for run in self.runs))
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Writes the results as JSON."""
         write_output(path, json.dumps(to_json(self), separators=(",", ":")) + "\n", field="json")
 
 
 def to_json(results: LoadResults) -> dict[str, Any]:
-    """The form of `SCHEMA`. Times of requests are in milliseconds, with two decimals."""
+    """The results in the form of `SCHEMA`. Times of requests are in milliseconds, with two decimals."""
     return {
         "schema": SCHEMA,
         "baton": results.version,
@@ -152,7 +152,7 @@ def to_json(results: LoadResults) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> LoadResults:
-    """What `LoadResults.write` wrote.
+    """Reads what `LoadResults.write` wrote.
 
     Raises:
         InvalidRequest: the file is something else, or of another version.
@@ -272,10 +272,10 @@ def _ms(seconds: float) -> str:
 
 
 def combined_results(names: Sequence[str], goals: Sequence[Goal]) -> LoadResults:
-    """What the files have, each under one label: the given one, or the file's name.
+    """The results of several files, each under one label: the given one, or the file's name.
 
     Raises:
-        InvalidRequest: a file is none of ours, or has several deployments.
+        InvalidRequest: a file is not of `baton bench`, or has several deployments.
     """
     every = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The client processes of a command, and runs that are shared out among them."""
+"""The client processes of a command, and runs that are divided among them."""
 
 import multiprocessing
 import os
@@ -30,18 +30,18 @@ OnProgress = Callable[[WorkerProgress], None]
 
 
 def default_processes() -> int:
-    """Half of the cores, since a server on the same machine wants the others."""
+    """Half of the cores, because a server on the same machine needs the others."""
     return max(1, min(_PROCESSES_MAX, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What all runs of a command share.
+    """The options that all runs of a command share.
 
     Args:
-        timeout_s: of each request.
+        timeout_s: time limit of each request.
         drain_s: how long requests may run on after the last one was sent.
-        bound_s: of `ClientReport`.
+        bound_s: see `ClientReport`.
         slo: sent along with each request; None: none.
     """
 

@@ -1,4 +1,4 @@
-"""The highest rate that meets a goal, found by bisection for several goals at once. Pure: rates out, counts in."""
+"""Finds the highest rate that meets a goal, by bisection, for several goals at once. Pure: rates out, counts in."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ class GoalSearch:
     """The bracket of one goal.
 
     Args:
-        share: of good requests that a rate needs.
+        share: share of good requests that a rate needs.
         precision: relative width of the bracket at which the search ends.
     """
 
@@ -29,16 +29,16 @@ class GoalSearch:
 
     @property
     def high(self) -> float:
-        """The lowest rate that failed; infinite: none did."""
+        """The lowest rate that failed; infinite if none did."""
         return min((rate for rate in self.counts if not self._passes(rate)), default=math.inf)
 
     @property
     def low(self) -> float:
-        """The highest rate that passed below every one that failed; 0: none did."""
+        """The highest rate that passed, below every rate that failed; 0 if none did."""
         return max((rate for rate in self.counts if rate < self.high and self._passes(rate)), default=0.0)
 
     def next_rate(self) -> float | None:
-        """The rate to measure next; None: `low` is the answer."""
+        """The rate to measure next. Returns None if `low` is the answer."""
         low, high = self.low, self.high
         if low == 0.0 and high == math.inf:
             return self.start
@@ -71,15 +71,15 @@ class RateSearch:
         return cls([GoalSearch(share, start, precision, rate_min, rate_max) for share in shares], runs_max)
 
     def next_rate(self) -> float | None:
-        """None: every goal has its answer, or `runs_max` runs were made."""
+        """The rate to measure next. Returns None if every goal has its answer, or `runs_max` runs were made."""
         if self.runs >= self.runs_max:
             return None
         rates = [rate for goal in self.goals if (rate := goal.next_rate()) is not None]
-        # The lowest first: it overloads nobody, and often answers for the other goals too.
+        # The lowest rate first: it does not overload the server, and often answers for the other goals too.
         return min(rates, default=None)
 
     def observe(self, rate: float, good: Sequence[int], total: int) -> None:
-        """Takes the result of a run at a rate.
+        """Adds the result of a run at a rate.
 
         Args:
             good: for each goal, how many of the run's `total` requests met it.

@@ -31,7 +31,7 @@ class Search:
 
 @dataclass(frozen=True)
 class What:
-    """What is measured; `search`: None: the given rate."""
+    """What to measure: a search's rates, or the given rate if `search` is None."""
 
     goals: Sequence[Goal]
     search: Search | None
@@ -64,7 +64,7 @@ def measured_results(
 
 @contextmanager
 def _some_target(given: Sequence[Target]) -> Iterator[Sequence[Target]]:
-    """The given ones, or a local cluster for as long as the context lasts."""
+    """The given targets, or a local cluster for as long as the context lasts."""
     if given:
         yield given
         return
@@ -73,7 +73,7 @@ def _some_target(given: Sequence[Target]) -> Iterator[Sequence[Target]]:
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:
-    """The command line for the results: they are shown to others."""
+    """The command line without its API key, because results are shown to others."""
     hidden, kept = False, []
     for argument in arguments:
         if argument.startswith("--api-key="):

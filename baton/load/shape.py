@@ -1,4 +1,4 @@
-"""The flags that say what is sent: lengths or a trace, arrivals, prefixes; and the workload that they make."""
+"""The flags that describe what is sent (lengths or a trace, arrivals, prefixes), and the workload that they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DEFAULT_RATE = 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """As given; None: not given."""
+    """The flags as given; None: not given."""
 
     preset: str
     prompts: str | None
@@ -32,7 +32,7 @@ class Shape:
     speed: float | None
 
     def check(self) -> None:
-        """Raises before anything is started.
+        """Checks the flags before anything is started.
 
         Raises:
             InvalidRequest: values are not known, or exclude each other.
@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For titles."""
+        """The load's name, for titles."""
         if self.trace is not None:
             return f"trace {self.trace.name}"
         prompts, outputs = self._lengths()

@@ -1,4 +1,4 @@
-"""Server-sent events of OpenAI-compatible servers: bytes to payloads, payloads to what a load client wants. Pure."""
+"""Reads server-sent events of OpenAI-compatible servers: from bytes to payloads to a load client's values. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class SseReader:
 
 @dataclass(frozen=True)
 class SseChunk:
-    """What one payload adds.
+    """The content of one payload.
 
     Args:
-        content: it has text, reasoning or a tool call.
-        output_tokens: tokens of output so far, if the payload says so.
-        token_ids: of the output, where they were asked for.
-        finished: it says why the output ended.
+        content: whether it has text, reasoning or a tool call.
+        output_tokens: tokens of output so far, if the payload reports them.
+        token_ids: token ids of the output, if they were asked for.
+        finished: whether it has the reason why the output ended.
         error: type and message; empty: none.
     """
 
@@ -45,7 +45,7 @@ class SseChunk:
 
 
 def read_chunk(payload: bytes) -> SseChunk:
-    """Of chats and completions.
+    """Reads a chunk of a chat or a completion.
 
     Raises:
         ValueError: it is not a chunk.
@@ -68,12 +68,12 @@ def read_chunk(payload: bytes) -> SseChunk:
     return SseChunk(content, usage.get("output"), token_ids, finished, usage, receipt)
 
 
-# Of a chat's delta and of a completion's choice; servers have two names for reasoning.
+# Fields of a chat's delta and of a completion's choice; servers have two names for reasoning.
 _CONTENT = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
 
 
 def read_usage(found: Mapping[str, Any]) -> dict[str, int]:
-    """OpenAI's usage by our names."""
+    """OpenAI's usage under our names."""
     cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens")
     named = {"prompt": found.get("prompt_tokens"), "cached": cached, "output": found.get("completion_tokens")}
     return {name: int(value) for name, value in named.items() if value is not None}

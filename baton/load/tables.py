@@ -1,4 +1,4 @@
-"""Results as Markdown: one run, a comparison of several deployments, and the rates that a search found. Pure."""
+"""Shows results as Markdown: one run, a comparison of several deployments, or the rates that a search found. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +16,7 @@ _SPREADS: tuple[tuple[str, Callable[[Summary], Spread | None]], ...] = (
 
 
 def markdown(results: LoadResults) -> str:
-    """Everything that is worth reading, without a newline at the end."""
+    """The whole report, without a newline at the end."""
     parts = []
     if results.found:
         parts.append(rates_table(results.found))
@@ -28,7 +28,7 @@ def markdown(results: LoadResults) -> str:
 
 
 def run_report(run: Run, goals: Sequence[Goal]) -> str:
-    """One run: times, what became of the requests, goals."""
+    """The report of one run: times, outcomes of the requests, goals."""
     summary = run.summary
     rows = [
         [name, *(_ms(value) for value in (each.mean, each.p50, each.p90, each.p95, each.p99, each.max))]
@@ -156,7 +156,7 @@ def _outcomes(summary: Summary) -> str:
 
 
 def _remarks(results: LoadResults) -> list[str]:
-    """Of the client and of the servers, each once."""
+    """Remarks on the client and on the servers, each once."""
     limited = [run for run in results.runs if run.client.was_the_limit]
     lines = dict.fromkeys(f"- {run.label}: {note}" for run in results.runs for note in run.notes)
     if limited:
@@ -169,7 +169,7 @@ def _remarks(results: LoadResults) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned, so that it reads well on a terminal too."""
+    """A Markdown table, aligned so that it reads well on a terminal too."""
     every = [header, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(header))]
     lines = ["| " + " | ".join(_cells(row, widths)) + " |" for row in every]

@@ -1,4 +1,4 @@
-"""Where load goes: the address of a server as the command line gives it, and what was found out about the server."""
+"""The target of a load: a server's address from the command line, and what the probe found out about the server."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from baton.load.prompts import Contents, PromptMaker
 from baton.load.workload import PlannedRequest
 from baton.security.exposure import is_loopback
 
-# The gateway is gone, or goes.
+# Errors of a gateway that is gone, or is about to go.
 _LOST = ("NoConnection", "BrokenStream", "503 draining", "draining")
 
 
@@ -24,10 +24,10 @@ _LOST = ("NoConnection", "BrokenStream", "503 draining", "draining")
 class SeveralGateways:
     """Requests to several gateways in front of the same nodes, which get them in turn.
 
-    A stream whose gateway is lost goes on at the next one: the same tokens, none twice.
+    A stream whose gateway is lost continues at the next one, with the same tokens and none twice.
 
     Args:
-        askers: one for each gateway; they differ in nothing else.
+        askers: one for each gateway, otherwise equal.
     """
 
     askers: Sequence[OpenAiAsker]
@@ -82,7 +82,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, *, api: Api | None = None, api_key: str = "", model: str = "") -> Self:
-        """Of `[LABEL=]host:port` for gRPC, or `[LABEL=]http://host:port[/v1]`.
+        """Parses `[LABEL=]host:port` for gRPC, or `[LABEL=]http://host:port[/v1]`.
 
         Raises:
             InvalidRequest: it is neither, or has no such API.
@@ -110,7 +110,7 @@ class Target:
         return self.address.split(",")
 
     def streams(self, address: str = "") -> HttpStreams:
-        """To one of its addresses, or the first one.
+        """HTTP streams to one of its addresses, by default the first one.
 
         Raises:
             InvalidRequest: the key would cross a network unencrypted.
@@ -131,8 +131,8 @@ class Server:
     """A target that has answered the probe.
 
     Args:
-        tokens_max: of prompt and output together; None: the server does not say.
-        notes: what the run's reader should know, such as a missing `ignore_eos`.
+        tokens_max: most tokens of prompt and output together; None: unknown.
+        notes: remarks for the reader of a run, such as a missing `ignore_eos`.
     """
 
     target: Target
@@ -143,14 +143,14 @@ class Server:
     notes: tuple[str, ...] = ()
 
     def with_seed(self, seed: int) -> Self:
-        """With other contents of prompts."""
+        """The server with other contents of prompts."""
         return replace(self, contents=replace(self.contents, seed=seed))
 
     def asker(self, *, connections: int, slo: Slo | None, temperature: float | None) -> Asker:
-        """For one client process.
+        """An asker for one client process.
 
         Args:
-            connections: of gRPC; HTTP opens one for each request that runs.
+            connections: number of gRPC connections; HTTP opens one for each request that runs.
         """
         prompts = PromptMaker(self.contents)
         extra = {} if temperature is None else {"temperature": temperature}

@@ -1,4 +1,4 @@
-"""Recorded requests: their times, lengths and shared prefixes, read from files. Pure apart from reading the file.
+"""Reads recorded requests from files: their times, lengths and shared prefixes. Pure apart from reading the file.
 
 Three forms are read, also as .xz; a file's first line shows which one it has: Mooncake's lines of JSON, Azure's CSV, or
 lines of JSON with the fields of `TraceRequest`.
@@ -41,7 +41,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a trace, in order of time, with the first one at 0 s.
 
     Raises:
-        InvalidRequest: the file cannot be read, or one of its lines is none of the known forms.
+        InvalidRequest: the file cannot be read, or one of its lines has no known form.
     """
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:

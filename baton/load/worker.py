@@ -30,13 +30,13 @@ _LAG_PROBE_S = 0.02
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What one process does in one run.
+    """The work of one process in one run.
 
     Args:
-        start: of the run, by `time.monotonic`, which all processes of a machine share.
-        timeout_s: of each request.
+        start: start of the run by `time.monotonic`, which all processes of a machine share.
+        timeout_s: time limit of each request.
         end_s: when requests that still run are given up, after the start.
-        goals: whose misses are reported while the run goes on.
+        goals: goals whose misses are reported during the run.
     """
 
     server: Server
@@ -52,12 +52,12 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Stop:
-    """From the parent: the run's result is known, so that the rest of it is not needed."""
+    """The parent's message that the run's result is known, so the rest of the run is not needed."""
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """`missed`: for each goal, how many counted requests cannot meet it any more."""
+    """The progress of a job; `missed` has, for each goal, the number of counted requests that can no longer meet it."""
 
     sent: int = 0
     ended: int = 0
@@ -71,11 +71,11 @@ class WorkerProgress:
 
 @dataclass(frozen=True)
 class Strain:
-    """How busy a client process was.
+    """The load of a client process itself.
 
     Args:
         lag_p99_s: how late the event loop ran a timer.
-        cpu_share: of one core, while requests were sent.
+        cpu_share: share of one core that it used while requests were sent.
     """
 
     lag_p99_s: float
@@ -153,7 +153,7 @@ class LoadSender:
         return self.stopped.is_set()
 
     async def _ask(self, request: PlannedRequest, prepared: object, due: float) -> None:
-        """Makes the record; cancelled, that of a request that did not finish."""
+        """Sends a request and records it; if it is cancelled, as one that did not finish."""
         answer, late_s = LoadAnswer(), time.monotonic() - due
         outcome, kind, detail = LoadOutcome.OK, "", ""
         if request.counted:
@@ -197,7 +197,7 @@ class LoadSender:
                 self._missed[place] += not goal.good(record)
 
     def _late_for(self, goal: Goal) -> int:
-        """Running requests that wait for their first token for longer than the goal allows."""
+        """The number of running requests that have waited for their first token for longer than the goal allows."""
         if goal.ttft_s is None:
             return 0
         latest = time.monotonic() - goal.ttft_s
@@ -219,8 +219,8 @@ class LoadSender:
 def serve(jobs: Connection) -> None:
     """The main function of a client process: runs one job after the other until its parent closes the connection.
 
-    Sends one Progress when it is ready. Answers each job with any number of Progress, then Done or the exception that
-    ended it.
+    Sends one WorkerProgress when it is ready. Answers each job with any number of WorkerProgress, then LoadDone or the
+    exception that ended the job.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     jobs.send(WorkerProgress())
@@ -229,7 +229,7 @@ def serve(jobs: Connection) -> None:
             job: LoadJob | Stop = jobs.recv()
         except EOFError:
             return
-        if isinstance(job, Stop):  # of a job that ended before it came
+        if isinstance(job, Stop):  # for a job that had ended already
             continue
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""The plan of a run: which request is sent when, with how many tokens and which shared prefixes. Pure and seeded."""
+"""Plans a run: which request is sent when, with how many tokens and which shared prefixes. Pure and seeded."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class PlannedRequest:
         at_s: when it is sent, after the start of the run.
         prefix_ids, prefix_tokens: as in `TraceRequest`.
         session: equal for the requests of one conversation; -1: none.
-        counted: not part of the warm-up.
+        counted: whether it counts, as warm-up requests do not.
     """
 
     index: int
@@ -37,7 +37,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True)
 class LengthSpan:
-    """How long a run sends: `requests` counted ones, or all of `duration_s`; before them the warm-up, not counted."""
+    """How long a run sends: until `requests` counted ones, or for `duration_s`, after a warm-up that does not count."""
 
     duration_s: float | None = None
     requests: int | None = None
@@ -71,11 +71,11 @@ class Synthetic:
     """Requests whose times and lengths are drawn.
 
     Args:
-        shared_prefix_tokens: that many first tokens of each prompt are one of `shared_prefixes` texts; they are part of
-            the prompt's length.
-        sessions: as many conversations take turns: each prompt continues the last one of its conversation by as many
-            tokens as are drawn. A conversation that would exceed `session_tokens` starts again.
-        tokens_max: prompt and output of a request have at most as many together.
+        shared_prefix_tokens: number of first tokens of each prompt that are one of `shared_prefixes` texts; they are
+            part of the prompt's length.
+        sessions: number of conversations that take turns. Each prompt continues the last one of its conversation by the
+            drawn number of tokens. A conversation that would exceed `session_tokens` starts again.
+        tokens_max: most tokens of a request's prompt and output together.
     """
 
     prompts: Lengths
@@ -103,7 +103,8 @@ class Synthetic:
         Raises:
             InvalidRequest: no request would be sent, or none fits into `tokens_max`.
         """
-        # One source for each: with the same seed another rate has the same lengths, and others' times are not moved.
+        # Times and lengths have separate generators: with the same seed, another rate has the same lengths, and other
+        # lengths have the same times.
         times = arrival_times(self.arrivals, rate, random.Random(f"times {seed}"), burstiness=self.burstiness)
         rng = random.Random(f"lengths {seed}")
         return span.cut(self._sessions(times, rng) if self.sessions else self._requests(times, rng))
@@ -119,7 +120,8 @@ class Synthetic:
                 yield PlannedRequest(0, at_s, prompt, output)
 
     def _sessions(self, times: Iterator[float], rng: random.Random) -> Iterator[PlannedRequest]:
-        """The whole blocks of a prompt stay in its session; the rest differs from turn to turn."""
+        """The requests of sessions. Whole blocks of a prompt stay in its session; the rest differs from turn to
+        turn."""
         block = _SESSION_BLOCK_TOKENS
         states = [(number, 0) for number in range(self.sessions)]  # number of the session, its tokens so far
         started = self.sessions
@@ -152,7 +154,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class TraceReplay:
-    """The requests of a trace at their times, which are scaled.
+    """The requests of a trace, at scaled times.
 
     Args:
         tokens_max: longer requests are left out.
@@ -167,7 +169,7 @@ class TraceReplay:
 
     @property
     def rate(self) -> float:
-        """Requests per second of what fits, as recorded."""
+        """The recorded rate of the requests that fit, per second."""
         fit = sum(map(self._fits, self.trace))
         return fit / max(self.trace[-1].at_s, 1e-3)
 
@@ -199,7 +201,7 @@ class TraceReplay:
 
 Workload = Synthetic | TraceReplay
 
-# Of the issue that goodput is measured by, and of the pages that show it.
+# The loads by which goodput is measured, and which the pages show.
 PRESETS: dict[str, tuple[Lengths, Lengths]] = {
     "chat": (Lognormal(250, 0.6), Lognormal(200, 0.6)),
     "long": (Uniform(4096, 8192), Uniform(128, 256)),

@@ -1,1 +1,2 @@
-"""What a process counts, and how Prometheus reads it. Start with `declared.py`, the table of all metrics."""
+"""Counts what a process does, and serves the metrics to Prometheus. Start with `declared.py`, the table of all
+metrics."""

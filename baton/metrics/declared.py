@@ -48,7 +48,8 @@ class SwitchOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Label:
-    """A label. `values`: all that it can have; empty: names of nodes or of what they run, as `meaning` says."""
+    """A label. `values` are all that it can have; without any, they are names of nodes or of what they run, as
+    `meaning` says."""
 
     name: str
     meaning: str
@@ -60,8 +61,8 @@ class Metric:
     """One metric.
 
     Args:
-        name: as scraped; of a histogram without `_bucket`, `_sum` and `_count`.
-        unit: of its values; empty: it counts what its name says.
+        name: the name that is scraped; a histogram's without `_bucket`, `_sum` and `_count`.
+        unit: unit of its values; empty: it counts what its name says.
         bounds: the upper bounds of a histogram's buckets, in its unit, without infinity.
     """
 
@@ -95,7 +96,7 @@ DECODE = (ProcessRole.DECODE,)
 PICKER = (ProcessRole.PICKER,)
 
 REASONS = tuple(dict.fromkeys(row.error.reason for row in TABLE))
-# Of a retry; the node was lost without an error.
+# Reason of a retry: the node was lost without an error.
 LOST = "LOST"
 
 # The label value that stands for the name of the served model.
@@ -112,32 +113,32 @@ _ERROR_TYPE = Label(
 )
 _OUTCOME = Label("outcome", "how the request ended", tuple(Outcome))
 _SWITCH_OUTCOME = Label("outcome", "how the switch of a role ended", tuple(SwitchOutcome))
-_REASON = Label("reason", "of the error", REASONS)
-_RETRY_REASON = Label("reason", f"of the error; {LOST}: the node was lost", (*REASONS, LOST))
+_REASON = Label("reason", "the error's reason", REASONS)
+_RETRY_REASON = Label("reason", f"the error's reason; {LOST}: the node was lost", (*REASONS, LOST))
 _STAGE = Label("stage", "which node failed or refused", ("prefill", "decode"))
 _FINISH = Label("finish_reason", "why the output ended", ("stop", "length"))
 _PATH = Label("path", "where the prompt was computed", ("remote", "local", "split"))
 _REFUSAL = Label("reason", "why it did not run", ("full", "queue", "deadline", "shed"))
-_PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
+_PHASE = Label("state", "state of the lease", ("opening", "filling", "closing"))
 _STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
 _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
-_TIER = Label("tier", "of the cache", ("device",))
+_TIER = Label("tier", "tier of the cache", ("device",))
 _TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
-_TRACE = Label("state", "of the trace", ("exported", "dropped"))
+_TRACE = Label("state", "what happened to the trace", ("exported", "dropped"))
 _RANK = Label("rank", "number of the node's rank")
-_LAYERS = Label("layers", "what of all layers", ("mean", "max"))
-_DIRECTION = Label("direction", "of the KV", ("sent", "received"))
+_LAYERS = Label("layers", "statistic over all layers", ("mean", "max"))
+_DIRECTION = Label("direction", "direction of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
-_ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
-_NODE_STATE = Label("state", "as this gateway sees it", ("ready", "loading", "draining", "unusable", "unreachable"))
-_PICK = Label("outcome", "of the pick", ("picked", "no_gateway", "shed"))
+_ROLE_OF_NODE = Label("node_role", "role of the node", ("prefill", "decode"))
+_NODE_STATE = Label("state", "state at this gateway", ("ready", "loading", "draining", "unusable", "unreachable"))
+_PICK = Label("outcome", "how the pick ended", ("picked", "no_gateway", "shed"))
 _AFFINITY = Label("affinity", "kept: its own gateway, spilled: another one, none: it has none",
                   ("kept", "spilled", "none"))  # fmt: skip
-_GATEWAY_STATE = Label("state", "as the picker sees it", ("ready", "not_ready"))
-_VERSION = Label("version", "of the package", ())
+_GATEWAY_STATE = Label("state", "state at the picker", ("ready", "not_ready"))
+_VERSION = Label("version", "version of the package", ())
 _NODE = Label("node", "name of the node")
-_REVISION = Label("revision", "of the node's weights: equal for equal weights")
-_REVISION_NAME = Label("revision_name", "its name, where the node has one for it")
+_REVISION = Label("revision", "revision of the node's weights; equal for equal weights")
+_REVISION_NAME = Label("revision_name", "name of the revision, if the node has one for it")
 _PYTHON = Label("python", "version of the interpreter", ())
 _SEGMENT = Label(
     "reason",
@@ -154,7 +155,7 @@ _SLOW_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0,
 )  # fmt: skip
-# As OpenTelemetry's conventions for generative AI advise.
+# The buckets that OpenTelemetry's conventions for generative AI advise.
 _GEN_AI_DURATION_S = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
@@ -169,7 +170,7 @@ C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric("baton_build_info", G, "",
-           "1; the labels have what runs", (*ALL, *PICKER), (_VERSION, _PYTHON)),
+           "1; the labels name what runs", (*ALL, *PICKER), (_VERSION, _PYTHON)),
     Metric("baton_log_lines_dropped_total", C, "lines",
            "Lines of the log that were dropped because nobody read the process's stderr in time, or its disk was full",
            (*ALL, *PICKER)),
@@ -193,14 +194,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_kv_blocks_leased", G, "blocks",
            "KV blocks of requests whose KV is being received, or was computed and waits for release", NODES),
     Metric("baton_kv_blocks_leaked", G, "blocks",
-           "KV blocks held by nothing that is known. Above 0 for longer than a scrape is a defect: restart the node "
-           "and report it", NODES),
+           "Leaked KV blocks, which no known request holds. Above 0 for longer than a scrape is a defect: restart the "
+           "node and report it", NODES),
     Metric("baton_kv_leases", G, "leases",
-           "Leases by state: KV of prompts that is to arrive", DECODE, (_PHASE,)),
+           "Leases, which wait for the KV of prompts, by state", DECODE, (_PHASE,)),
     Metric("baton_decode_rows", G, "requests",
            "Requests that decode", NODES),
     Metric("baton_decode_context_tokens", G, "tokens",
-           "Keys that one token of every decoding request reads", NODES),
+           "Sum of the contexts of all decoding requests: keys that one token of each reads", NODES),
     # ---- requests at the gateway
     Metric("baton_requests_total", C, "requests",
            "Clients' requests that ended, by outcome. client_error: the client's own mistake; cancelled: it left or "
@@ -211,10 +212,10 @@ METRICS: tuple[Metric, ...] = (
            "HTTP requests that were answered with an error before they became a request to the model: wrong body, no "
            "key, unknown path", GATEWAY, (_REASON,)),
     Metric("baton_requests_refused_total", C, "requests",
-           "Requests that never ran, by reason. full: too many are here; queue: the wait would be too long; deadline: "
-           "it would not end in time; shed: it waited and can no longer be in time", GATEWAY, (_REFUSAL,)),
+           "Requests that never ran, by reason. full: too many requests; queue: the wait would be too long; deadline: "
+           "it would not end in time; shed: it waited and can no longer finish in time", GATEWAY, (_REFUSAL,)),
     Metric("baton_output_success_total", C, "outputs",
-           "Outputs that were served to their end, by why they ended", GATEWAY, (_FINISH,)),
+           "Outputs that were served to their end, by finish reason", GATEWAY, (_FINISH,)),
     Metric("baton_output_path_total", C, "outputs",
            "Outputs by where their prompt was computed. local: on their decode node; split: in two parts",
            GATEWAY, (_PATH,)),
@@ -225,12 +226,12 @@ METRICS: tuple[Metric, ...] = (
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
     Metric("baton_traces_total", C, "traces",
-           "Traces that were to be exported. exported: the collector has them; dropped: they are lost, because it was "
+           "Traces chosen for export. exported: the collector has them; dropped: they are lost, because it was "
            "slow, gone or refused them", GATEWAY, (_TRACE,)),
     Metric("baton_nodes", G, "nodes",
            "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
     Metric("baton_node_info", G, "",
-           "1 for each node that the gateway reaches; the labels have what runs there",
+           "1 for each node that the gateway reaches; the labels name what runs there",
            GATEWAY, (_NODE, _ROLE_OF_NODE, _VERSION, _REVISION, _REVISION_NAME)),
     Metric("baton_serving_versions", G, "versions",
            "Versions of Baton that serve at once: of the nodes that work on requests, and this gateway's. Above 1 "
@@ -249,7 +250,7 @@ METRICS: tuple[Metric, ...] = (
            "Requests that got a gateway, by whether it is the one that their session or prompt belongs to",
            PICKER, (_AFFINITY,)),
     Metric("baton_picker_failovers_total", C, "requests",
-           "Requests that another gateway served than the first one picked, as the proxy reported", PICKER),
+           "Requests that a gateway other than the first one picked served, as the proxy reported", PICKER),
     Metric("baton_picker_gateways", G, "gateways",
            "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
@@ -280,7 +281,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_output_queue_time_seconds", H, "seconds",
            "Time that an output waited on nodes, for blocks and for steps", GATEWAY, (), _SLOW_S),
     Metric("baton_output_prefill_time_seconds", H, "seconds",
-           "Time that an output's prompt was computed", GATEWAY, (), _SLOW_S),
+           "Time to compute an output's prompt", GATEWAY, (), _SLOW_S),
     Metric("baton_output_transfer_time_seconds", H, "seconds",
            "Exposed transfer: from the sampled first token until all KV is on the decode node. Only of outputs with a "
            "hand-over", GATEWAY, (), _SLOW_S),
@@ -298,8 +299,8 @@ METRICS: tuple[Metric, ...] = (
            "that were served to their end", GATEWAY, _GEN_AI, _GEN_AI_TOKEN_S),
     # ---- role
     Metric("baton_role_switches_total", C, "switches",
-           "Switches of the node's role that somebody asked for, by outcome. refused: it kept its role, as its "
-           "settings, its certificate or a cool-down want it; given_up: the process was to end while it drained",
+           "Requested switches of the node's role, by outcome. refused: it kept its role, because its "
+           "settings, its certificate or a cool-down require it; given_up: the process began to end while it drained",
            NODES, (_SWITCH_OUTCOME,)),
     # ---- engine
     Metric("baton_engine_step_time_seconds", H, "seconds",
@@ -338,7 +339,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_kv_transfer_time_seconds", H, "seconds",
            "From a lease's first segment to its last", DECODE, (), _SLOW_S),
     Metric("baton_link_info", G, "",
-           "1; the labels have what carries the pair's KV now", NODES, (_PEER, _TRANSPORT)),
+           "1; the labels name what carries the pair's KV now", NODES, (_PEER, _TRANSPORT)),
     Metric("baton_link_bandwidth_bytes_per_second", G, "bytes per second",
            "Speed of the pair's link as measured when the pair was made", NODES, (_PEER,)),
     Metric("baton_link_latency_seconds", G, "seconds",

@@ -1,4 +1,4 @@
-"""Declared metrics as Prometheus reads them: values of a moment become families of prometheus_client, and text.
+"""Formats declared metrics for Prometheus: current values become families of prometheus_client, and these become text.
 
 The text is made one family at a time, so that a caller on an event loop can let others run between two.
 """
@@ -25,7 +25,7 @@ _LABEL_CHARACTERS_MAX = 200
 
 
 class Figure(NamedTuple):
-    """The value of one series, read where it is kept: every gauge, and counters that others count."""
+    """The current value of one series that the tally does not count: a gauge, or a counter kept elsewhere."""
 
     name: str
     value: float
@@ -36,7 +36,7 @@ class Exposition:
     """The metrics of one process.
 
     Args:
-        process: also memory, CPU time and open files of this process, as prometheus_client names them.
+        process: whether to add memory, CPU time and open files of this process, under prometheus_client's names.
     """
 
     def __init__(self, role: ProcessRole, layout: Layout, model_name: str, *, process: bool = True) -> None:
@@ -49,11 +49,11 @@ class Exposition:
     def pages(
         self, totals: Sequence[int], figures: Iterable[Figure], names: frozenset[str] = frozenset()
     ) -> Iterator[bytes]:
-        """The text, family by family.
+        """Yields the text, family by family.
 
         Args:
             totals: the cells of the layout.
-            figures: of one moment; they stand for the cells of the same series.
+            figures: current values; they replace the cells of the same series.
             names: the metrics that are wanted; none: all.
         """
         values: dict[str, dict[tuple[str, ...], float]] = {}

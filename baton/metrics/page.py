@@ -1,4 +1,4 @@
-"""The page of metrics on an event loop: made in pieces, so that other work goes on between two."""
+"""Makes the page of metrics on an event loop, in pieces, so that other work goes on between two."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,7 +11,7 @@ _NAMES_MAX = 64
 
 
 def names_of(query: str) -> frozenset[str]:
-    """The metrics that a reader wants: `name[]=`, as prometheus_client has it; none: all."""
+    """The metrics that a query names by `name[]=`, as in prometheus_client; none: all."""
     try:
         return frozenset(parse_qs(query, max_num_fields=_NAMES_MAX).get("name[]", ()))
     except ValueError:  # too many

@@ -1,6 +1,7 @@
 """The port of metrics: a plain HTTP server that answers `GET /metrics` and nothing else.
 
-Whoever reaches it is nobody: it reads one short head per connection, within a few seconds, and answers a few at a time.
+Its callers are not authenticated, so it reads one short head per connection, within a few seconds, and answers a few at
+a time.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ _CONNECTIONS_MAX = 16
 
 
 class MetricsPort:
-    """Serves during the `async with` block.
+    """Serves the page during the `async with` block.
 
     Args:
-        bound: of `baton.rpc.sockets.bind`; None: nothing is served.
+        bound: socket from `baton.rpc.sockets.bind`; None: nothing is served.
         page: makes the page.
     """
 
@@ -33,7 +34,7 @@ class MetricsPort:
 
     @property
     def url(self) -> str | None:
-        """None: nothing is served."""
+        """The page's URL. Returns None if nothing is served."""
         return None if self._bound is None else f"http://{address_of(self._bound)}/metrics"
 
     async def __aenter__(self) -> Self:
@@ -69,7 +70,7 @@ class MetricsPort:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it asked nothing that has an answer, or has left
+            pass  # the request has no end, or the client has left
 
     async def _answer(self, head: bytes) -> bytes:
         line, *fields = head.split(b"\r\n")

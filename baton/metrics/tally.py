@@ -24,10 +24,10 @@ class Numbers(Protocol):
 
 
 class Layout:
-    """Which cell each series of a role's counters and histograms has.
+    """Assigns a cell to each series of a role's counters and histograms.
 
-    A histogram has a cell for each bucket, the last one for infinity, and one for the sum of its values, in
-    billionths where its unit is no whole thing.
+    A histogram has a cell for each bucket, the last one for infinity, and one for the sum of its values, in billionths
+    if its unit is seconds.
     """
 
     def __init__(self, role: ProcessRole) -> None:
@@ -54,7 +54,7 @@ class Layout:
 
 
 def scale(metric: Metric) -> float:
-    """What a histogram's sum is divided by."""
+    """The number by which a histogram's stored sum is divided."""
     return _NANO if metric.unit == "seconds" else 1.0
 
 
@@ -94,7 +94,7 @@ class Tally:
     """The counters and histograms of one process.
 
     Args:
-        numbers: where they are; None: an array of its own.
+        numbers: the array with their cells; None: a new array.
         first: the first cell in `numbers`.
     """
 

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the gateway's real choice, nodes of both roles, and the links between them. Pure.
+"""Simulates a cluster in virtual time: the gateway's real choice, nodes of both roles, and their links. Pure.
 
 Equal arguments give equal results. Transports, faults and gateways' own time are not simulated: `hop_s` stands for what
 a request costs outside of its nodes.
@@ -29,14 +29,15 @@ class ClusterSpec:
     """A simulated cluster.
 
     Args:
-        policy: as the gateway's `--local-policy`.
-        also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
-        local_tokens: a decode node prefills prompts itself of which its cache lacks at most so many tokens.
-        link_bytes_per_s, link_latency_s: of each prefill node's sends.
-        hand_over_s: from the last byte on the link to the request's admission.
-        hop_s: from the client to the first node, and back with the first token, together.
-        report_s: how old a node's report may be when the gateway chooses.
-        events_s: until the gateway has a change of a prefix cache.
+        policy: the gateway's `--local-policy`.
+        also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
+        local_tokens: a decode node prefills a prompt itself if its cache lacks at most this many of the prompt's
+            tokens.
+        link_bytes_per_s, link_latency_s: speed and latency of each prefill node's sends.
+        hand_over_s: time from the last byte on the link to the request's admission.
+        hop_s: time from the client to the first node plus the first token's way back.
+        report_s: greatest age of a node's report when the gateway chooses.
+        events_s: delay until the gateway knows a change of a prefix cache.
     """
 
     prefills: int
@@ -56,7 +57,7 @@ class ClusterSpec:
 
 @dataclass
 class SimulatedOutcome:
-    """What a run gave. `jobs` in the order of arrival."""
+    """The outcome of a run; `jobs` are in the order of arrival."""
 
     goal: Goal
     jobs: list[PlanJob]
@@ -69,7 +70,7 @@ class SimulatedOutcome:
         return [job for job in self.jobs if job.counted]
 
     def share(self, goal: Goal | None = None) -> float:
-        """The part of the counted requests that met the goal, or another one."""
+        """The share of the counted requests that met the goal; None is the run's own goal."""
         counted, goal = self.counted, goal or self.goal
         return sum(job.meets(goal) for job in counted) / len(counted)
 
@@ -88,7 +89,7 @@ class SimulatedOutcome:
         return _quantile([job.tpot_s for job in self.counted], share)
 
     def hit_share(self, jobs: Iterable[PlanJob] | None = None) -> float:
-        """The part of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
+        """The share of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
         chosen = [job for job in (self.jobs if jobs is None else jobs) if job.prefix_ids]
         # A prompt's last token is computed in any case, also where all of its pieces are cached.
         hits = sum(-(-job.cached // job.prefix_tokens) for job in chosen)
@@ -96,11 +97,11 @@ class SimulatedOutcome:
 
 
 class Simulation:
-    """One run.
+    """One run of the simulation.
 
     Args:
         goal: its bounds are the requests' SLO.
-        choose: in place of the gateway's own choice, for comparisons.
+        choose: replaces the gateway's own choice, for comparisons.
         until_failed: stop once so many requests have missed the goal that its share cannot be reached.
     """
 
@@ -137,7 +138,7 @@ class Simulation:
         self.ways: Counter[tuple[Route, bool]] = Counter()  # and whether on a prefill node alone
 
     def run(self) -> SimulatedOutcome:
-        """Until all requests are complete, or too many have missed the goal."""
+        """Runs until all requests are complete, or too many have missed the goal."""
         arrivals = iter(self.jobs)
         job = next(arrivals, None)
         events = self._events
@@ -212,7 +213,7 @@ class Simulation:
             self._admit(decode, decode.blocked.popleft(), now_s)
 
     def _admit(self, decode: SimulatedNode, job: PlanJob, now_s: float) -> None:
-        """Its blocks on the decode node are reserved."""
+        """Reserves the request's room on the decode node, and queues its prompt."""
         decode.kv_used += job.prompt + job.output
         job.sent = min(decode.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt)
         self._enqueue(now_s, decode if job.way is Route.LOCAL else self.nodes[job.prefill], job)
@@ -240,15 +241,15 @@ class Simulation:
         self._go(node, node.arrival(now_s))
 
     def _send(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
-        """A chunk's KV goes over the link while the next chunk computes; the last chunk's is followed by a recurrent
-        state, and by the hand-over."""
+        """Sends a chunk's KV over the link, while the next chunk computes; the last chunk's KV is followed by a
+        recurrent state."""
         tokens = max(0, job.at - job.sent)
         job.sent += tokens
         num_bytes = tokens * node.spec.kv_bytes_per_token + (node.spec.state_bytes if job.at >= job.stop else 0)
         node.link_free_s = max(node.link_free_s, now_s) + num_bytes / self._spec.link_bytes_per_s
 
     def _computed(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
-        """All of a prompt, or its part, is computed on this node."""
+        """Ends the computation of a prompt, or of its part, on this node."""
         spec, decode = self._spec, self.nodes[job.decode]
         self._store(node, job, now_s)
         whole = job.stop == job.prompt
@@ -267,7 +268,7 @@ class Simulation:
             self._at(arrives_s, self._enqueue, decode, job)
 
     def _received(self, now_s: float, job: PlanJob) -> None:
-        """The KV of the whole prompt is on the decode node."""
+        """Lets the request decode: the KV of the whole prompt is on the decode node."""
         decode = self.nodes[job.decode]
         if job.way is not Route.LOCAL:
             self._store(decode, job, now_s)
@@ -280,7 +281,7 @@ class Simulation:
             self._go(decode, decode.arrival(now_s))
 
     def _store(self, node: SimulatedNode, job: PlanJob, now_s: float) -> None:
-        """The prompt is in the node's prefix cache."""
+        """Puts the prompt into the node's prefix cache."""
         if job.prefix_ids:
             self._known.cache_changed(node.number, node.cache.use(job.prefix_ids), now_s)
 

@@ -1,4 +1,4 @@
-"""`baton plan`: the flags, and where model, costs and load come from."""
+"""The command `baton plan`: its flags, and the sources of model, costs and load."""
 
 import json
 from collections.abc import Iterator
@@ -37,12 +37,10 @@ _DEFAULT_LINK_GB_PER_S = 50.0
 
 def plan(
     model: Annotated[Path, typer.Option(help="Directory, or a name on the Hugging Face hub; only its config is read.")],
-    gpu: Annotated[str, typer.Option(help=f"Of every node: {', '.join(GPUS)}.")] = "h200",
+    gpu: Annotated[str, typer.Option(help=f"GPU of every node: {', '.join(GPUS)}.")] = "h200",
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=COUNT_MAX, help="How many there are. Default: as few as serve --rate.", show_default=False
-        ),
+        typer.Option(min=1, max=COUNT_MAX, help="Number of GPUs. Default: as few as serve --rate.", show_default=False),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=0.001, max=1e6, help="Requests per second to serve; a trace's own by default.")
@@ -135,7 +133,7 @@ def _goal(ttft: str | None, tpot: str | None, gap: str | None, share: float) -> 
 
 
 def parse_seconds(text: str) -> float:
-    """Of `400ms`, `2s` or `50us`.
+    """The seconds in a text such as `400ms`, `2s` or `50us`.
 
     Raises:
         InvalidRequest: it is no time above 0.
@@ -173,7 +171,7 @@ def _kind(
     costs: Path | None,
     link_bytes_per_s: float,
 ) -> tuple[NodeKind, str]:
-    """A node, and where its costs are from."""
+    """The kind of node, and a text about the source of its costs."""
     if costs_from and costs is not None:
         raise InvalidRequest("--costs-from and --costs exclude each other", field="costs", cure="give one")
     if costs_from:

@@ -1,4 +1,4 @@
-"""The highest rate at which a simulated cluster meets a goal, by bisection. Pure."""
+"""Finds the highest rate at which a simulated cluster meets a goal, by bisection. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Measure:
-    """How long one simulated run is.
+    """The length of one simulated run.
 
     Args:
-        requests, seconds: that are counted, at least.
+        requests, seconds: least number of counted requests, and least time in which they arrive.
         precision: relative width of the interval at which a search ends.
     """
 
@@ -39,8 +39,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Goodput:
-    """`rate`: 0: the goal is met at no rate; about 60,000 per second is the most, where searches end. `outcome`: of a
-    run at this rate, or at the lowest one tried."""
+    """The highest rate that meets the goal: 0 if none does, and about 60,000 per second at most, where searches end.
+    `outcome` is that of a run at this rate, or at the lowest rate tried."""
 
     rate: float
     outcome: SimulatedOutcome
@@ -57,7 +57,7 @@ def find_goodput(
     choose: Choose = place,
     on_run: Callable[[], None] = lambda: None,
 ) -> Goodput:
-    """The highest rate at which a simulated cluster meets the goal.
+    """Finds the highest rate at which a simulated cluster meets the goal.
 
     Args:
         start: the rate that is tried first, in requests per second.

@@ -15,10 +15,11 @@ class PlanJob:
     Attributes:
         arrived_s: when its client sent it.
         due_s: when its first token is due; the order of prompts on a node.
-        at, stop: the next prompt token to compute, and the first one not to compute, on the node where it is now.
+        at, stop: the next prompt token to compute, and the first one not to compute, on the current node.
         first_s, second_s, last_s: when tokens came; infinite: not yet.
         prefill, decode: numbers of its nodes; -1: none.
-        runs: of the decode node, numbers of steps and the mean time of one; its own are from `first_run` to `last_run`.
+        runs: runs of the decode node's steps, each with their number and mean time; this request's are from `first_run`
+            to `last_run`.
         sent: prompt tokens whose KV has been sent.
         cached: prompt tokens that came from the prefix cache of the node that computed the prompt.
     """
@@ -56,7 +57,7 @@ class PlanJob:
         return (self.last_s - self.first_s) / (self.output - 1) if self.output > 1 else 0.0
 
     def gap_quantile_s(self, share: float) -> float:
-        """A quantile of its own gaps between tokens."""
+        """A quantile of the request's own gaps between tokens."""
         if self.output < 2:
             return 0.0
         if self.last_s == inf:

@@ -1,7 +1,7 @@
-"""What the simulated gateway knows: nodes' last reports, what was sent since, and the blocks in their prefix caches,
-all a little late. Pure.
+"""Tracks what the simulated gateway knows, a little late: nodes' last reports, what was sent since, and the blocks in
+their prefix caches. Pure.
 
-It keeps the books as `baton.gateway.fleet.fleet` does, with the same `Backlog` and `PrefixIndex`.
+It accounts like `baton.gateway.fleet.fleet`, with the same `Backlog` and `PrefixIndex`.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from baton.planner.prefix_cache import SimulatedChanges
 
 @dataclass(eq=False)
 class _Known:
-    """One node."""
+    """What is known of one node."""
 
     node: SimulatedNode
     peers: frozenset[int]
@@ -49,13 +49,13 @@ class _Known:
 
 
 class Known:
-    """All nodes.
+    """What is known of all nodes.
 
     Args:
-        also_decodes: prefill nodes serve requests alone.
-        link_bytes_per_s: that pairs are known to reach.
-        report_s: how old a report may be.
-        events_s: until a change of a prefix cache is known.
+        also_decodes: whether prefill nodes may serve requests alone.
+        link_bytes_per_s: speed that pairs are known to reach.
+        report_s: greatest age of a report.
+        events_s: delay until a change of a prefix cache is known.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Known:
         return decodes, prefills
 
     def sent(self, number: int, *, tokens: int, computing_s: float, now_s: float) -> None:
-        """A request was sent to the node, which computes tokens of its prompt for so long."""
+        """Records a request sent to the node, which computes `tokens` of its prompt in `computing_s`."""
         known = self._by_number[number]
         known.requests_since += 1
         known.tokens_since += tokens
@@ -109,7 +109,7 @@ class Known:
         return view
 
     def _cached(self, job: PlanJob, now_s: float) -> dict[str, int]:
-        """Tokens of the request's prompt, by name of the node."""
+        """Cached tokens of the request's prompt, by name of the node."""
         if not job.prefix_ids:
             return {}
         while self._changes and self._changes[0][0] <= now_s:
@@ -121,7 +121,7 @@ class Known:
 
 
 class _Numbers(BlockNumbers):
-    """A load names its blocks by number itself."""
+    """Block numbers that a load gives itself."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__(range(len(numbers)), identity="", cache_salt="", block_size=1)
@@ -129,7 +129,7 @@ class _Numbers(BlockNumbers):
 
 
 def _changed(view: NodeView, **changes: object) -> NodeView:
-    """`dataclasses.replace` without its checks: one is made for each node and request."""
+    """Does `dataclasses.replace` without its checks, because one is made for each node and request."""
     copy = object.__new__(NodeView)
     copy.__dict__.update(view.__dict__, **changes)
     return copy

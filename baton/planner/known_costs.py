@@ -1,4 +1,4 @@
-"""Where the costs of nodes come from: a live node, a file, or the roofline of a GPU."""
+"""Gets the costs of nodes: from a live node, a file, or the roofline of a GPU."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from baton.rpc.convert_node import costs_from_proto, kept_bytes
 from baton.rpc.describe import describe
 
 _RANKS_MAX = 16
-# The cache of a node holds the longest request, and at least so many mean ones.
+# The cache of a node holds the longest request, and at least this many mean ones.
 _REQUESTS_MIN = 8
 _FORM = 'step_costs as in `baton status --json`: {"points": [{"tokens": 1, "seconds": 0.004}], "key_s": 0, "pair_s": 0}'
 
@@ -34,19 +34,19 @@ class Lengths:
 def kind_by_roofline(
     size: ModelSize, gpu: Gpu, lengths: Lengths, *, ranks: int | None, link_bytes_per_s: float
 ) -> NodeKind:
-    """A node by data sheets.
+    """The kind of node by a GPU's data sheet.
 
     Args:
         ranks: GPUs of one node; None: the least power of two on which weights and a useful cache fit.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: weights and cache do not fit.
     """
     needed = max(lengths.longest, int(_REQUESTS_MIN * lengths.mean))
     tried = [ranks] if ranks is not None else [1 << power for power in range(_RANKS_MAX.bit_length())]
     if not (tried := [each for each in tried if each >= size.ranks_min]):
         raise ConfigError(
-            "the redundant experts need more ranks, each of which holds an expert at most once",
+            "the redundant experts need more ranks, because a rank holds an expert at most once",
             field="tensor_parallel_size",
             value=ranks,
             allowed=(f"at least {size.ranks_min}",),
@@ -79,7 +79,7 @@ def kind_by_roofline(
 
 
 def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKind:
-    """Nodes like live ones: of one node, or of a prefill node and a decode node.
+    """The kind of live nodes: of one node, or of a prefill node and a decode node.
 
     Raises:
         BatonError: a node cannot be reached.

@@ -1,4 +1,4 @@
-"""How many numbers the weights of a model's layers have, from its configuration alone. Pure.
+"""Counts the numbers in the weights of a model's layers, from its configuration alone. Pure.
 
 Biases, norms and filters of convolutions are left out: together they are under a hundredth of a published model.
 """
@@ -14,7 +14,7 @@ from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.lfm2_config import Lfm2Switches
 from baton.models.families.hybrid.mamba_config import MambaSwitches
 
-# Their MLPs have two projections, without a gate, which none of their switches says.
+# Their MLPs have two projections and no gate, which their switches do not show.
 _UNGATED = ("BloomForCausalLM", "FalconForCausalLM")
 
 
@@ -25,7 +25,7 @@ def layers_with_kv(config: ModelConfig) -> list[int]:
 
 
 def attention(config: ModelConfig) -> int:
-    """Of all layers' projections to and from attention."""
+    """Numbers of all layers' projections to and from attention."""
     match config.attention:
         case GQAConfig() as gqa:
             return sum(_grouped(config, gqa, index) for index in layers_with_kv(config))
@@ -34,7 +34,7 @@ def attention(config: ModelConfig) -> int:
 
 
 def latents(config: ModelConfig) -> int:
-    """Of `attention`, what every rank holds: the projections to latents."""
+    """The part of `attention` that every rank holds: the projections to latents."""
     mla = config.attention
     if not isinstance(mla, MLAConfig):
         return 0
@@ -43,7 +43,7 @@ def latents(config: ModelConfig) -> int:
 
 
 def indexers(config: ModelConfig) -> int:
-    """Of what selects the tokens of sparse attention, which every rank holds."""
+    """Numbers of the indexers of sparse attention, which every rank holds."""
     mla = config.attention
     if not isinstance(mla, MLAConfig) or mla.index is None:
         return 0
@@ -53,7 +53,7 @@ def indexers(config: ModelConfig) -> int:
 
 
 def mixers(config: ModelConfig) -> int:
-    """Of all recurrent layers."""
+    """Numbers of all recurrent layers."""
     recurrent, hidden = config.recurrent, config.hidden_size
     if recurrent is None:
         return 0
@@ -76,7 +76,7 @@ def mixers(config: ModelConfig) -> int:
 
 
 def projections(config: ModelConfig) -> int:
-    """How many an MLP has: two, or three where it has a gate."""
+    """The number of an MLP's projections: two, or three with a gate."""
     match config.switches:
         case LayerNormSwitches():
             return 2
@@ -88,7 +88,7 @@ def projections(config: ModelConfig) -> int:
 
 
 def dense_mlps(config: ModelConfig) -> int:
-    """Of the MLPs that all tokens pass, without shared experts."""
+    """Numbers of the MLPs that all tokens pass, without shared experts."""
     return projections(config) * config.hidden_size * sum(_mlp_sizes(config))
 
 
@@ -99,7 +99,7 @@ def expert_size(config: ModelConfig) -> int:
 
 
 def beside_layers(config: ModelConfig) -> int:
-    """Of linear layers that only some families have, next to attention and MLP."""
+    """Numbers of linear layers that only some families have, next to attention and MLP."""
     layers, hidden, found = config.num_layers, config.hidden_size, 0
     match config.switches:
         case Gemma3nSwitches() as gemma:
@@ -116,7 +116,7 @@ def beside_layers(config: ModelConfig) -> int:
 
 
 def tables(config: ModelConfig) -> int:
-    """Of embeddings besides that of tokens, which every rank holds."""
+    """Numbers of embeddings other than the tokens' own; every rank holds them."""
     match config.switches:
         case Gemma3nSwitches() | Gemma4Switches() as gemma:
             return gemma.input_vocab_size * config.num_layers * gemma.input_size
@@ -162,7 +162,7 @@ def _latent(config: ModelConfig, mla: MLAConfig) -> int:
 
 
 def _mlp_sizes(config: ModelConfig) -> Iterable[int]:
-    """Of each dense MLP."""
+    """The size of each dense MLP."""
     moe, switches = config.moe, config.switches
     for index in range(config.num_layers):
         if config.shortcut_experts:

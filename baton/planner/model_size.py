@@ -1,4 +1,4 @@
-"""What a model weighs, and what one token of it costs, from its configuration alone. Pure."""
+"""Computes a model's size and the cost of one token, from its configuration alone. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -18,25 +18,25 @@ class ModelSize:
 
     Args:
         num_layers: a layer of two attentions counts as two.
-        dense: of all linear layers that every token uses, without head and embedding.
-        experts: of all routed experts together.
-        head: of the projection to the vocabulary.
-        embedding: 0 where it is the head.
-        tables: of other embeddings, which every rank holds.
-        linear_bytes, expert_bytes, head_bytes: of one parameter.
-        expert_share: the part of the experts that one token uses.
-        kv_bytes: of one token's KV.
-        kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
-        state_bytes: of one request's recurrent state; 0: the model has none.
-        state_heads: that ranks can divide.
+        dense: all linear layers that every token uses, without head and embedding.
+        experts: all routed experts together.
+        head: the projection to the vocabulary.
+        embedding: the tokens' embedding; 0 where it is the head.
+        tables: other embeddings, which every rank holds.
+        linear_bytes, expert_bytes, head_bytes: bytes of one parameter.
+        expert_share: share of the experts that one token uses.
+        kv_bytes: bytes of one token's KV.
+        kv_heads: KV heads that ranks can divide; 1 for MLA, whose KV every rank holds.
+        state_bytes: bytes of one request's recurrent state; 0: the model has none.
+        state_heads: heads of the state that ranks can divide.
         pair_flops: operations for each pair of a prompt's token and a key.
-        whole: of `dense`, what every rank holds: the projections to latents, and routers.
-        latent_whole: of `whole`, the projections to latents.
-        latent_attention: of `dense`, the attention of a model with latents; 0: it has none.
-        own_requests: each rank holds the KV of its own requests (attention data parallelism).
-        copies: of redundant experts, in addition to `experts`.
-        ranks_min: ranks over which each expert is at most once on a rank.
-        windowed_share: of the layers that see only a window of recent tokens, and the window.
+        whole: the part of `dense` that every rank holds: projections to latents, indexers, and routers.
+        latent_whole: the part of `whole` without routers.
+        latent_attention: the part of `dense` that is the attention of a model with latents; 0: it has none.
+        own_requests: whether each rank holds the KV of its own requests (attention data parallelism).
+        copies: redundant experts, in addition to `experts`.
+        ranks_min: fewest ranks such that a rank holds each expert at most once.
+        windowed_share, window: share of layers that see only a window of recent tokens, and its size.
     """
 
     num_layers: int
@@ -71,12 +71,12 @@ class ModelSize:
         return linear + (self.head + self.embedding + self.tables) * self.head_bytes
 
     def rank_bytes(self, ranks: int) -> float:
-        """Weights of one of several ranks. They share the experts evenly, by channels or whole, with their copies."""
+        """Bytes of one rank's weights. Ranks share the experts evenly, by channels or whole, with their copies."""
         whole = self.whole * self.linear_bytes + self.tables * self.head_bytes
         return (self.weight_bytes + self.copies * self.expert_bytes - whole) / ranks + whole
 
     def with_own_attention(self) -> "ModelSize":
-        """With attention data parallelism: every rank holds all of attention.
+        """The sizes with attention data parallelism, where every rank holds all of attention.
 
         Raises:
             ConfigError: the model has no latents or no experts.
@@ -90,12 +90,12 @@ class ModelSize:
         return replace(self, whole=self.latent_attention + routers, own_requests=True)
 
     def rank_read_bytes(self, tokens: int, ranks: int) -> float:
-        """`read_bytes` of each of several ranks."""
+        """`read_bytes` of one of several ranks."""
         whole = self.whole * self.linear_bytes if self.own_requests else 0.0
         return (self.read_bytes(tokens) - whole) / ranks + whole
 
     def read_bytes(self, tokens: int) -> float:
-        """The weights that a step of so many tokens reads, with even routing."""
+        """Bytes of the weights that a step of `tokens` tokens reads, with even routing."""
         experts = self.experts * (1 - (1 - self.expert_share) ** tokens) if self.experts else 0.0
         return self.dense * self.linear_bytes + experts * self.expert_bytes + self.head * self.head_bytes
 
@@ -111,7 +111,7 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
     """The sizes of a model that runs in its own dtype.
 
     Args:
-        redundant_experts: copies in each layer.
+        redundant_experts: number of copies in each layer.
 
     Raises:
         ConfigError: the model has no experts.
@@ -187,7 +187,7 @@ def model_size(config: ModelConfig, *, redundant_experts: int = 0) -> ModelSize:
 
 
 def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tuple[float, float]:
-    """Of one number of linear layers, and of experts, without the scales of packed integers."""
+    """Bytes of one number of linear layers, and of experts, without the scales of packed integers."""
     match quantization:
         case None:
             return dtype_bytes, dtype_bytes
@@ -197,6 +197,6 @@ def _quantized_bytes(quantization: Quantization | None, dtype_bytes: int) -> tup
 
 
 def _index_numbers(attention: GQAConfig | MLAConfig) -> int:
-    """Of one token's keys by which sparse attention selects it."""
+    """Numbers of one token's keys by which sparse attention selects it."""
     index = attention.index if isinstance(attention, MLAConfig) else None
     return 0 if index is None else sum(index.layers) * index.head_dim

@@ -1,4 +1,4 @@
-"""One simulated node of either role: a queue of prompts, decoding rows, and steps that take what `StepCosts` predicts.
+"""Simulates one node of either role: a queue of prompts, decoding rows, and steps as long as `StepCosts` predicts.
 
 Steps that only decode are alike until a request ends or arrives, so they are simulated together: the n-th of them takes
 `first_s + n * rise_s`, because every row reads one key more. Pure.
@@ -22,15 +22,16 @@ from baton.planner.prefix_cache import SimulatedPrefixCache
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """How a node computes.
+    """The costs and limits of a simulated node.
 
     Args:
-        kv_tokens: of its cache.
-        prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long:
-        the time of a host that launches eagerly.
-        bounded: steps with prompts next to streams are cut to the streams' TPOT; False: they take the whole budget.
-        reports_factor: wrong costs: what nodes report, relative to what their steps cost.
-        steps_ahead: steps that are launched already when a request arrives, besides the one that runs.
+        kv_tokens: tokens of its cache.
+        prompt_floor_s, mixed_floor_s: least time of a step with prompts, and of one with prompts and decodes: that of a
+            host that launches eagerly.
+        bounded: whether steps with prompts next to streams are cut to the streams' TPOT; if not, they take the whole
+            budget.
+        reports_factor: error of the reported costs, as a factor on what steps really cost.
+        steps_ahead: steps that are already launched when a request arrives, in addition to the one that runs.
     """
 
     costs: StepCosts
@@ -54,7 +55,7 @@ class NodeSpec:
 
     @cached_property
     def view_costs(self) -> StepCosts:
-        """What the node reports: a model that was fitted to its steps includes their floor."""
+        """The costs that the node reports. A model that was fitted to its steps includes their floor."""
         if not self.prompt_floor_s and self.reports_factor == 1.0:
             return self.costs
         costs, factor = self.costs, self.reports_factor
@@ -64,7 +65,7 @@ class NodeSpec:
 
 @dataclass(slots=True)
 class _Run:
-    """Steps that run: `count` alike, or one with prompts."""
+    """Running steps: `count` equal ones, or one with prompts."""
 
     started_s: float
     count: int
@@ -76,7 +77,7 @@ class _Run:
         return count * self.first_s + self.rise_s * count * (count - 1) / 2
 
     def ended_by(self, now_s: float) -> int:
-        """How many of its steps have ended."""
+        """The number of its steps that have ended."""
         passed_s = max(0.0, now_s - self.started_s)
         if self.rise_s * self.count < 1e-3 * self.first_s:
             number = int(passed_s / (self.first_s + self.rise_s * (self.count - 1) / 2))
@@ -91,14 +92,14 @@ class _Run:
 
 
 class SimulatedNode:
-    """A node whose steps take what its costs predict.
+    """A node whose steps take the time that its costs predict.
 
     Attributes:
         queue: requests whose prompts are computed here, in the order of their places.
-        ready: requests whose KV is here, and that wait for a seat.
+        ready: requests whose KV is here and that wait for a seat.
         blocked: requests that wait for room in the cache.
-        runs: steps so far, as numbers of steps and the mean time of one.
-        version: of the present run; an event of an older one is void.
+        runs: past runs of steps, each with their number and mean time.
+        version: number of the current run; an event of an older run is void.
         busy_s: time of all steps that ended.
     """
 
@@ -142,14 +143,15 @@ class SimulatedNode:
         return self.spec.costs.prompt_s(job.at, job.stop, step_tokens=self.spec.step_tokens)
 
     def enqueue(self, job: PlanJob, now_s: float) -> None:
-        """A prompt, or a part of it, is to be computed here."""
+        """Queues a prompt, or a part of it, to be computed here."""
         job.queued_s, job.started = now_s, False
         self._order += 1
         self.backlog_s += self.prompt_s(job)
         insort(self.queue, (min(job.due_s, now_s + DEFAULT_TTFT_S), self._order, job))
 
     def arrival(self, now_s: float) -> float | None:
-        """Something arrived: when the present run ends now, if that changes, or when a first one does."""
+        """Begins a run for an arrival, or ends the current one early. Returns when that run ends, or None if nothing
+        changes."""
         run = self._run
         if run is None:
             return self.begin(now_s)
@@ -163,7 +165,7 @@ class SimulatedNode:
         return run.started_s + run.seconds(count)
 
     def begin(self, now_s: float) -> float | None:
-        """Starts the next steps; the time when they end. None: there is nothing to do."""
+        """Starts the next steps. Returns when they end, or None if there is nothing to do."""
         assert self._run is None
         joined = []
         while self.ready and self._rows < self.spec.seats:
@@ -188,7 +190,7 @@ class SimulatedNode:
         return now_s + self._run.seconds(self._run.count)
 
     def end(self, now_s: float) -> tuple[list[PlanJob], list[tuple[PlanJob, int]]]:
-        """The run ends: the requests that are complete, and the prompt tokens that were computed."""
+        """Ends the run. Returns the requests that are complete, and the prompt tokens that were computed."""
         run = self._run
         assert run is not None
         self._run = None
@@ -270,7 +272,7 @@ class SimulatedNode:
         return slices
 
     def _start(self, job: PlanJob) -> None:
-        """The prompt is computed from here on: what the cache has of it is skipped."""
+        """Starts to compute a prompt, and skips what the cache has of it."""
         job.started = True
         cached = min(self.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1)
         if job.at == 0:
@@ -281,7 +283,7 @@ class SimulatedNode:
             self.backlog_s += self.prompt_s(job) - before_s
 
     def _put_late_ones_last(self, now_s: float) -> None:
-        """Prompts that cannot be in time go after those that can, for a bounded time."""
+        """Moves prompts that cannot meet their deadline after those that can, for a bounded time."""
         while self.queue:
             place, order, job = self.queue[0]
             patient = job.queued_s + DEFAULT_TTFT_S
@@ -291,7 +293,7 @@ class SimulatedNode:
             insort(self.queue, (patient, order, job))
 
     def _bound(self, work: StepWork, now_s: float) -> StepBound | None:
-        """The bound on the next step's time; None: there is none."""
+        """The bound on the next step's time. Returns None if there is none."""
         if not self.spec.bounded:
             return None
         return self._slicer.bound(self.spec, work, self._tpots, waited_s=now_s - self.queue[0][2].queued_s)

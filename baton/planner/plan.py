@@ -20,22 +20,22 @@ from baton.planner.sizing import STEP_SIZES, Demand, decode_step_tokens, demand,
 
 _SAMPLED = 2000  # requests of the workload that give its mean lengths
 _NODES_MAX = 128
-_SPLITS_ALL = 8  # up to so many nodes every split is tried; beyond, those near the demand's
+_SPLITS_ALL = 8  # up to this many nodes every split is tried; beyond, those near the demand's
 _NEAR = 2
 _BETTER = 1.01
 
-NOTHING = "nothing"  # as the limit of a search that no rate ended
+NOTHING = "nothing"  # limit of a search in which no rate failed
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """What one node is.
+    """The costs and sizes of one kind of node.
 
     Args:
-        gpus: of one node.
+        gpus: GPUs of one node.
         prefill, decode: costs of a node of each role.
-        also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
-        state_bytes: of a request's recurrent state.
+        also_decodes: whether prefill nodes may serve requests alone, if the gateway chooses so.
+        state_bytes: bytes of a request's recurrent state.
     """
 
     gpus: int
@@ -52,11 +52,11 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for.
+    """The question that a plan answers.
 
     Args:
         rate: requests per second to serve; None: the most that `gpus` serve.
-        gpus: None: as few as serve `rate`.
+        gpus: number of GPUs; None: as few as serve `rate`.
     """
 
     kind: NodeKind
@@ -84,13 +84,14 @@ class Option:
 
     @property
     def limit(self) -> str:
-        """What fails first beyond the goodput."""
+        """The bound that fails first beyond the goodput."""
         return _limit(self.goodput.limit, self.spec)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`options`: with the same number of nodes, the best one first; the colocated one is among them."""
+    """The answer to a question. All `options` have the same number of nodes; the best one is first, and one is
+    colocated."""
 
     question: Question
     demand: Demand
@@ -123,7 +124,7 @@ def find_plan(question: Question, *, on_step: OnStep = lambda *_: None) -> Plan:
             are.
 
     Raises:
-        ConfigError: the GPUs do not divide into nodes, or not even many nodes serve the rate.
+        ConfigError: the GPUs are fewer than one node's, or even the most nodes do not serve the rate.
     """
     return _Search(question, on_step).find()
 
@@ -159,7 +160,7 @@ class _Search:
         specs = [*self._specs(nodes)]
         self._done, self._total = 0, len(specs) + 4
         options = sorted((self._measured(spec) for spec in specs), key=lambda option: -option.rate)
-        # Of options that are equal within the search's precision, the one with the fewest prefill nodes is simplest.
+        # Among options that are equal within the search's precision, the one with the fewest prefill nodes is simplest.
         steps, strict = [], None
         best = options[0]
         if best.rate > 0:
@@ -232,7 +233,7 @@ class _Search:
 
 
 def _limit(outcome: SimulatedOutcome, spec: ClusterSpec) -> str:
-    """What keeps the requests of a run from meeting their goal."""
+    """Describes what keeps the requests of a run from meeting their goal."""
     goal = outcome.goal
     # A run ends once too many have missed; the requests that run then are not judged.
     judged = (job for job in outcome.counted if job.first_s > job.due_s or job.last_s < inf)

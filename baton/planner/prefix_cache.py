@@ -38,7 +38,7 @@ class SimulatedPrefixCache:
         return len(prefix_ids)
 
     def use(self, prefix_ids: Sequence[int]) -> SimulatedChanges:
-        """The whole prompt is present now; what is used least recently goes. The ends of prompts go first."""
+        """Stores the whole prompt, and drops what was used least recently. The ends of prompts go first."""
         ids = self._ids
         kept = prefix_ids[: self._capacity]
         stored = [prefix_id for prefix_id in kept if prefix_id not in ids]

@@ -1,4 +1,4 @@
-"""A plan as tables, as JSON, and as the commands that start it. Pure."""
+"""Shows a plan as tables, as JSON, and as the commands that start it. Pure."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
     """The plan as text for a terminal.
 
     Args:
-        title: what load, SLO and GPU are planned for.
-        costs: where the costs are from.
+        title: the load, SLO and GPU of the plan.
+        costs: the source of the costs.
     """
     kind, best = plan.question.kind, plan.best
     lines = [

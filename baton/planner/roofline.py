@@ -1,4 +1,4 @@
-"""Step costs of a model on a GPU that were not measured: a roofline with the efficiencies that an H200 was measured at.
+"""Estimates the step costs of a model on a GPU by a roofline, with efficiencies that were measured on an H200.
 
     dense(tokens) = sqrt(reading² + computing²) + layers * overhead + reductions between ranks
 
@@ -13,7 +13,7 @@ from baton.core.costs import StepCosts
 from baton.core.errors import ConfigError
 from baton.planner.model_size import ModelSize
 
-# Of an H200's data sheet: what reads of weights and of KV reached; products, also in fp8, of experts, and of attention.
+# Measured shares of an H200's data sheet: reads of weights and KV; products in bf16, fp8, of experts, of attention.
 _READ_SHARE, _KV_SHARE = 0.95, 0.95
 _PRODUCT_SHARE, _FP8_SHARE, _EXPERTS_SHARE, _PAIR_SHARE = 0.62, 0.46, 0.43, 0.63
 _LAYER_S, _FP8_LAYER_S = 34e-6, 46e-6
@@ -21,20 +21,19 @@ _STEP_S = 0.1e-3
 _REDUCTION_S = 12e-6  # of one reduction between the ranks, two for each layer
 _REDUCTION_SHARE = 0.5  # of the link's speed
 _TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# For engine, graphs and the activations of a step, and the part of the memory that a node uses.
+# Memory for engine, graphs and the activations of a step, and the share of the memory that a node uses.
 _RESERVED_BYTES, _MEMORY_SHARE = 4e9, 0.9
 _TYPICAL_CONTEXT = 2048
 SEATS = 512  # requests of a step
-# Of recurrent states: their part of the cache at most, and their number where that is enough
-# (`baton.engine.cache_size`).
+# Recurrent states: their largest share of the cache, and their number if that suffices (`baton.engine.cache_size`).
 _STATE_SHARE, _SLOTS_PER_SEAT = 0.5, 3
 LEAST_SLOTS = 2
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """By its data sheet: dense bf16 and fp8 operations without sparsity; `link_gb_per_s`: of one GPU to its peers, in
-    one direction."""
+    """A GPU by its data sheet: dense bf16 and fp8 operations without sparsity; `link_gb_per_s` is the speed of one
+    GPU to its peers, in one direction."""
 
     name: str
     memory_gb: float
@@ -111,13 +110,13 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
 
 
 def cache_tokens(size: ModelSize, gpu: Gpu, ranks: int) -> int:
-    """Tokens of KV that fit next to weights and states on each of `ranks` GPUs; not above 0: the weights do not fit."""
+    """Tokens of KV that fit next to weights and states on each of `ranks` GPUs; at most 0 if the weights do not fit."""
     states = state_slots(size, gpu, ranks) * _rank_state_bytes(size, ranks)
     return int((_room_bytes(size, gpu, ranks) - states) / (size.kv_bytes / _holders(size, ranks)))
 
 
 def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
-    """Recurrent states that fit next to the weights, as a node chooses their number; 0: none, or the model has none."""
+    """Recurrent states that fit next to the weights, as a node chooses their number; 0 if none fits or exists."""
     if not size.state_bytes:
         return 0
     fitting = int(_STATE_SHARE * _room_bytes(size, gpu, ranks) / _rank_state_bytes(size, ranks))
@@ -125,7 +124,7 @@ def state_slots(size: ModelSize, gpu: Gpu, ranks: int) -> int:
 
 
 def _room_bytes(size: ModelSize, gpu: Gpu, ranks: int) -> float:
-    """What the weights leave of each GPU."""
+    """Memory of each GPU that the weights leave."""
     return gpu.memory_gb * 1e9 * _MEMORY_SHARE - size.rank_bytes(ranks) - _RESERVED_BYTES
 
 

@@ -1,4 +1,5 @@
-"""Sizes before any simulation: steps by a model of costs, and how many prefill nodes the work asks for. Pure."""
+"""Estimates step sizes (by a model of costs) and the number of prefill nodes (by the work) before a simulation.
+Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ _ROWS_MAX = 4096
 
 @dataclass(frozen=True)
 class Demand:
-    """What a mean request asks of the nodes.
+    """The time of nodes that a mean request needs.
 
     Args:
         prompt, output: mean tokens.
         prefill_s: time of its prompt alone.
-        decode_s: its part of a decode node that decodes as many rows as the TPOT allows.
+        decode_s: its share of the time of a decode node that decodes as many rows as the TPOT allows.
         longest: most tokens of prompt and output of one request.
     """
 
@@ -81,5 +82,5 @@ def decode_step_tokens(costs: StepCosts, tpot_s: float | None) -> int:
 
 
 def prefill_nodes(demand: Demand, nodes: int) -> int:
-    """How many of the nodes prefill, by the work of both roles; a decode node is left in any case."""
+    """The number of nodes that prefill, by the work of both roles; at least one node decodes."""
     return min(nodes - 1, max(0, round(nodes * demand.prefill_s / demand.node_s)))

@@ -50,7 +50,8 @@ class ProcessSettings(BaseSettings):
     )
     name: str | None = Field(None, description="name in receipts, logs and status; default: made from role and address")
     insecure: bool = Field(
-        False, description="serve other machines without TLS: whoever reaches the ports reads and changes everything"
+        False,
+        description="serve other machines without TLS: anyone who reaches the ports can read and change everything",
     )
     health_listen: str = Field(
         "off",
@@ -60,7 +61,7 @@ class ProcessSettings(BaseSettings):
     metrics_listen: str = Field(
         "127.0.0.1:0",
         description="host:port of a plain HTTP server that has only /metrics, for Prometheus; port 0 takes a free "
-        "port; off: none. Whoever reaches it sees figures and names of nodes, but no prompt, output or key",
+        "port; off: none. Anyone who reaches it sees metrics and names of nodes, but no prompts, outputs or keys",
     )
     drain_grace_s: float = Field(
         30.0,
@@ -114,7 +115,7 @@ class CommonSettings(ProcessSettings):
     )
     tls_key: Path | None = Field(None, description="PEM file with the key of tls_cert")
     tls_ca: Path | None = Field(
-        None, description="PEM file with the CA that the certificates of all other processes are from"
+        None, description="PEM file with the CA that issued the certificates of all other processes"
     )
 
 
@@ -127,7 +128,7 @@ def tokenizer_file(model: Path) -> Path:
 
 
 def check_printable(name: str | None) -> str | None:
-    """The name, which others are shown.
+    """Checks a name that others are shown, and returns it.
 
     Raises:
         ValueError: it has a control character, or is no valid Unicode.

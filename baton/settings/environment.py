@@ -1,4 +1,4 @@
-"""What the environment says besides settings, and the environment of child processes."""
+"""Reads what the environment has besides settings, and makes the environment of child processes."""
 
 import os
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def bare_environment(**more: str) -> dict[str, str]:
-    """As `child_environment`, for a child that works on what clients send: only what an interpreter needs, no keys."""
+    """The environment for a child process that works on clients' input: only what an interpreter needs, no keys."""
     return {name: value for name, value in child_environment(**more).items() if name in more or _is_bare(name)}
 
 
@@ -42,13 +42,13 @@ def use_device_for_gloo(name: str) -> None:
 def quiet_grpc() -> None:
     """Keeps gRPC's core from writing lines of its own to stderr, unless the environment says otherwise.
 
-    What matters of them reaches our own log as an error of the call.
+    The errors that matter reach our own log as errors of calls.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def cache_directory() -> Path | None:
-    """Baton's part of the user's cache directory, which need not exist; None: there is no home."""
+    """Baton's part of the user's cache directory, which need not exist. Returns None if there is no home directory."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if Path(given).is_absolute():  # the standard ignores other values
         return Path(given) / "baton"
@@ -74,7 +74,7 @@ def ranks_of_each_node() -> int:
 
 @dataclass(frozen=True)
 class ClientAccess:
-    """What the environment says about reaching a gateway as a client: BATON_API_KEY, BATON_CLIENT_CA, BATON_TARGET."""
+    """How a client reaches a gateway, from the environment: BATON_API_KEY, BATON_CLIENT_CA, BATON_TARGET."""
 
     api_key: str | None = field(default=None, repr=False)
     tls_ca: str | None = None
@@ -94,14 +94,14 @@ def proxy_variables() -> dict[str, str]:
 
 
 def set_client_access(*, api_key: str | None, tls_ca: str | None) -> None:
-    """Lets this process and its children reach gateways so; None leaves what the environment says."""
+    """Sets how this process and its children reach gateways; None keeps the environment's value."""
     given = {CLIENT_VARIABLES[0]: api_key, CLIENT_VARIABLES[1]: tls_ca}
     os.environ.update({name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA say, for a program without settings."""
+    """The files that BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA name, for a program without settings."""
 
     tls_cert: Path | None
     tls_key: Path | None

@@ -17,7 +17,7 @@ _RESOLVE_S = 5.0
 
 
 class GatewaySettings(CommonSettings):
-    """Role gateway."""
+    """Settings of a gateway."""
 
     prefill: str = Field(
         "",
@@ -61,20 +61,20 @@ class GatewaySettings(CommonSettings):
     jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")
     kv_events: bool = Field(
         False,
-        description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
+        description="serve vLLM's SubscribeKvEvents to operators; it reveals the prompts of all clients",
     )
     chat_template: Path | None = Field(
         None, description="file with a jinja chat template to use in place of the checkpoint's"
     )
     user_special_tokens: Literal["allow", "text"] = Field(
         "allow",
-        description="special tokens, such as that which ends a text, in clients' texts; allow: they are tokens, as in "
+        description="special tokens in clients' texts, such as the one that ends a text; allow: they are tokens, as in "
         "other servers; text: they are encoded as ordinary text, and only the chat template writes special tokens",
     )
     balance_roles: bool = Field(
         False,
-        description="let nodes switch between prefill and decode: when one role has needed nodes for half a "
-        "minute while the other had one to spare; never the last node of a role",
+        description="let nodes switch between prefill and decode, when one role has needed nodes for half a "
+        "minute while the other could spare one; the last node of a role never switches",
     )
     request_timeout_s: float = Field(
         600.0, ge=DURATION_S_MIN, le=SECONDS_MAX, description="deadline of a request whose client gives none"
@@ -89,16 +89,17 @@ class GatewaySettings(CommonSettings):
         None,
         ge=DURATION_S_MIN,
         le=1e3 * SECONDS_MAX,
-        description="expected time to the first token of requests that state none; default: no bound",
+        description="time to first token that requests expect if they state none; default: no bound",
     )
     tpot_ms: float | None = Field(
         None,
         ge=DURATION_S_MIN,
         le=1e3 * SECONDS_MAX,
-        description="expected mean time per further token of requests that state none; default: no bound",
+        description="mean time per further token that requests expect if they state none; default: no bound",
     )
     refuse_late: bool = Field(
-        False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
+        False,
+        description="refuse a request at once if its first token cannot arrive in time, instead of serving it late",
     )
     otlp_endpoint: str | None = Field(
         None,
@@ -109,17 +110,17 @@ class GatewaySettings(CommonSettings):
         0.1,
         ge=0,
         le=1,
-        description="share of the requests whose trace is exported, of those whose client has not decided by its "
+        description="share of requests whose trace is exported, among those whose client does not decide it by a "
         "traceparent",
     )
     trace_slow_s: float | None = Field(
         None,
         ge=DURATION_S_MIN,
         le=SECONDS_MAX,
-        description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
-        "or was tried again; default: no bound",
+        description="traces of requests that take longer are always exported, like those of requests that failed "
+        "or were retried; default: no bound",
     )
-    access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
+    access_log: bool = Field(False, description="log one line with measurements for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     max_concurrent_requests: int = Field(
         1024, ge=1, le=COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
@@ -129,8 +130,8 @@ class GatewaySettings(CommonSettings):
     resolve_s: float = internal(_RESOLVE_S, "interval at which names of nodes are resolved and their files read again")
     keepalive_s: float = internal(
         GATEWAY_KEEPALIVE_S,
-        "a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose Python is "
-        "busy answers",
+        "a node is pinged that often, and counts as lost if it answers no ping for that long; a node with busy Python "
+        "still answers",
     )
     failover_wait_s: float = internal(
         30.0,
@@ -154,7 +155,7 @@ class GatewaySettings(CommonSettings):
     )
     balance_hold_s: float = internal(30.0, "how long a role has needed nodes before balance_roles moves one")
     balance_cool_down_s: float = internal(
-        120.0, "after a node has changed its role, or nodes came or went, balance_roles moves none for so long"
+        120.0, "how long balance_roles moves no node after one has changed its role, or nodes came or went"
     )
 
     @field_validator("model_name")
@@ -164,12 +165,12 @@ class GatewaySettings(CommonSettings):
 
     @property
     def slo(self) -> Slo:
-        """Of requests that state none."""
+        """The bounds of requests that state none."""
         return Slo(*(None if limit is None else limit / 1e3 for limit in (self.ttft_ms, self.tpot_ms)))
 
 
 class PickerSettings(ProcessSettings):
-    """Endpoint picker."""
+    """Settings of the endpoint picker."""
 
     pool: str = Field(
         "",
@@ -192,13 +193,15 @@ class PickerSettings(ProcessSettings):
     )
     sheddable: str = Field(
         "",
-        description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 where "
-        "eight requests wait on every gateway",
+        description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 while at "
+        "least eight requests wait on every gateway",
     )
     client_tls_cert: Path | None = Field(None, description="PEM file with the certificate that the proxy sees")
     client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
 
     resolve_s: float = internal(_RESOLVE_S, "interval at which names of gateways are resolved and files read again")
-    poll_s: float = internal(0.25, "pause between two looks at one gateway's load and readiness")
+    poll_s: float = internal(0.25, "interval between polls of one gateway's load and readiness")
     stale_s: float = internal(3.0, "a gateway that has not answered for that long gets no requests")
-    shed_waiting: int = internal(8, "requests that wait on each gateway, from which on sheddable ones are refused")
+    shed_waiting: int = internal(
+        8, "sheddable requests are refused while at least this many requests wait on each gateway"
+    )

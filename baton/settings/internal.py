@@ -1,7 +1,7 @@
-"""Values next to the settings that no flag and no variable sets: they are measured, constant, or unsafe to change.
+"""Internal values, which no flag and no variable sets because they are measured, constant, or unsafe to change.
 
-They are fields of the settings classes, so that a class holds all that its process goes by. Tests and benchmarks pass
-others to the class, or give a process other defaults before it starts.
+They are fields of the settings classes, so that a class holds all values of its process. Tests and benchmarks pass
+other values to the class, or change a process's defaults before it starts.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _MARK = "internal"
 
 
 def internal(default: object, meaning: str) -> Any:
-    """A field that is no setting."""
+    """Declares a field that is no setting."""
     return Field(default, description=meaning, json_schema_extra={_MARK: True})
 
 

@@ -48,7 +48,7 @@ def find_model(model: Path, *, weights: bool = True) -> Path:
     except FileNotFoundError:
         raise _refuse(str(model), f"has no config.json{_of_gguf(found, str(model))}", _CHECKPOINT) from None
     except OSError:
-        pass  # whoever reads it says why
+        pass  # reading the file reports why
     return found
 
 
@@ -122,7 +122,7 @@ def _of_gguf(directory: Path, name: str) -> str:
 
 
 def _no_model(model: Path) -> ConfigError:
-    """Why the path, which is no directory, names no model."""
+    """The error for a path that is no directory and names no model."""
     if model.suffix == ".gguf":
         return _refuse(str(model), "is a GGUF file, which Baton does not read", _CHECKPOINT)
     if os.path.lexists(model):

@@ -25,8 +25,8 @@ CPU_CACHE_MIB = 128
 CPU_CACHE_SHARE = 0.25  # of the memory of machine or container, for the caches of one node's ranks
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
-# Of nodes that decode; the smaller one where the cache is too small for more. Where only prompts are computed, requests
-# leave with their first token, so steps hold few of them.
+# Requests of a step on nodes that decode, the smaller number if the cache is too small for more; and on nodes that only
+# compute prompts, where requests leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 STAGING_SLOTS = 4  # staging buffers for each direction
 LEADER_PORT = 7004  # of a leader whose environment names no port
@@ -36,7 +36,7 @@ _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches, as those of `baton.core.limits`.
 _THREADS_MAX = _ADAPTERS_MAX = 1024
 _EXPERTS_MAX = 1 << 16
-_ADAPTERS = 8  # slots where adapters are wanted and no number is given
+_ADAPTERS = 8  # slots if adapters are wanted and no number is given
 _ADAPTER_NAME_MAX = 128
 _SEATS_MAX = 1 << 16
 _CACHE_MIB_MAX = 1 << 26
@@ -117,8 +117,8 @@ class NodeSettings(CommonSettings):
     attention_data_parallel: bool = Field(
         False,
         description="for models with latent attention (DeepSeek, Kimi-K2, GLM-5): each rank computes the attention of "
-        "its own requests with whole attention weights and holds only their KV, so that the node has room for as many "
-        "times the KV as it has ranks; together with expert_parallel (elsewhere called enable_dp_attention)",
+        "its own requests with whole attention weights and holds only their KV, so that the node's room for KV grows "
+        "with its ranks; together with expert_parallel (elsewhere called enable_dp_attention)",
     )
     redundant_experts: int = Field(
         0,
@@ -130,8 +130,8 @@ class NodeSettings(CommonSettings):
     )
     expert_load: Path | None = Field(
         None,
-        description="file of `baton expert-load`, by whose tokens of each expert copies are made and experts are "
-        "placed; the same on every host of the node. Default: all experts count alike. Needs expert_parallel",
+        description="file of `baton expert-load`, whose token counts decide which experts are copied and where they "
+        "are placed; the same file on every host of the node. Default: all experts count alike. Needs expert_parallel",
     )
     threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field(
@@ -165,7 +165,7 @@ class NodeSettings(CommonSettings):
         description="longest prompt plus output; default: the model's limit. With LongRoPE, a number above the model's "
         "original context must be given to every node and gateway",
     )
-    prefix_cache: bool = Field(True, description="reuse the KV of a prefix that earlier prompts had")
+    prefix_cache: bool = Field(True, description="reuse the KV of prefixes that earlier prompts had")
     adapter: str = Field(
         "",
         description="LoRA adapters to load at start, comma-separated: name=directory, as PEFT saves it; the flag may "
@@ -180,20 +180,20 @@ class NodeSettings(CommonSettings):
         None,
         ge=0,
         le=_ADAPTERS_MAX,
-        description="adapters that the node can hold at once; their memory is taken at start; default: 8, or as many "
-        "as adapter names, where adapter or adapter_directory is given; else 0",
+        description="adapters that the node can hold at once; their memory is allocated at start; with adapter "
+        "or adapter_directory the default is 8, or the number of adapters if that is more; else 0",
     )
     max_adapter_rank: int = Field(
         16, ge=1, le=256, description="largest rank of an adapter; every adapter takes the memory of this rank"
     )
     adapter_experts: bool = Field(
         False,
-        description="adapters may be of routed experts, too: every adapter takes the memory of a matrix pair for each "
-        "layer of each expert, which is most of it",
+        description="let adapters change routed experts too; every adapter then takes memory for a matrix pair in each "
+        "layer of each expert, which is most of its memory",
     )
     transport: str = Field(
         "ucx",
-        description="what carries KV: ucx, loopback, which works only inside one process, or the name of a plug-in",
+        description="what carries KV: ucx; loopback, only inside one process; or the name of a plug-in",
     )
     segment_mib: float | None = Field(
         None,
@@ -267,7 +267,7 @@ class NodeSettings(CommonSettings):
 
     @property
     def receive_bytes_per_s(self) -> float | None:
-        """Limit of received KV; None: no limit."""
+        """Limit of received KV. Returns None if there is no limit."""
         return None
 
     @property
@@ -286,11 +286,11 @@ class NodeSettings(CommonSettings):
 
 
 class PrefillSettings(NodeSettings):
-    """Role prefill."""
+    """Settings of a prefill node."""
 
     also_decodes: bool = Field(
         True,
-        description="serve whole requests too, prompt and decode, which gateways send where the decode nodes have no "
+        description="serve whole requests too, prompt and decode, which gateways send when the decode nodes have no "
         "room for them; false: this node computes prompts only",
     )
 
@@ -306,7 +306,7 @@ class PrefillSettings(NodeSettings):
 
 
 class DecodeSettings(NodeSettings):
-    """Role decode."""
+    """Settings of a decode node."""
 
     receive_limit_gb_per_s: float | None = Field(
         None,
@@ -322,8 +322,8 @@ class DecodeSettings(NodeSettings):
 
     local_prefill_tokens: int | None = internal(
         None,
-        "the decode node prefills a prompt with fewer uncached tokens itself; None: as many as cost its streams next "
-        "to nothing, by measured step costs",
+        "the decode node prefills a prompt with fewer uncached tokens itself; None: as many as cost its streams almost "
+        "nothing, by measured step costs",
     )
     lease_s: float = internal(300.0, "how long blocks stay reserved for KV that has not arrived")
 
@@ -345,5 +345,5 @@ class DecodeSettings(NodeSettings):
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether clients can name a model so."""
+    """Whether clients can use this name for a model."""
     return 0 < len(name) <= _ADAPTER_NAME_MAX and name.isprintable() and not set(name) & set(" ,=")

@@ -1,4 +1,4 @@
-"""Reads the settings of one process from its flags and the environment, and says in one line what is wrong."""
+"""Reads the settings of one process from its flags and the environment, and reports a mistake in one line."""
 
 import argparse
 import os
@@ -28,7 +28,8 @@ _ROLES = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
 _SETTINGS = frozenset(name for cls in _ROLES for name in settings_of(cls))
 _REPEATABLE = frozenset({"adapter"})  # several flags mean one value, comma-separated
 _SHOWN_MAX = 200  # characters of a wrong value
-# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
+# Least similarity, of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID
+# below.
 _ALIKE = 0.87
 _OUT_OF_RANGE = ("greater_than_equal", "less_than_equal", "finite_number")
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
@@ -61,8 +62,8 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
 
 
 def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
-    """The settings of the same node in another role: those of both roles are kept, and those that only the other one
-    has come from their variables.
+    """The settings of the same node in another role: settings of both roles are kept, and those that only the other
+    role has come from their variables.
 
     Raises:
         ConfigError: a variable has a wrong value.
@@ -96,8 +97,8 @@ def wrong_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def hosts_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of a node on several hosts as LeaderWorkerSet or torchrun's variables give them, without those that
-    have variables of our own. Empty on one host."""
+    """The settings of a node on several hosts from the variables of LeaderWorkerSet or torchrun, except settings whose
+    own variable is set. Empty on one host."""
     size, rank = environ.get("LWS_GROUP_SIZE", ""), environ.get("LWS_WORKER_INDEX", "")
     leader, port = environ.get("LWS_LEADER_ADDRESS", ""), str(LEADER_PORT)
     if not size:
@@ -153,7 +154,7 @@ def bounds_of(info: FieldInfo) -> tuple[float, float] | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a flag in one line, where argparse prints the names of all flags first."""
+    """Reports a wrong flag in one line; argparse would print the names of all flags first."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given, unknown = super().parse_known_args(args, namespace)
@@ -191,9 +192,9 @@ def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser
             default = "" if info.default is None or info.default == "" else f" (default: {info.default})"
             help_text = f"{info.description}{default}".replace("%", "%%")
             # A switch may stand alone: --insecure is --insecure true.
-            how: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
-            how |= {"action": "append"} if name in _REPEATABLE else {}
-            group.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **how)
+            options: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+            options |= {"action": "append"} if name in _REPEATABLE else {}
+            group.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **options)
     parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)  # from `baton up`
     return parser
 

@@ -1,4 +1,4 @@
-"""Settings of older releases, so that an error names what to use instead of them. Pure."""
+"""Settings of older releases, so that an error can name their replacement. Pure."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -16,7 +16,7 @@ REMOVED = frozenset(
 
 
 def cure_of_older(name: str, shown: Callable[[str], str]) -> str | None:
-    """What to do instead of setting this name; None: no older release had it.
+    """What to do instead of setting this name. Returns None if no older release had it.
 
     Args:
         shown: makes a flag or a variable of a setting's name.

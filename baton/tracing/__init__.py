@@ -1,1 +1,1 @@
-"""What one request's trace consists of, for OpenTelemetry. Start with `declared.py`, the table of all spans."""
+"""Describes the trace of one request, for OpenTelemetry. Start with `declared.py`, the table of all spans."""

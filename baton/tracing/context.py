@@ -1,7 +1,7 @@
-"""W3C trace context: what `traceparent` and `tracestate` say, and what goes out. Pure.
+"""Reads and writes the W3C trace context, `traceparent` and `tracestate`. Pure.
 
-A malformed traceparent counts as none, and a tracestate without one, or beyond its limits, is dropped, as the standard
-wants it.
+A malformed traceparent is ignored, and a tracestate without one, or beyond its limits, is dropped, as the standard
+requires.
 """
 
 import re
@@ -25,8 +25,8 @@ class TraceContext:
     """The caller's span.
 
     Attributes:
-        sampled: the caller records its trace.
-        state: tracestate, which is passed on as it is.
+        sampled: whether the caller records its trace.
+        state: tracestate, passed on unchanged.
     """
 
     trace_id: int
@@ -36,7 +36,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """What the two headers say; None: there is no trace that goes on here."""
+    """The caller's span from the two headers. Returns None if they have no valid one."""
     found = _TRACEPARENT.fullmatch(traceparent) if len(traceparent) <= _TRACEPARENT_MAX else None
     if found is None or (found[1] == "00" and found[5] is not None):
         return None

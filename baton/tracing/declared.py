@@ -54,10 +54,10 @@ class Attribute(StrEnum):
 MEANINGS = {
     Attribute.OPERATION: "`chat` or `text_completion`",
     Attribute.PROVIDER: "`baton`",
-    Attribute.REQUEST_MODEL: "the name of the model that the client gave; the served one's where it gave none",
+    Attribute.REQUEST_MODEL: "the model's name that the client gave, or the served model's",
     Attribute.RESPONSE_MODEL: "the name of the served model",
     Attribute.MAX_TOKENS: "most tokens of each output",
-    Attribute.CHOICES: "number of outputs that are drawn, where there are several",
+    Attribute.CHOICES: "number of outputs, if there are several",
     Attribute.RESPONSE_ID: "the request's id, as in answers, receipts and log lines",
     Attribute.FINISH_REASONS: "why each output ended",
     Attribute.FIRST_TOKEN_S: "seconds from arrival to the first token",
@@ -71,10 +71,10 @@ MEANINGS = {
     Attribute.KEPT: "why the trace is exported: `head`, `failed`, `slow` or `retried`",
     Attribute.CUT: "number of events that the trace lacks, because the request had too many",
     Attribute.PATH: "where the prompt was prefilled: `remote`, `local` or `split`",
-    Attribute.WHY: "why there, after which failures: one sentence, as in the receipt",
+    Attribute.WHY: "why it was prefilled there, and after which failures: one sentence, as in the receipt",
     Attribute.ATTEMPTS: "number of attempts to prefill the prompt, as in the receipt",
-    Attribute.OUTPUT: "which of the request's outputs, where there are several",
-    Attribute.ATTEMPT: "from 1",
+    Attribute.OUTPUT: "index of the output in the request, if there are several",
+    Attribute.ATTEMPT: "number of the attempt, from 1",
     Attribute.NODE: "name of the node",
     Attribute.ADDRESS: "address of the node",
     Attribute.REASON: "why the attempt was lost",
@@ -88,7 +88,7 @@ MEANINGS = {
     Attribute.TRANSPORT: "what carried the KV, such as `rc` or `tcp`",
     Attribute.CONVERTED: "how KV was converted, such as `bfloat16 to fp8`",
     Attribute.EXPOSED_S: "seconds from the first token's sampling to admission: what the hand-over adds to the request",
-    Attribute.MERGED: "how many of them this span stands for, where a prompt has too many for one span each",
+    Attribute.MERGED: "number of chunks or sends that this span merges, if a prompt has too many for one span each",
 }
 
 
@@ -97,9 +97,9 @@ class SpanType:
     """One kind of span.
 
     Args:
-        name: of the span; with `{}`, from attributes.
-        role: the process whose work it is; its resource names the process.
-        parent: name of the span that it is part of; empty: it is the root.
+        name: name of the span; `{}` encloses attributes.
+        role: the process that does the work; the span's resource names it.
+        parent: name of the parent span; empty: it is the root.
     """
 
     name: str
@@ -115,7 +115,7 @@ REQUEST = SpanType(
     "{gen_ai.operation.name} {gen_ai.request.model}",
     ProcessRole.GATEWAY,
     "",
-    "the request, from its arrival behind the door to its last message",
+    "the request, from its arrival at the gateway to its last message",
     (
         A.OPERATION, A.PROVIDER, A.REQUEST_MODEL, A.RESPONSE_MODEL, A.MAX_TOKENS, A.CHOICES, A.RESPONSE_ID,
         A.FINISH_REASONS, A.FIRST_TOKEN_S, A.INPUT_TOKENS, A.OUTPUT_TOKENS, A.CACHED_TOKENS, A.ERROR_TYPE,
@@ -128,8 +128,8 @@ ATTEMPT = SpanType(
     "attempt",
     ProcessRole.GATEWAY,
     "request",
-    "one node has the request to decode it, from the submission until it is left; after a lost attempt, with a link to "
-    "it",
+    "one node decodes the request, from the submission until the gateway leaves it; after a lost attempt, with a "
+    "link to it",
     (A.ATTEMPT, A.OUTPUT, A.NODE, A.ADDRESS, A.ERROR_TYPE),
 )
 RESERVE = SpanType(
@@ -143,7 +143,7 @@ PREFILL = SpanType(
     "prefill",
     ProcessRole.PREFILL,
     "attempt",
-    "one prefill node has the prompt, until all KV is sent; or the decode node computes it itself",
+    "one prefill node computes the prompt and sends all KV; or the decode node computes it itself",
     (A.NODE, A.ADDRESS, A.TOKEN_START, A.TOKEN_STOP, A.NODE_CACHED, A.QUEUE_S, A.ERROR_TYPE),
 )
 PREFILL_QUEUE = SpanType(
@@ -187,5 +187,5 @@ LEFT_EVENT = "lost node"
 EVENTS = {
     RETRY_EVENT: "on the request: an attempt was lost and another one began, or another prefill node was asked",
     FIRST_TOKEN_EVENT: "on the request: the client's first token was passed on",
-    LEFT_EVENT: "on the request: a node gave no sign of life and counts as lost",
+    LEFT_EVENT: "on the request: a node stopped answering and counts as lost",
 }

@@ -1,4 +1,4 @@
-"""What OpenTelemetry's standard variables say about exporting traces. Pure: the variables are passed in."""
+"""Reads OpenTelemetry's standard variables about exporting traces. Pure: the variables are passed in."""
 
 import re
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ _CERTIFICATES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CE
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _DEFAULT_NAME = "baton-gateway"
 
-# What gRPC sends as text: it raises an error for anything else with each call.
+# What gRPC sends as text. Anything else raises an error with each call.
 _HEADER_NAME = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 @dataclass(frozen=True)
 class TraceCollector:
-    """Where traces go.
+    """The collector that traces go to.
 
     Attributes:
         target: host:port.
@@ -38,14 +38,14 @@ class TraceCollector:
 
 
 def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instance: str) -> TraceCollector | None:
-    """Where traces go; None: nowhere.
+    """The collector that traces go to. Returns None if they go nowhere.
 
     Args:
         endpoint: the setting `otlp_endpoint`; None: what the variables say.
         instance: name of this process.
 
     Raises:
-        ConfigError: the endpoint or the protocol is none that gRPC can use.
+        ConfigError: gRPC cannot use the endpoint, the protocol or a header.
     """
     if endpoint == "off" or (endpoint is None and _switched_off(variables)):
         return None
@@ -72,7 +72,7 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
 
 
 def _target(endpoint: str) -> tuple[str, bool]:
-    """host:port, and whether it is reached by TLS."""
+    """The host:port of an endpoint, and whether it is reached by TLS."""
     try:
         url = urlsplit(endpoint)
         host, port = url.hostname or "", url.port or 4317
@@ -120,6 +120,6 @@ def _first(variables: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """`name=value,name=value`, percent-encoded; what has no such form is left out."""
+    """Reads `name=value,name=value`, percent-encoded; parts without this form are left out."""
     parts = (part.partition("=") for part in text.split(","))
     return [(name.strip(), unquote(value.strip())) for name, equals, value in parts if equals and name.strip()]

@@ -1,4 +1,5 @@
-"""Which requests' traces are exported: some from the start, and those that turn out to be worth it. Pure."""
+"""Decides which traces are exported: a sample, chosen on arrival, and those of failed, slow or retried requests.
+Pure."""
 
 from dataclasses import dataclass
 
@@ -17,21 +18,21 @@ class Sampling:
 
     Args:
         ratio: share of the requests without a caller's trace that are sampled when they arrive.
-        slow_s: requests that take longer are exported in any case; None: none for that reason.
+        slow_s: requests that take longer are always exported; None: no bound.
     """
 
     ratio: float
     slow_s: float | None = None
 
     def at_head(self, trace_id: int, parent: TraceContext | None) -> bool:
-        """Whether a request is sampled when it arrives. Its caller's decision holds; else the trace id decides, so that
-        every process with this ratio decides alike."""
+        """Whether a request is sampled when it arrives. The caller's decision counts, if there is one; else the trace
+        id decides, so that all processes with this ratio decide alike."""
         if parent is not None:
             return parent.sampled
         return trace_id % (1 << _RANDOM_BITS) < self.ratio * (1 << _RANDOM_BITS)
 
     def at_end(self, *, sampled: bool, outcome: Outcome, total_s: float, retried: bool) -> str:
-        """Why a request's trace is exported; empty: it is not."""
+        """The reason to export a request's trace; empty: it is not exported."""
         if sampled:
             return HEAD
         if outcome in _FAILURES:

@@ -12,10 +12,10 @@ Attributes = Mapping[Attribute, Value]
 
 @dataclass(frozen=True)
 class SpanPlace:
-    """The process whose work a span is.
+    """The process that did a span's work.
 
     Attributes:
-        name: of a node; empty: the gateway that exports the span.
+        name: the node's name; empty: the gateway that exports the span.
     """
 
     role: ProcessRole = ProcessRole.GATEWAY

@@ -1,1 +1,1 @@
-"""Trains the demo models that the wheel has: their corpus and their training."""
+"""Makes the demo models of the wheel: their corpus and their training."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_PARAGRAPH_CHARS = 50  # shorter ones teach a model to list phrases, not to finish sentences
-MIN_DOCUMENT_CHARS = 400  # shorter neighbours of one file are joined, so that an answer has some sentences
+MIN_DOCUMENT_CHARS = 400  # shorter neighbours in one file are joined, so that an answer has some sentences
 SHINGLE_WORDS = 6
 HELD_OUT_PERCENT = 3
 
@@ -43,7 +43,7 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each docstring of module, class and function."""
+    """Yields (line, text) of each docstring of module, class and function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -52,7 +52,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each run of comment lines that stand alone."""
+    """Yields (line, text) of each run of comment lines that stand alone."""
     run: list[str] = []
     start = last = column = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -159,7 +159,8 @@ class Seen:
 
 
 def sources(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """(name, texts) of every source, the most literary first: of two similar paragraphs the first is kept."""
+    """Yields (name, texts) of every source, the most literary first, because the first of two similar paragraphs is
+    kept."""
     yield from topics().items()
     tests = []
     for path in files(root):
@@ -192,7 +193,7 @@ def held_out(name: str) -> bool:
 
 
 def extract(root: Path) -> tuple[list[str], list[str]]:
-    """(training, held-out) documents of the library below `root`."""
+    """The training documents and the held-out documents of the library below `root`."""
     seen = Seen()
     training: list[str] = []
     kept: list[str] = []

@@ -40,7 +40,7 @@ Batch = tuple[Tensor, Tensor]  # ids and labels, both [rows, length]
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Byte-level BPE whose last id is END_OF_TEXT; it adds nothing at either end of a text."""
+    """Trains a byte-level BPE whose last id is END_OF_TEXT; it adds nothing at either end of a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
-    """Configuration of about 5.3 million parameters."""
+    """The configuration of a model with about 5.3 million parameters."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 256,
@@ -244,7 +244,7 @@ def train(
 
 
 def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """The folder that transformers loads: weights, configurations and tokenizer."""
+    """Writes the folder that transformers loads: weights, configurations and tokenizer."""
     eos_token_id = tokenizer.token_to_id(END_OF_TEXT)
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=eos_token_id)
     model.save_pretrained(folder)

@@ -1,1 +1,1 @@
-"""What all Triton code shares: launching, whether kernels for Hopper run, numbers in 8 bits, rounding."""
+"""Helpers for all Triton code: launches, the check of kernels for Hopper, numbers in 8 bits, rounding."""

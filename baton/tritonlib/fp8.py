@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def to_fp8(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 to tl.float8e4nv or tl.float8e5."""
+    """Converts float32 to tl.float8e4nv or tl.float8e5."""
     LARGEST: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     # NOTE: comparisons, because minimum and maximum would drop NaN.
     values = tl.where(values > LARGEST, LARGEST, values)
@@ -23,7 +23,7 @@ def to_fp8(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def from_fp8(stored, INTERPRETED: tl.constexpr):
-    """To float32, exactly."""
+    """Converts to float32, exactly."""
     if INTERPRETED:
         return _from_bits(stored.to(tl.uint8, bitcast=True), stored.dtype == tl.float8e4nv)
     return stored.to(tl.float32)

@@ -1,4 +1,4 @@
-"""What `baton.tritonlib.launch` has for Triton's kernels, for those in Gluon. With another Triton the import may fail:
+"""Does for kernels in Gluon what `baton.tritonlib.launch` does for Triton's. With another Triton the import may fail:
 import it only where kernels for Hopper run.
 """
 
@@ -8,14 +8,14 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def start_dependents(OVERLAP: gl.constexpr):
-    """As in `baton.tritonlib.launch`."""
+    """Lets the next kernel start; see `baton.tritonlib.launch.start_dependents`."""
     if OVERLAP:
         _do("griddepcontrol.launch_dependents; // $0")
 
 
 @gluon.jit
 def await_predecessors(OVERLAP: gl.constexpr):
-    """As in `baton.tritonlib.launch`."""
+    """Waits for the kernels before; see `baton.tritonlib.launch.await_predecessors`."""
     if OVERLAP:
         _do("griddepcontrol.wait; // $0")
 

@@ -1,9 +1,8 @@
 """Decides whether kernels for Hopper, which are written in Gluon, run on a device.
 
-Gluon is experimental: another version of Triton may reject a kernel, or compile it wrongly. So with a version that
-nobody measured, each family of kernels is first compared with the portable kernels that it replaces. The verdict holds
-for the process and the device. Import the modules of such kernels only after it: with another Triton the import may
-fail.
+Gluon is experimental: another version of Triton may reject a kernel, or compile it wrongly. So with an unmeasured
+version, each family of kernels is first compared with the portable kernels that it replaces. The verdict holds for the
+process and the device. Import the modules of such kernels only after it: with another Triton the import may fail.
 """
 
 import importlib
@@ -34,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HopperKernels:
-    """Kernels of which all or none are used.
+    """A family of kernels that are used together or not at all.
 
     Attributes:
         name: for logs.
@@ -48,11 +47,12 @@ class HopperKernels:
 
 @dataclass(frozen=True)
 class HopperVerdict:
-    """How far a Hopper kernel's results are from the portable one's.
+    """The difference between the results of Hopper kernels and portable ones.
 
     Attributes:
-        difference: the largest of an element, relative to the largest element; infinite without a comparison.
-        reason: why there was none.
+        difference: the largest difference of an element, relative to the largest element; infinite without a
+            comparison.
+        reason: why there was no comparison.
     """
 
     difference: float
@@ -64,7 +64,8 @@ class HopperVerdict:
 
 
 def probe_of(module: str, function: str = "compare_on_hopper") -> Callable[[torch.device], Iterable[Pair]]:
-    """A family's `compare`, whose module is imported when it is called: it imports the modules that ask for it."""
+    """A family's `compare`, whose module is imported only at the call, because it imports the modules that ask for
+    it."""
 
     def compare(device: torch.device) -> Iterable[Pair]:
         pairs: Iterable[Pair] = getattr(importlib.import_module(module), function)(device)
@@ -80,8 +81,8 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def has_hopper_kernels(device: torch.device, kernels: HopperKernels) -> bool:
-    """Whether these kernels run on this device. With a version of Triton that nobody measured, the first call compares
-    them, which must not be within the capture of a CUDA graph.
+    """Whether these kernels run on this device. With an unmeasured version of Triton, the first call compares them; it
+    must not be within the capture of a CUDA graph.
 
     Raises:
         ConfigError: a kernel did not end, so nothing runs on this GPU until the process has ended.
@@ -111,7 +112,7 @@ def check(kernels: HopperKernels, device: torch.device) -> HopperVerdict:
             largest = max(largest, _difference(actual, expected))
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 (a compiler that nobody measured may fail in any way)
+    except Exception as error:  # noqa: BLE001 (an unmeasured compiler may fail in any way)
         return HopperVerdict(math.inf, f"{type(error).__name__}: {error}")
     return HopperVerdict(largest)
 
@@ -122,7 +123,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def _await(kernels: HopperKernels, device: torch.device) -> None:
-    """A kernel that was compiled wrongly may wait for its own warps for ever, and to wait for it would be as long."""
+    """Waits for the kernels up to a deadline, because a wrongly compiled kernel may wait for its own warps for ever."""
     if device.type != "cuda":
         return
     done = torch.cuda.Event()

@@ -76,7 +76,8 @@ class PreparedKernel:
                 self._compiled = kernel.warmup(*examples, grid=(1,), **self._options)
 
     def launch(self, num_programs: int, stream: int, *arguments: Tensor | int) -> None:
-        """Tensors start at multiples of ALIGN_BYTES, except for pointers that the kernel does not specialise.
+        """Launches the kernel. Tensors start at multiples of ALIGN_BYTES, except for pointers that the kernel
+        does not specialise.
 
         Args:
             stream: the stream's handle.
@@ -107,7 +108,7 @@ def await_predecessors(OVERLAP: tl.constexpr):
 
 @triton.jit
 def start_dependents(OVERLAP: tl.constexpr):
-    """The next kernel, if it overlaps, may start once all programs have called this. May precede the wait."""
+    """Lets the next kernel, if it overlaps, start once all programs have called this. May precede the wait."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 

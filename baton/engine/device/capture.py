@@ -1,4 +1,4 @@
-"""Recording steps as CUDA graphs in one memory pool, and how many of them memory allows."""
+"""Records steps as CUDA graphs in one memory pool, and estimates how many graphs memory allows."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 # Called with the number of captured graphs and of all graphs.
 Progress = Callable[[int, int], None]
-# Where a step may be cut: called with the number of layers that are computed.
+# Called where a step may be cut, with the number of layers that are computed.
 OnLayer = Callable[[int], None]
 
 
@@ -39,7 +39,7 @@ def affordable(taken: Sequence[int], bound: int | None) -> int:
 
 
 class FreeMemory(NamedTuple):
-    """In bytes: `free` of the whole device, `reserved` by torch in this process."""
+    """Memory in bytes: `free` on the whole device, `reserved` by torch in this process."""
 
     free: int
     reserved: int
@@ -55,7 +55,8 @@ def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A capture fails if garbage is collected in it that holds another graph, such as that of a model gone since."""
+    """Disables garbage collection: a capture fails if a collection frees another graph meanwhile, such as a closed
+    model's."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +143,7 @@ class Recorder:
 
 
 class CapturedPart(NamedTuple):
-    """A graph, and how many layers are computed at its end; None: the whole step is."""
+    """A graph, and the number of layers computed at its end; None for the last part of a step."""
 
     graph: torch.cuda.CUDAGraph
     layer_stop: int | None

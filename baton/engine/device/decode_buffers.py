@@ -22,7 +22,7 @@ from baton.models.kernels.recurrent.rows import StateRows
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """The first rows are the step's, the rows after them are padding: no keys, slot -1.
+    """Buffers for one decode step. Its rows come first; the rows after them are padding, with no keys and slot -1.
 
     Attributes:
         host: the rows as the host writes them.
@@ -98,7 +98,7 @@ class DecodeBuffers:
         are replaced; the host does not wait.
 
         Args:
-            prompts: rows that follow, of which only the sampling is written.
+            prompts: rows that follow; only their sampling is written.
 
         Raises:
             InternalError: too many rows, or a row with too many blocks.
@@ -113,7 +113,7 @@ class DecodeBuffers:
         self.inputs.copy_(slot.inputs, non_blocking=True)
 
     def place_new_blocks(self, size: int) -> None:
-        """The start of a step with this many rows: attention plans by the table."""
+        """Completes the block table at the start of a step, because attention plans by it."""
         self.table.view(-1).index_copy_(0, self.new_block_place[:size], self.new_block[:size])
 
     def look_tokens_up(self, size: int) -> Tensor:

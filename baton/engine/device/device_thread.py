@@ -60,8 +60,8 @@ class LayersDone:
 
 @dataclass(frozen=True)
 class StepDone:
-    """`tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by row. `launched_s` and
-    `ended_s` are when the step was queued on the device, and when its end was seen."""
+    """A step has ended. `tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by
+    row. The step was queued on the device at `launched_s`, and its end was seen at `ended_s`."""
 
     tokens: list[RowResult]
     seconds: float
@@ -72,7 +72,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepRaised:
-    """`seconds` since the step's launch began; times as in `StepDone`."""
+    """A step raised an error, `seconds` after its launch began; times as in `StepDone`."""
 
     error: Exception
     seconds: float
@@ -92,14 +92,14 @@ class _Launched(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """Counts for the waiting thread to wait for; it gives them to `deliver`, or an error."""
+    """Expert counts that the waiting thread passes to `deliver` when they arrive, or the error instead."""
 
     counts: FetchedCounts | Exception | None
     deliver: Callable[[ExpertCounts | Exception], None]
 
 
 class DeviceThread:
-    """Runs from `start` to `close`.
+    """Launches batches and reports their outcomes, from `start` to `close`.
 
     Args:
         on_outcome: called on the event loop for each launched batch, in launch order: for each of its marks, then once
@@ -117,7 +117,8 @@ class DeviceThread:
         self._threads: list[Thread] = []
 
     async def start(self) -> None:
-        """Returns when the runner is prepared. Raises what that raises; then both threads have ended."""
+        """Starts both threads and waits until the runner is prepared. An error of `prepare` ends both threads and is
+        raised."""
         loop = asyncio.get_running_loop()
         prepared: asyncio.Future[None] = loop.create_future()
         self._threads = [
@@ -133,7 +134,7 @@ class DeviceThread:
             raise
 
     async def close(self) -> None:
-        """Returns when every launched step has ended and its outcome is reported."""
+        """Ends both threads, once every launched step has ended and its outcome is reported."""
         self._batches.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
@@ -143,7 +144,7 @@ class DeviceThread:
         self._batches.put(batch)
 
     async def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """After the batches launched before, and before the next one. Raises what the runner raises."""
+        """Loads an adapter between the batches launched before and the next one. Raises what the runner raises."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[None] = loop.create_future()
 
@@ -155,7 +156,8 @@ class DeviceThread:
         await loaded
 
     async def expert_counts(self) -> ExpertCounts:
-        """Of the steps launched before. Steps go on meanwhile; raises what the device raises."""
+        """Counts each expert's tokens over the steps launched before. Steps go on meanwhile. Raises what the device
+        raises."""
         loop = asyncio.get_running_loop()
         counted: asyncio.Future[ExpertCounts] = loop.create_future()
 

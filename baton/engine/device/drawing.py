@@ -23,7 +23,7 @@ from baton.engine.sampling.sampler import sample, with_logprobs
 
 
 class TokenDrawing:
-    """Used by the thread that launches steps.
+    """Draws the tokens of steps, on the thread that launches them.
 
     Args:
         is_fixed: graphs write `tokens_N`, so it cannot grow.
@@ -39,7 +39,7 @@ class TokenDrawing:
         self.tokens_N = tokens_N
 
     def draw_none(self) -> Drawn:
-        """The tokens of a step that samples no row, and so follows no grammar on."""
+        """The result of a step that samples no row. It drops all grammar matchers."""
         self._grammars.masks(())
         return Drawn(None, [], {})
 

@@ -1,4 +1,4 @@
-"""Refuses sizes that no state of this machine could hold, before weights are loaded for half a minute."""
+"""Refuses a cache and staging buffers that exceed the device's memory, before half a minute of loading weights."""
 
 import torch
 
@@ -10,7 +10,7 @@ from baton.settings.node_config import NodeSettings
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of the GPU; of the CPU, what this machine has and its container may use."""
+    """Memory of the device in bytes; for the CPU, the machine's memory that its container may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return memory_limit_bytes()
@@ -27,11 +27,11 @@ def check_fits(
     """Checks one rank's cache and staging buffers against all memory of its device.
 
     Args:
-        num_blocks: None: a profile chooses it.
-        state_slots: places for recurrent states.
+        num_blocks: blocks of the cache; None: a profile chooses the number.
+        state_slots: slots for recurrent states.
 
     Raises:
-        ConfigError: they are larger, whatever else runs there.
+        ConfigError: they exceed it, even if nothing else runs there.
     """
     memory = memory_of(device)
     staging = settings.staging_bytes(on_gpu=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Grammars of the rows of steps: a matcher for each row, and the masks for each step's draw.
+"""Follows the grammars of a step's rows, with a matcher for each row, and makes the masks for the step's draw.
 
 A row's newest token may still be on the device when the next step is launched. So masks are made after a step's forward
 pass is queued and before its draw is: this waits for the previous step's tokens while the device computes.
@@ -44,10 +44,11 @@ class GrammarRows:
         return len(self._followed)
 
     def masks(self, rows: Sequence[BatchRow]) -> "tuple[Masks | None, dict[int, BatonError]]":
-        """The masks of a step's draw, and why rows cannot be drawn, by place in `rows`. Waits for the previous step.
+        """The masks of a step's draw, and the errors of rows that cannot be drawn, by place in `rows`. Waits for the
+        previous step.
 
         Args:
-            rows: all rows with a grammar that the step draws, as they are in this step; others are passed over.
+            rows: all rows with a grammar that the step draws, as they are in this step; rows without one are skipped.
         """
         before, self._followed = self._followed, {}
         drawn, self._drawn = self._drawn, None
@@ -80,7 +81,7 @@ class GrammarRows:
         return Masks(rows_G, masks_GW), failed
 
     def drawn(self, rows: Sequence[BatchRow], on_host: SampledOnHost) -> None:
-        """The draw of these rows, those of `masks`, is queued together with its copy to the host."""
+        """Records that the draw of the rows of `masks` is queued, together with its copy to the host."""
         if self._followed:
             self._drawn = _Drawn([row.request_id for row in rows], on_host, _event(self._device))
 
@@ -112,8 +113,7 @@ class GrammarRows:
         return followed
 
     def _forbid(self, mask_W: Mask, sample: SampleRow) -> None:
-        """Forbids the ends of the sequence that the request does not want yet, while the grammar allows anything else:
-        a complete grammar ends the output."""
+        """Forbids end tokens that the request does not want yet, unless the grammar allows nothing else."""
         unwanted = sample.forbidden
         if sample.params.ignore_eos:
             unwanted = (*unwanted, *self._compiler.eos_token_ids)

@@ -38,8 +38,8 @@ Step = Callable[[], Tensor]
 
 
 class Steps(NamedTuple):
-    """A size's step, and the one for rows with adapters, which launches two more kernels for each layer; the same where
-    the model has no slots for adapters."""
+    """The step of one size, without and with adapters. `adapted` launches two more kernels per layer; without adapter
+    slots both are the same step."""
 
     plain: Step
     adapted: Step
@@ -47,12 +47,12 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """What to capture, and how large the buffers are.
+    """Settings of captured steps: what to capture, and how large the buffers are.
 
     Args:
         max_requests: most rows of a step; buffers are allocated for this many.
         max_context_tokens: longest sequence of a step.
-        memory_bytes: what graphs may take in addition to their buffers; None: no bound.
+        memory_bytes: most memory of graphs in addition to their buffers; None: no bound.
         largest: rows of the largest captured decode step, where `max_requests` are more.
         max_tokens: most tokens of a step; larger steps are not captured. 0: no step with prompts is.
     """
@@ -80,7 +80,7 @@ def capture_sizes(largest: int) -> list[int]:
 def owned_decode_step(
     model: CausalLM, cache: PagedKVCache, owned: OwnedBuffers, metadata: AttentionMetadata, size: int
 ) -> Tensor:
-    """As `decode_step`, with attention data parallelism: of `size` rows on each rank. Returns all rows' logits."""
+    """`decode_step` with attention data parallelism: `size` rows on each rank. Returns all rows' logits."""
     buffers, num_rows = owned.rows, owned.num_rows(size)
     token_ids_R = buffers.look_tokens_up(num_rows)
     token_ids_A = token_ids_R.index_select(0, owned.rows_A[: size * owned.parallel.size])
@@ -128,7 +128,7 @@ class DecodeGraphs:
 
     Attributes:
         buffers: shared by all sizes.
-        sizes: captured numbers of rows, smallest first; with attention data parallelism, of each rank.
+        sizes: captured numbers of rows, smallest first; with attention data parallelism, those of each rank.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DecodeGraphs:
         self._steps: dict[int, Steps] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
-        """The captured size that these rows run in; None: they must run outside of a graph."""
+        """The captured size for these rows. Returns None if they must run outside of a graph."""
         most = len(rows) if self._owned is None else max(Counter(row.owner for row in rows).values(), default=0)
         place = bisect_left(self.sizes, most)
         # Rows of a single token come first.
@@ -187,7 +187,7 @@ class DecodeGraphs:
         Writes no KV.
 
         Args:
-            recorder: has the memory of all graphs; None: these graphs have their own.
+            recorder: owns the memory pool of all graphs; None: these graphs get their own.
         """
         if self._device.type != "cuda":
             self._add(self._wanted, self._uncaptured, progress)

@@ -1,4 +1,4 @@
-"""A decode step's rows as the host keeps them from step to step, in the bytes that are copied to the device.
+"""The rows of decode steps on the host, kept from step to step in the bytes that are copied to the device.
 
 Unchanged rows are reused by identity, so they cost one comparison; numpy advances all rows by one token at once.
 Legend: N most rows, C rows that have changed.
@@ -39,7 +39,7 @@ _NO_BLOCKS = int_array()
 
 
 class HostRows:
-    """The rows of one decode step after the other.
+    """The rows of the current decode step, updated in place for each next one.
 
     Args:
         max_rows: a multiple of ROWS_MULTIPLE.
@@ -90,7 +90,7 @@ class HostRows:
         only gets one more block is not among them, because the step itself adds it.
 
         Args:
-            prompts: rows that follow, of which only the sampling is taken; they are padding otherwise.
+            prompts: rows that follow; only their sampling is taken, and otherwise they are padding.
 
         Raises:
             InternalError: too many rows, or a row with too many blocks; then nothing is taken.
@@ -122,8 +122,8 @@ class HostRows:
         return bool((self.fields["adapters"] >= 0).any())
 
     def copied(self) -> None:
-        """Call it when the step is queued: from then on the device has all rows' blocks. A request whose blocks change
-        has a new array, so arrays are compared by identity."""
+        """Records that the step is queued, so that the device has all rows' blocks. A request whose blocks change has a
+        new array, so arrays are compared by identity."""
         if self._missing:
             for place, ids in self._missing.items():
                 self._blocks[place] = ids

@@ -37,7 +37,7 @@ class StepInputs:
         sampled_S: int64, the same rows.
         last_S: int64, the last token of each sampled row.
         starts: the first token of each row, on the host.
-        shares: how many of the tokens each rank has; None: all ranks have all of them.
+        shares: number of tokens of each rank; None: all ranks have all of them.
     """
 
     common: CommonAttentionMetadata
@@ -108,7 +108,7 @@ def stage_step(
 
 
 def count_decodes(rows: Sequence[BatchRow]) -> int:
-    """Rows of a single token, which are at the front."""
+    """The number of single-token rows, which come first."""
     for place, row in enumerate(rows):
         if len(row.token_ids) > 1:
             return place
@@ -157,7 +157,7 @@ def _adapters(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:
 
 
 def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:
-    """int32: the sampled rows' tokens that the host does not know yet, else -1; None if no row with penalties has one.
+    """The sampled rows' tokens that the host lacks, int32, else -1. Returns None if no row with penalties has one.
 
     Args:
         token_ids_S: the rows' last tokens on the device.
@@ -169,8 +169,7 @@ def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | No
     return token_ids_S.to(torch.int32).masked_fill_(known_S, -1)
 
 
-# Stands for the requests of a rank that has none in a step, because collectives want a token of each rank. Its KV is
-# not written.
+# The placeholder of a rank without requests in a step: collectives need a token from each rank. Its KV is not written.
 _IDLE_ROW = BatchRow("", int_array([0]), 0, int_array([0]), None)
 
 
@@ -180,10 +179,10 @@ class RowPlaces(NamedTuple):
 
     Attributes:
         own: the rows whose attention is computed here.
-        is_idle: whether these are only a row that stands for none.
+        is_idle: whether `own` holds only the placeholder of a rank without rows.
         starts: place of each row's first token, of all rows.
-        num_places: of all tokens.
-        shares: None: all ranks have all rows.
+        num_places: number of places of all tokens.
+        shares: number of tokens of each rank; None: all ranks have all rows.
     """
 
     own: Sequence[BatchRow]

@@ -20,8 +20,8 @@ from baton.models.config.model_config import MLAConfig, ModelConfig
 
 @dataclass(frozen=True)
 class LayerMark:
-    """The layers before `layer_stop` are computed once `event` is complete; None: they are computed already. So are
-    those of an index before `index_stop`."""
+    """A mark in a step: once `event` is complete, the layers before `layer_stop` and those of an index before
+    `index_stop` are computed. Without an event they are computed already."""
 
     layer_stop: int
     event: torch.cuda.Event | None
@@ -39,8 +39,8 @@ OnMark = Callable[[LayerMark], None]
 
 
 def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
-    """How many layers have written KV after each layer of the model. Most recurrent layers write none; layers that
-    read another layer's KV come last and write none."""
+    """The number of layers that have written KV after each layer of the model. Most recurrent layers write none; layers
+    that read another layer's KV come last and write none."""
     if config.recurrent is not None:
         return list(accumulate(map(int, config.recurrent.kv_layers)))
     each = config.attentions_per_layer
@@ -48,7 +48,7 @@ def kv_stops(config: ModelConfig, spec: KVCacheSpec) -> list[int]:
 
 
 def index_stops(config: ModelConfig) -> list[int]:
-    """How many layers have written keys of an index after each layer of the model."""
+    """The number of layers that have written keys of an index after each layer of the model."""
     attention = config.attention
     index = attention.index if isinstance(attention, MLAConfig) else None
     return [0 if index is None else index.cache_layer(layer_stop) for layer_stop in range(1, config.num_layers + 1)]
@@ -81,7 +81,7 @@ class LayerMarks:
 
     @contextmanager
     def every(self, layers_per_group: int, on_mark: OnMark) -> Iterator[None]:
-        """A step in this context has a mark after this many layers each, except after the last layer."""
+        """Marks a step in this context after every `layers_per_group` layers, except after the last layer."""
         self._layers_per_group, self._marked_groups, self._on_mark = layers_per_group, 0, on_mark
         try:
             yield
@@ -98,7 +98,7 @@ class LayerMarks:
             self._cut = None
 
     def passed(self, layer_stop: int) -> None:
-        """The layers before `layer_stop` are queued. Marks them where a group of layers is complete."""
+        """Records that the layers before `layer_stop` are queued, and marks them if a group of layers is complete."""
         kv_stop = self._kv_stops[layer_stop - 1]
         groups = kv_stop // self._layers_per_group + (kv_stop == self._kv_stops[-1])
         if self._on_mark is None or groups == self._marked_groups or layer_stop == self._num_layers:

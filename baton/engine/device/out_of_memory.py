@@ -31,9 +31,9 @@ def describe_out_of_memory(error: BaseException) -> str | None:
     """The line for operators; None if the error has another cause."""
     purpose = "".join(f" for {note}" for note in getattr(error, "__notes__", ()))
     if _on_host(error):
-        return f"no memory is left{purpose}: {_host_figures(str(error))}; {_HOST_CURE}"
+        return f"no memory is left{purpose}: {_host_amounts(str(error))}; {_HOST_CURE}"
     if _on_gpu(error):
-        return f"the GPU has no memory left{purpose}: {_gpu_figures(str(error))}; {_GPU_CURE}--tensor-parallel-size"
+        return f"the GPU has no memory left{purpose}: {_gpu_amounts(str(error))}; {_GPU_CURE}--tensor-parallel-size"
     return None
 
 
@@ -45,22 +45,23 @@ def _on_gpu(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _DEVICE_TEXT in str(error).lower()
 
 
-def _host_figures(message: str) -> str:
+def _host_amounts(message: str) -> str:
     amount, _, unit = message.partition(_REQUESTED)[2].partition(" ")
-    figures = [f"{_gib(int(amount))} were asked for"] if amount.isdigit() and unit.startswith("bytes") else []
-    return ", ".join([*figures, f"{_gib(psutil.virtual_memory().available)} are free"])
+    amounts = [f"{_gib(int(amount))} were asked for"] if amount.isdigit() and unit.startswith("bytes") else []
+    return ", ".join([*amounts, f"{_gib(psutil.virtual_memory().available)} are free"])
 
 
-def _gpu_figures(message: str) -> str:
-    """Torch's message has a line of figures, then sentences about its allocator. Other messages have no figures."""
+def _gpu_amounts(message: str) -> str:
+    """The amounts in an error's message. Torch's has a line of them, then sentences about its allocator; others have
+    none."""
     if "Tried to allocate" in message:
         return " ".join(message.partition(" If reserved but unallocated")[0].splitlines())
-    figures = message.partition("\n")[0]
+    amounts = message.partition("\n")[0]
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):  # the device may have failed altogether
             free, total = torch.cuda.mem_get_info()
-            figures += f", {_gib(free)} of {_gib(total)} are free"
-    return figures
+            amounts += f", {_gib(free)} of {_gib(total)} are free"
+    return amounts
 
 
 def _gib(num_bytes: int) -> str:

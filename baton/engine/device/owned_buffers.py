@@ -28,7 +28,7 @@ class OwnedBuffers:
         own: [N] int64, the row of each of this rank's places; 0 for padding.
         is_padding: [N] bool, of this rank's places.
         padding_lens: [N] int32, the keys of places that are padding: none; one for the first place of a rank without
-            rows, so that no backend has to plan attention without any key. Nobody reads its result.
+            rows, so that no backend has to plan attention without any key. Its result is not used.
         rows_A: [A] int64, the row of each place; 0 for padding.
         places: [N] int64, the place of each row in A.
         seq_lens, positions, slot_mapping, table: as in `DecodeBuffers`, of this rank's places.
@@ -74,7 +74,7 @@ class OwnedBuffers:
         self.num_computed_host[: len(own_R)] = host.num_computed[own_R]
 
     def take_own(self, size: int) -> None:
-        """The start of a step: takes this rank's rows, after their new blocks are placed."""
+        """Selects this rank's rows at the start of a step, after their new blocks are placed."""
         own, is_padding, rows = self.own[:size], self.is_padding[:size], self.rows
         lens = rows.seq_lens.index_select(0, own)
         torch.where(is_padding, self.padding_lens[:size], lens, out=self.seq_lens[:size])
@@ -86,7 +86,7 @@ class OwnedBuffers:
         torch.index_select(rows.table, 0, own, out=self.table[:size])
 
     def common(self, size: int) -> CommonAttentionMetadata:
-        """As that of `DecodeBuffers`, of this rank's places."""
+        """Metadata like `DecodeBuffers.common`, for this rank's places."""
         return CommonAttentionMetadata(
             query_start_loc=self.rows.query_start_loc[: size + 1],
             query_start_loc_cpu=torch.arange(size + 1, dtype=torch.int32),

@@ -40,7 +40,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """In bytes: `total` and `free` of the device, `used` by this process when it holds only the weights."""
+    """Memory in bytes: `total` and `free` of the device, `used` by this process when it holds only the weights."""
 
     total: int
     used: int
@@ -49,7 +49,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How this process divides its share of a device, in bytes."""
+    """The division of this process's share of a device, in bytes."""
 
     weights: int
     kv_cache: int
@@ -65,11 +65,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What this process may take of a device.
+    """The share of a device that this process may take.
 
     Attributes:
         fraction: share of the device's whole memory.
-        reserved_bytes: what the process allocates later for other purposes.
+        reserved_bytes: memory that the process allocates later for other purposes.
         graphs: whether decode steps will be captured.
     """
 
@@ -82,7 +82,7 @@ def plan_memory(memory: DeviceMemory, profile: Profile, share: MemoryShare, *, l
     """Gives the KV cache what weights, steps, graphs and reserved memory leave.
 
     Args:
-        least_bytes: a smaller cache is of no use.
+        least_bytes: size of the smallest useful cache.
 
     Raises:
         ConfigError: less than `least_bytes` is left.
@@ -155,21 +155,21 @@ def profile_runner(runner: ModelRunner, step_tokens: int, *, max_batch_requests:
 
 
 def prefill_step(num_tokens: int, facts: ModelFacts, *, max_batch_requests: int) -> Batch:
-    """A step of so many tokens, in prompts as long as the model supports."""
+    """A step of `num_tokens` tokens, in prompts as long as the model supports."""
     longest = facts.max_context_tokens
     return _prompts(min(num_tokens, max_batch_requests * longest), longest, facts.block_size)
 
 
 def decode_step(num_requests: int, *, num_owners: int = 1) -> Batch:
-    """A decode step with one token and one block for each request, of all owners by turns."""
+    """A decode step with one token and one block for each request; owners take turns."""
     rows = (_row(index, 1, int_array([index])) for index in range(num_requests))
     return Batch(0, tuple(row._replace(owner=index % num_owners) for index, row in enumerate(rows)))
 
 
 def most_padded(step: Batch, num_owners: int) -> Batch:
-    """A step of as many tokens of which the first owner has twice its part: with more, `TokenShares` pads nothing.
+    """Redistributes a step's tokens so that the first owner has twice its share; with more, `TokenShares` pads nothing.
 
-    A step of one owner's prompts has the most tokens in attention, this one the most in the experts.
+    This step has the most tokens in the experts; a step of one owner's prompts has the most in attention.
     """
     total = sum(len(row.token_ids) for row in step.shared_rows)
     twice, others = 2 * total // num_owners, num_owners - 1

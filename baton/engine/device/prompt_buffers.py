@@ -35,7 +35,7 @@ _TORCH_DTYPES = MappingProxyType({np.dtype(np.int32): torch.int32, np.dtype(np.i
 
 
 def most_prompts(num_tokens: int) -> int:
-    """Prompts for which a step of this many tokens, including padding, has room."""
+    """The most prompts in a step of this many tokens, including padding."""
     return max(_LEAST_PROMPTS, num_tokens // _TOKENS_PER_PROMPT)
 
 
@@ -44,7 +44,7 @@ class PromptBuffers:
     """The tensors that captured steps with prompts read and write, which never move.
 
     Attributes:
-        decodes: of the step's first rows.
+        decodes: buffers of the step's first rows.
         inputs: bytes on the device: the following fields of a step.
         given: [T] int32, the tokens that the host knows; any number at a decode's place.
         positions, slot_mapping: [T] int64; 0 and -1 for padding.
@@ -87,7 +87,7 @@ class PromptBuffers:
         return self.given.shape[0]
 
     def most_decodes(self, size: int) -> int:
-        """Rows of decodes for which a step of `size` tokens has room."""
+        """The most decode rows in a step of `size` tokens."""
         return min(size, self.max_requests)
 
     def fill(self, rows: Sequence[BatchRow], num_decodes: int, size: int, *, step: int, slot: StepSlot) -> None:

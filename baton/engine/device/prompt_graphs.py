@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 # Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
 MOST_TOKENS = 4096
 
-# A larger step of which more than half is padding takes longer than a step outside of graphs.
+# Above this size, a captured step with more than half padding takes longer than a step outside of graphs.
 _CHEAP_TOKENS = 512
 
 # Queues the body of a step over the tokens in the buffers.
@@ -86,11 +86,11 @@ class PromptGraphs:
         self.head_sizes: list[int] = []
         self._bodies: dict[int, Body] = {}
         self._heads: dict[int, Step] = {}
-        # Of the step that is filled in.
+        # Rows of the step in the buffers.
         self._num_decodes = self._num_prompts = 0
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
-        """The captured size that these rows run in; None: they must run outside of a graph."""
+        """The captured size for these rows. Returns None if they must run outside of a graph."""
         if len(rows) > self._settings.max_requests:
             return None
         num_tokens = sum(len(row.token_ids) for row in rows)
@@ -123,7 +123,7 @@ class PromptGraphs:
         Writes no KV.
 
         Args:
-            recorder: has the memory of all graphs; None: these graphs have their own.
+            recorder: owns the memory pool of all graphs; None: these graphs get their own.
         """
         if self._device.type != "cuda":
             self._bodies = {size: self._uncaptured(size) for size in self._wanted}

@@ -1,4 +1,4 @@
-"""One step on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
+"""Runs steps on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
 
 A step is queued by `launch` and waited for by `LaunchedStep.wait`, so the next one can be queued meanwhile; it reads
 the tokens of the last step on the device. Suffixes: T token of the step, S row that is sampled, L row that wants
@@ -43,10 +43,10 @@ _FIRST_ROWS = 64
 
 
 class ModelRunner:
-    """Not thread-safe: one thread calls `prepare`, then `launch`. Steps run in launch order.
+    """Runs batches on one device, in launch order. Not thread-safe: one thread calls `prepare`, then `launch`.
 
     Args:
-        graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
+        graphs: settings of CUDA graphs; None: no step runs as one. On a CPU decodes run padded in the graphs' buffers.
         grammars: compiles the grammars of rows.
         adapters: the slots for adapters; None: there are none.
 
@@ -82,7 +82,7 @@ class ModelRunner:
         self._prompts: PromptGraphs | None = None
         if graphs is not None:
             self._graphs = DecodeGraphs(model, backend, cache, graphs)
-            if graphs.max_tokens and model.exchange is None:  # with it, they would differ by the shares of ranks
+            if graphs.max_tokens and model.exchange is None:  # with an exchange, they would differ by the ranks' shares
                 self._prompts = PromptGraphs(
                     model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
                 )
@@ -133,16 +133,16 @@ class ModelRunner:
         self.adapters.load(slot, adapter)
 
     def fetch_expert_counts(self) -> FetchedCounts | None:
-        """The tokens that each expert's places have had in the steps so far. The host does not wait.
+        """Counts the tokens of each expert's places in the steps so far. The host does not wait.
 
         Returns:
-            None: the model has no experts, or its ranks do not hold whole ones.
+            The counts, or None if the model has no experts or its ranks do not hold whole ones.
         """
         counts = self.model.expert_counts
         return None if counts is None else counts.fetch()
 
     def reset_expert_counts(self) -> None:
-        """After steps that serve nobody."""
+        """Resets the experts' token counts after warm-up steps."""
         if self.model.expert_counts is not None:
             self.model.expert_counts.reset()
 
@@ -188,7 +188,7 @@ class ModelRunner:
 
     @staticmethod
     def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
-        """The size in which the batch runs as these graphs; None: it does not."""
+        """The captured size for the batch. Returns None if these graphs cannot run it."""
         if graphs is None or (batch.scores and isinstance(graphs, DecodeGraphs)):
             return None
         return graphs.size_for(batch.shared_rows)
@@ -211,7 +211,7 @@ class ModelRunner:
     def _score(
         self, hidden_TD: Tensor, starts: Sequence[int], scores: Sequence[tuple[int, ScoreRow]]
     ) -> ScoresOnHost | None:
-        """The prompt logprobs of a step, None if none are wanted.
+        """Queues the prompt logprobs of a step. Returns None if none are wanted.
 
         Args:
             starts: places of the rows' first tokens.

@@ -1,4 +1,4 @@
-"""Measures what steps cost as they are served, launched back to back with two in flight, and chooses a step size by it.
+"""Measures step costs as in service, back to back with two steps in flight, and chooses a step size by them.
 
 Knows runners and batches, no scheduler: each step to measure is written down as its rows.
 """
@@ -23,7 +23,7 @@ from baton.engine.scheduling.steps import STEPS_MAX
 STEP_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # Share of the best rate among the allowed step sizes that the chosen one must reach.
 _GOOD_RATE = 0.95
-# A prompt as it is usual, and the contexts of requests that decode.
+# Tokens of a usual prompt, and the contexts of requests that decode.
 _PROMPT_TOKENS = 1024
 _SHORT_CONTEXT, _LONG_CONTEXT = 512, 4096
 _RULE_CONTEXT = 1024
@@ -40,7 +40,7 @@ class TimedLaunch(Protocol):
 
 @dataclass(frozen=True)
 class StepRule:
-    """What a node's steps are for.
+    """The conditions by which a node's step size is chosen.
 
     Args:
         longest_s: a step of the chosen size takes at most this long.
@@ -92,7 +92,7 @@ class ServedStep:
 
     Args:
         decode_rows: rows of one token, each after `context` tokens.
-        prompt_tokens: in prompts of usual length; after `prompt_context` tokens, if any.
+        prompt_tokens: tokens in prompts of usual length, each after `prompt_context` tokens, if any.
     """
 
     decode_rows: int = 0
@@ -120,7 +120,7 @@ class ServedStep:
 
 
 def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> list[ServedStep]:
-    """The steps to measure that fit, the most telling ones first, larger ones after smaller ones of their kind."""
+    """The steps to measure that fit, the most informative ones first, larger ones after smaller ones of their kind."""
     longest = min(facts.max_context_tokens, facts.num_blocks * facts.block_size) - _STEPS - 2
     short, long = min(_SHORT_CONTEXT, longest // 2), min(_LONG_CONTEXT, longest)
     some = min(32, most_requests)
@@ -173,7 +173,7 @@ def measure_costs(
     any block.
 
     Args:
-        launch: of a prepared runner.
+        launch: launches a batch on a prepared runner.
         agree: the smallest of all ranks' values, so that all ranks measure the same steps.
         budget_s: when it is spent, the remaining steps are left out.
     """

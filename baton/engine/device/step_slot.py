@@ -1,4 +1,4 @@
-"""What each step in flight owns: host memory for its inputs and results, and the timer around it.
+"""Slots for steps in flight: each has host memory for a step's inputs and results, and the timer around it.
 
 A slot is made once, lent to a step at its launch, and given back when the results are read. So no step allocates, and
 no step writes to memory that is still being copied.
@@ -17,7 +17,7 @@ class StepSlot:
     Attributes:
         inputs: uint8, pinned on a GPU machine; the device reads it.
         inputs_host: the same memory as a numpy array.
-        prompt_inputs, prompt_inputs_host: likewise, for steps with prompts.
+        prompt_inputs, prompt_inputs_host: the same for steps with prompts.
         tokens_host: int32; the device writes it.
         timer: times the step.
     """

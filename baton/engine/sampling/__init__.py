@@ -1,1 +1,1 @@
-"""From logits to tokens. A new sampling option changes this folder and no other of the engine."""
+"""Turns logits into tokens. A new sampling option changes this folder and no other of the engine."""

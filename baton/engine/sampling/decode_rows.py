@@ -1,4 +1,4 @@
-"""How the rows of a decode step are sampled, as the host keeps it from step to step."""
+"""The host's record of how each row of a decode step is sampled, kept from step to step."""
 
 from collections.abc import Sequence
 

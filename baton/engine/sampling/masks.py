@@ -1,4 +1,4 @@
-"""Which tokens grammars allow in the rows of a step, and how that edits logits.
+"""Bit masks of the tokens that grammars allow in a step's rows, and their application to logits.
 
 Suffixes: R row, G row with a grammar, W word of a mask, V vocabulary.
 """

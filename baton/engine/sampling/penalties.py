@@ -32,7 +32,7 @@ def edits_of(rows: Sequence[SampleRow], *, pending_R: Tensor | None = None, mask
 
     Args:
         pending_R: int32, on the device: each row's newest token where its history lacks it, else -1.
-        masks: of the rows with a grammar.
+        masks: the masks of the rows with a grammar.
     """
     allowed = None if masks is None else Edit((masks.rows_G, masks.masks_GW), keep_allowed)
     edits = (_bias(rows), _penalties(rows, pending_R), _forbidden(rows), allowed)

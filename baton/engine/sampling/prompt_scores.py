@@ -18,7 +18,8 @@ from attention.host_to_device import to_device
 from baton.core.types import PromptLogprob
 from baton.engine.batch import ScoreRow
 
-# Of one piece's logits, in float32. Their copies in other types and the log-softmax take two to three times as much.
+# Bound of one piece's logits, in float32. Their copies in other types and the log-softmax take two to three times as
+# much.
 _PIECE_BYTES = 64 << 20
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, output position, token id) and of nothing else. Batched tensor code.
+"""Random numbers that depend only on (seed, output position, token id). Batched tensor code.
 
 Philox 4x32-10 after Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are
 unsigned 32-bit values in int64.

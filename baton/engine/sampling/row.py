@@ -1,4 +1,4 @@
-"""How each next token of a request is sampled, as the scheduler sends it with a step. Pure."""
+"""Describes how a request's next token is sampled; the scheduler sends it with each step. Pure."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ class SampleRow(NamedTuple):
     """How to draw one row's next token.
 
     Args:
-        params: of the request; with a seed, unless the request is greedy.
+        params: the request's parameters; with a seed, unless the request is greedy.
         output_index: the token's position in the output; it determines the draw together with the seed.
         forbidden: token ids that must not be drawn for this token.
         history: prompt and output that the host knows, for a request with penalties; else empty. It lacks the token of
             a row with a `token_source`, which penalties count as well.
         prompt_tokens: how many tokens of `history` are prompt.
-        output: all tokens before this one, for a request with a grammar; empty for a row with a `token_source`, whose
-            output is known where it is drawn.
+        output: all output tokens before this one, for a request with a grammar; empty for a row with a `token_source`,
+            whose output the runner follows.
     """
 
     params: ResolvedSampling

@@ -117,7 +117,7 @@ def sample(
         logits_RV: float32; overwritten.
         pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. Penalties
             count it.
-        masks: of the rows with a grammar.
+        masks: the masks of the rows with a grammar.
     """
     numbers = SamplingArrays.empty(len(rows))
     numbers.fill(rows)

@@ -2,10 +2,10 @@
 
 A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
 taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
-with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
+with a sliding window; it then serves only sequences that extend far enough beyond it that these layers do not read it.
 
-Who follows the cache takes its changes now and then; only blocks that serve every sequence count as cached there, so
-none that has KV without the recurrent state that a computation needs.
+Followers of the cache fetch its changes from time to time. They see only blocks that serve every sequence, so no block
+that has KV without the recurrent state that a computation needs.
 """
 
 from collections import OrderedDict
@@ -109,8 +109,8 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)
 
     def replace(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Drops one reference of each block and holds as many free ones, which it returns; None: too few would be free,
-        and nothing has changed."""
+        """Drops one reference of each block and holds as many free ones, which it returns. Returns None and changes
+        nothing if too few would be free."""
         freed = sum(1 for block_id in block_ids if self._references[block_id] == 1)
         if len(self._free) + freed < len(block_ids):
             return None
@@ -123,7 +123,7 @@ class BlockManager:
 
         Args:
             windowless: layers with a sliding window lack the KV of some of the block's tokens.
-            reported: False: not to those who follow the cache, until `report`.
+            reported: whether followers see the block now; if not, `report` shows it.
         """
         assert self._references[block_id] > 0, f"block {block_id} is not held"
         if self._keys[block_id] is not None:
@@ -144,7 +144,7 @@ class BlockManager:
             self.report((block_id,))
 
     def report(self, block_ids: Iterable[int]) -> None:
-        """Lets those who follow the cache know of these blocks, if they serve every sequence."""
+        """Shows these blocks to followers of the cache, if they serve every sequence."""
         for block_id in block_ids:
             if block_id not in self._unreported:
                 continue
@@ -154,7 +154,7 @@ class BlockManager:
                 self._note(key.digest, key)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Offers these blocks to nobody any more."""
+        """Removes these blocks from the prefix index."""
         for block_id in block_ids:
             self._forget(block_id)
 
@@ -167,7 +167,7 @@ class BlockManager:
         return [key for key in self._keys if key is not None]
 
     def cached_key(self, digest: bytes) -> BlockKey | None:
-        """The key of that digest while its block is cached."""
+        """The key of that digest. Returns None if no block that serves every sequence has it."""
         block_id = self._by_digest.get(digest)
         return None if block_id is None or block_id in self._windowless else self._keys[block_id]
 
@@ -176,8 +176,8 @@ class BlockManager:
         self._changes = {}
 
     def take_changes(self) -> CacheChanges | None:
-        """The changes since the last call, the last one of each digest. None: nobody followed the cache, or there were
-        too many to keep, and none are collected any more."""
+        """The latest change of each digest since the last call. Returns None if the cache is not followed, or if there
+        were too many changes to keep; then none are collected until `follow`."""
         changes = self._changes
         if changes:
             self._changes = {}

@@ -1,4 +1,4 @@
-"""What the scheduler knows of step costs: a model that may still be unknown, and that learns from each ended step."""
+"""The scheduler's source of step costs, which may still be unknown and which learns from each ended step."""
 
 from typing import Protocol
 
@@ -10,18 +10,18 @@ class Costs(Protocol):
 
     @property
     def costs(self) -> StepCosts | None:
-        """None: nothing is known yet."""
+        """The cost model. Returns None while nothing is known."""
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step with this work has taken so long on the device."""
+        """Learns from a step with this work that took `seconds` on the device."""
 
 
 class NoCosts:
-    """Never knows anything: prompts are cut by tokens only, and each step is launched at once."""
+    """Knows no costs: prompts are cut by tokens only, and each step is launched at once."""
 
     @property
     def costs(self) -> StepCosts | None:
         return None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learns nothing."""
+        """Ignores the step."""

@@ -1,4 +1,4 @@
-"""How full an engine is: the blocks that one more request may take, which admission and statuses share. Pure."""
+"""Computes how full an engine is, and which blocks one more request may take; admission and statuses share it. Pure."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from baton.engine.scheduling.state import RequestState
 
 
 def open_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits) -> tuple[int, ...]:
-    """Of each pool, for a request that comes now. A request fits where it finds all its blocks in one of them."""
+    """The blocks of each pool that a new request may take. A request fits if one pool has all its blocks."""
     waiting = roster.waiting
     if not blocks.states.has_room(others=len(waiting)):
         return (0,) * blocks.num_pools
@@ -19,7 +19,7 @@ def open_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits) -> 
 
 
 def stream_blocks(roster: Roster, blocks: RequestBlocks, limits: EngineLimits, before: Sequence[RequestState]) -> int:
-    """What the share of requests that decode here leaves, of all pools together.
+    """Blocks of all pools that `stream_share` leaves for one more request that decodes here.
 
     Args:
         before: the requests that wait before the new one.

@@ -1,4 +1,4 @@
-"""The prefix caches of several pools of blocks as one, for those who follow what a node has. Pure."""
+"""Presents the prefix caches of several pools of blocks as one, to followers of a node's cache. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from baton.engine.scheduling.block_manager import BlockManager, CacheChanges
 
 
 class PrefixCache(Protocol):
-    """What followers of a prefix cache call; `BlockManager` describes it."""
+    """The methods that followers of a prefix cache call; see `BlockManager`."""
 
     def cached_keys(self) -> list[BlockKey]: ...
 
@@ -18,7 +18,7 @@ class PrefixCache(Protocol):
 
 
 class PooledPrefixes:
-    """A block is cached while any pool has it."""
+    """The union of several pools' prefix caches: a block is cached while any pool has it."""
 
     def __init__(self, pools: Sequence[BlockManager]) -> None:
         self._pools = pools

@@ -1,10 +1,9 @@
-"""Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure.
+"""Chooses which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure.
 
 Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
-long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
-next goes after those that are not: it counts as due `DEFAULT_TTFT_S` later than it was. A request without a
-deadline counts as due `DEFAULT_TTFT_S` after its arrival. Each of these is therefore first in its priority after
-a bounded time.
+long as every deadline can be met. Under overload it fails all of them, so a request that will be late even if it is
+computed next goes after the others: it counts as due `DEFAULT_TTFT_S` later than it was. A request without a deadline
+counts as due `DEFAULT_TTFT_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
 
 Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
 """
@@ -35,10 +34,10 @@ def place_of_late(state: RequestState) -> QueuePlace:
 
 
 def is_late(state: RequestState, pace: SlicePace | None, *, start: int, now: float) -> bool:
-    """Whether the first token comes after it is due, even if the prompt is computed before all others.
+    """Whether the first token will be late even if the prompt is computed before all others.
 
     Args:
-        pace: next to the present decodes; None: not known, so only a deadline that has passed counts.
+        pace: speed of prompts next to the current decodes; None: unknown, so only a deadline that has passed counts.
         start: tokens before this one need not be computed.
     """
     if state.due_s is None:
@@ -58,7 +57,7 @@ class Prompts:
     """The prompts of one engine, of waiting and of running requests.
 
     Args:
-        stop: computes nothing more of a running request.
+        stop: stops the computation of a running request.
 
     Attributes:
         num_refused: how many requests were refused for being late.
@@ -95,10 +94,10 @@ class Prompts:
         return backlog_s(costs, prompts, step_tokens=self._limits.max_batch_tokens)
 
     def check_in_time(self, state: RequestState, now: float) -> None:
-        """Refuses a new request that is late already, if it asks for that.
+        """Refuses a new request that cannot meet its deadline, if it has `refuse_late`.
 
         Raises:
-            Overloaded: a new request is to be refused if it is late, and is.
+            Overloaded: the request would be late, and has `refuse_late`.
         """
         if not state.request.refuse_late:
             return
@@ -112,8 +111,8 @@ class Prompts:
         """Adds chunks of prompts in the order of their requests' places, and lets waiting requests run.
 
         Args:
-            running: the running requests whose prompt is not whole in a step yet.
-            admit: False: waiting requests wait.
+            running: the running requests with prompt tokens that no step has yet.
+            admit: whether waiting requests may start.
         """
         roster = self._roster
         if not running and not (admit and roster.waiting and roster.free_seats):
@@ -140,7 +139,7 @@ class Prompts:
         return refused
 
     def _waited_s(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
-        """For how long the first prompt has waited of which nothing is computed. A prompt in progress does not wait."""
+        """Wait of the first unstarted prompt. A prompt in progress does not wait."""
         roster = self._roster
         untouched = [state for state in running if not state.started]
         if admit and roster.free_seats:
@@ -148,7 +147,8 @@ class Prompts:
         return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
 
     def _try_to_run(self, state: RequestState, step: NextStep, pace: SlicePace | None, now: float) -> bool:
-        """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
+        """Lets the first waiting request run if its blocks and its chunk fit. Returns False if it waits; then all
+        others wait too."""
         place = self._blocks.place(state, self._blocks.room(self._roster.decoders()))
         start = self._blocks.num_cached(state) if place is None else self._blocks.tokens_in(place.cached)
         if is_late(state, pace, start=start, now=now):
@@ -170,7 +170,7 @@ class Prompts:
         return self._slicer.pace(costs, decodes, self._roster.tpots, step_tokens=self._limits.max_batch_tokens)
 
     def _fall_back(self, state: RequestState) -> None:
-        """A request that cannot meet its deadline goes after those that can, or is refused."""
+        """Moves a request that cannot meet its deadline after those that can, or refuses it."""
         state.due_s = None
         if not state.request.refuse_late:
             self._roster.move(state, place_of_late(state))
@@ -184,7 +184,7 @@ class Prompts:
 
     def _too_late(self) -> Overloaded:
         return Overloaded(
-            "the first token cannot come before it is due",
-            cure="expect it later, send a shorter prompt, or try again when fewer prompts wait",
+            "the first token cannot meet its deadline",
+            cure="set a later deadline, send a shorter prompt, or retry when fewer prompts wait",
             retry_after_s=max(RETRY_AFTER_S, self.backlog_s),
         )

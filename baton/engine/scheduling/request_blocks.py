@@ -1,4 +1,4 @@
-"""How many blocks a request needs, and how it gets, registers and loses them. Pure.
+"""Counts the blocks that requests need, and assigns, registers and frees them. Pure.
 
 With attention data parallelism each rank has a pool of blocks, and a request has all of its blocks in one pool.
 """
@@ -19,10 +19,10 @@ from baton.engine.scheduling.state import RequestState
 
 
 class OwnerPlace(NamedTuple):
-    """Where a request finds its blocks: a pool, and the blocks there that the prefix cache has for it.
+    """The pool for a request's blocks, and the request's blocks that this pool has cached.
 
     Attributes:
-        resumed: after how many of the cached blocks the recurrent state is known, if the model has one.
+        resumed: number of cached blocks after which the recurrent state is known, if the model has one.
     """
 
     pool: int
@@ -38,8 +38,8 @@ class RequestBlocks:
             differs in its last bits from the KV of the same tokens in a prompt.
 
     Attributes:
-        states: the recurrent states of the requests, which get them with their blocks.
-        queried_tokens, hit_tokens: looked up in the prefix cache so far, and found there.
+        states: the recurrent states of the requests, which are assigned together with blocks.
+        queried_tokens, hit_tokens: tokens looked up in the prefix cache so far, and tokens found there.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
@@ -56,7 +56,7 @@ class RequestBlocks:
 
     @property
     def prefixes(self) -> PrefixCache:
-        """For those who follow the prefix cache."""
+        """The prefix caches of all pools, for followers."""
         return self._pools[0] if len(self._pools) == 1 else PooledPrefixes(self._pools)
 
     @property
@@ -65,7 +65,7 @@ class RequestBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of all pools together, as the following two."""
+        """Blocks of all pools."""
         return sum(pool.num_blocks for pool in self._pools)
 
     @property
@@ -82,7 +82,8 @@ class RequestBlocks:
         return KeyChain(identity=identity, cache_salt=request.cache_salt, block_size=self._block_size)
 
     def needed(self, state: RequestState) -> int:
-        """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
+        """Number of blocks that the request must hold before it may run: for its known tokens and the first decoded
+        one."""
         return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
 
     def _cached(self, state: RequestState, pool: BlockManager) -> list[int]:
@@ -119,11 +120,12 @@ class RequestBlocks:
         return len(blocks) * self._block_size
 
     def num_cached(self, state: RequestState) -> int:
-        """Leading tokens of the request that need not be computed, in the pool that has most of them."""
+        """Number of the request's leading tokens that need not be computed, in the pool that has most of them
+        cached."""
         return self.tokens_in(max((self._cached(state, pool) for pool in self._pools), key=len))
 
     def reservation(self, state: RequestState) -> Reservation:
-        """Which KV the request's blocks expect from elsewhere."""
+        """The reservation of the request's blocks, with the KV that they expect from elsewhere."""
         resume_at = state.num_tokens
         if self._prefix_cache:
             # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
@@ -141,15 +143,15 @@ class RequestBlocks:
         )
 
     def fill(self, state: RequestState) -> None:
-        """The KV of all the request's tokens has arrived, as its reservation asks."""
+        """Records that the KV of all the request's tokens has arrived, as its reservation asks."""
         self._received(state, state.num_tokens)
         self.states.received(state)
         state.fill()
         self.register(state)
 
     def fill_part(self, state: RequestState, num_tokens: int) -> None:
-        """The KV of this many leading tokens has arrived, where `resume_at` was that of the reservation or
-        `num_tokens`, whichever is less."""
+        """Records that the KV of `num_tokens` leading tokens has arrived; it was sent with the lesser of the
+        reservation's `resume_at` and `num_tokens`."""
         self._received(state, num_tokens)
         self.states.received(state)
         state.receive(num_tokens)
@@ -161,8 +163,8 @@ class RequestBlocks:
             state.windows_from = max(0, resume_at - self._window_tokens + 1)
 
     def room(self, spare: Counter[int], before: Iterable[RequestState] = ()) -> list[int]:
-        """Free blocks of each pool, less those to spare, and less those that the requests `before` need, if each takes
-        the pool with most room. May be below 0."""
+        """Free blocks of each pool, minus those to spare and those that the requests `before` need if each takes the
+        pool with most room. May be below 0."""
         room = [pool.num_free - spare[number] for number, pool in enumerate(self._pools)]
         for state in before:
             take_from_roomiest(room, self.needed(state))
@@ -171,16 +173,16 @@ class RequestBlocks:
     def place(
         self, state: RequestState, room: list[int], *, before: int = 0, arriving_tokens: int | None = None
     ) -> OwnerPlace | None:
-        """Where the request's blocks fit, and it finds a slot for its state after `before` other requests: the pool
-        that has most room left then. None: nowhere.
+        """The pool where the request's blocks fit that has most room left afterwards. Returns None if no pool has room,
+        or if no state slot is left after `before` other requests.
 
-        A block of the prefix that a pool has counts as two: it is not taken, and not computed. So a conversation stays
-        where it was, and a short prefix that all requests share does not bring all of them to one rank.
+        A cached block counts as two, because it is neither taken nor computed. So a conversation stays on its rank, and
+        a short prefix that all requests share does not bring all of them to one rank.
 
         Args:
-            room: of each pool.
-            arriving_tokens: the state after these tokens arrives. So the state after the cached blocks is not needed,
-                and the last block is sent with the state.
+            room: free blocks of each pool.
+            arriving_tokens: the state after these tokens will arrive, so the state after the cached blocks is not
+                needed, and the last block is sent with the state.
         """
         if not self.states.has_room(others=before):
             return None
@@ -214,8 +216,8 @@ class RequestBlocks:
             self.hit_tokens += self.tokens_in(cached)
 
     def restart(self, state: RequestState) -> bool:
-        """No state arrives: the request computes its tokens from `restart_at` on here, not into cached blocks, which
-        others may share. Returns False and changes nothing when too few blocks are free."""
+        """Lets the request compute its tokens from `restart_at` on here, because no state arrives. It writes to its own
+        blocks, because others may share the cached ones. Returns False and changes nothing when too few are free."""
         shared = state.blocks[state.restart_at // self._block_size : state.num_cached // self._block_size]
         own = self._pools[state.pool].replace(shared)
         if own is None:
@@ -234,7 +236,7 @@ class RequestBlocks:
         return True
 
     def can_extend(self, states: Iterable[RequestState]) -> bool:
-        """Whether each of the requests finds one more block."""
+        """Whether there is one more block for each of the requests."""
         wanted = Counter(state.pool for state in states)
         return all(count <= self._pools[pool].num_free for pool, count in wanted.items())
 
@@ -243,7 +245,7 @@ class RequestBlocks:
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
-        # Of a model with states, later blocks serve only requests whose state arrives.
+        # In a model with states, later blocks serve only requests whose state arrives.
         reported_tokens = state.state_tokens if self.states.unit else num_tokens
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._pools[state.pool].register(
@@ -255,20 +257,20 @@ class RequestBlocks:
             state.num_registered = index + 1
 
     def report(self, state: RequestState) -> None:
-        """There is a snapshot of the request's state: those who follow the cache learn of the blocks before it."""
+        """Shows followers of the cache the blocks before the last snapshot of the request's state."""
         stop = min(state.num_registered, state.state_tokens // self._block_size)
         if stop > state.num_reported:
             self._pools[state.pool].report(state.blocks[state.num_reported : stop])
             state.num_reported = stop
 
     def forget(self, state: RequestState) -> None:
-        """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
+        """Removes the request's blocks from the prefix cache, because logits computed from them were not finite."""
         self._pools[state.pool].forget(state.blocks)
         self.states.forget(state)
 
     @property
     def split_multiple(self) -> int:
-        """Of how many tokens a part of a prompt that is computed elsewhere must be a multiple."""
+        """A part of a prompt that is computed elsewhere has a multiple of this many tokens."""
         return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:

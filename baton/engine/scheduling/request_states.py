@@ -1,6 +1,7 @@
-"""The recurrent states of one engine's requests: their slots, the snapshots they begin from and leave. Pure.
+"""Manages the recurrent states of one engine's requests: their slots, and the snapshots they start from and leave.
+Pure.
 
-A prompt that is computed here begins after a block with a snapshot. Snapshots are taken at multiples of `unit` tokens:
+A prompt that is computed here starts after a block with a snapshot. Snapshots are taken at multiples of `unit` tokens:
 the last one before a prompt's end, so that the same prompt finds it; where a prompt departs from a prefix whose blocks
 are cached but whose state is not, so that the next one finds it; and where a chunk ends. The layers write the first two
 within a chunk, which is not cut for them. While a request decodes, each multiple of `unit` gets a snapshot, for its
@@ -17,19 +18,19 @@ from baton.engine.scheduling.state import Phase, RequestState
 from baton.engine.scheduling.state_slots import NO_SLOT, StateSlots
 from baton.engine.scheduling.steps import NextStep, Step, StepSnapshot
 
-# Slots that snapshots of decoding requests leave free: until its step has ended, nobody can have a snapshot's slot.
+# Slots that snapshots of decoding requests leave free: a snapshot's slot cannot be taken until its step has ended.
 _SPARE_SLOTS = 1
 
 
 class RequestStates:
-    """Does nothing for models without states.
+    """Assigns state slots to requests and plans snapshots. Does nothing for models without states.
 
     Args:
-        align_tokens: of `EngineLimits.chunk_align_tokens`, or 1. Above 1 chunks end at its multiples only, and states
+        align_tokens: `EngineLimits.chunk_align_tokens`, or 1. Above 1, chunks end at its multiples only, and states
             after decoded tokens are not kept: they differ in their last bits from those after a prompt's.
 
     Attributes:
-        unit: of how many tokens a place with a snapshot is a multiple; 0: the model has no states.
+        unit: snapshots are taken at multiples of this many tokens; 0: the model has no states.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int) -> None:
@@ -40,7 +41,7 @@ class RequestStates:
         self._aligned = align_tokens > 1
 
     def has_room(self, *, others: int = 0) -> bool:
-        """Whether a request finds a slot after so many others."""
+        """Whether a slot is left for a request after `others` other requests."""
         return not self.unit or self.slots.num_available > others
 
     def resumes_after(self, state: RequestState, index: int) -> bool:
@@ -48,10 +49,10 @@ class RequestStates:
         return self.slots.has(state.keys.key(index, state.tokens))
 
     def take(self, state: RequestState, cached_blocks: int, known_blocks: int) -> None:
-        """Gives the request a slot; its state before the next step is that after the cached blocks.
+        """Gives the request a slot. Its next step starts from the state after the cached blocks.
 
         Args:
-            known_blocks: leading blocks whose KV is cached, whether their state is or not.
+            known_blocks: leading blocks whose KV is cached, with or without their state.
         """
         if not self.unit:
             return
@@ -64,11 +65,11 @@ class RequestStates:
             state.snapshot_stops = tuple(stop for stop in sorted({departs, last}) if stop > state.state_tokens)
 
     def received(self, state: RequestState) -> None:
-        """The request's state has come from elsewhere."""
+        """Records that the request's state has arrived from elsewhere."""
         self._unpin(state)
 
     def restored(self, state: RequestState) -> None:
-        """The request's first step has ended."""
+        """Records that the request's first step has ended."""
         self._unpin(state)
 
     def give_back(self, state: RequestState) -> None:
@@ -79,14 +80,14 @@ class RequestStates:
         state.drop_state()
 
     def forget(self, state: RequestState) -> None:
-        """Offers no state of the request to later ones."""
+        """Drops the snapshots of the request's prefixes."""
         for index in range(state.state_tokens // self._block_size if self._keeps else 0):
             self.slots.forget(state.keys.key(index, state.tokens))
 
     # ---- steps
 
     def begin_decoded(self, step: NextStep, decoding: Iterable[RequestState]) -> None:
-        """Adds snapshots that are taken before the step, of requests that decode in it and have no row in it yet."""
+        """Adds snapshots that are taken before the step, for requests that decode in it and have no row in it yet."""
         if not self._keeps or self._aligned:
             return
         for state in decoding:
@@ -101,7 +102,7 @@ class RequestStates:
                 step.snapshots.append(StepSnapshot(state, stop, key, slot))
 
     def begin_snapshots(self, step: NextStep) -> None:
-        """Adds the snapshots that are taken within the step and after it, of prompts."""
+        """Adds the snapshots of prompts that are taken within the step and after it."""
         if not self._keeps:
             return
         for index in range(step.num_decodes, len(step.states)):
@@ -121,20 +122,20 @@ class RequestStates:
                 step.rows[index] = row._replace(snapshots=tuple(within))
 
     def _stops(self, state: RequestState, row: BatchRow) -> list[int]:
-        """After how many tokens the row leaves snapshots, in order."""
+        """The token counts after which the row leaves snapshots, in order."""
         stops = [stop for stop in state.snapshot_stops if row.token_start < stop < row.token_stop]
         if row.token_stop % self.unit == 0 and not (self._aligned and row.token_stop > state.prompt_tokens):
             stops.append(row.token_stop)
         return stops
 
     def end_snapshots(self, step: Step, results: Sequence[RowResult] | None) -> None:
-        """The step has ended, before its requests take note of it.
+        """Keeps or drops the snapshots of an ended step, before its requests are updated.
 
         Args:
-            results: None: it has failed.
+            results: the results of the step's rows; None: the step has failed.
         """
         for state, stop, key, slot in step.snapshots:
-            # The step of a request that has failed or ended meanwhile computed nothing of use.
+            # The rows of requests that have failed or ended meanwhile computed nothing useful.
             written = (
                 results is not None
                 and state.phase is Phase.RUNNING

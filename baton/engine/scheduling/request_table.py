@@ -1,6 +1,6 @@
-"""The requests of one engine, and what each of them holds: a place in the order, a seat, blocks and state slots. Pure.
+"""The requests of one engine, and what each holds: a place in the order, a seat, blocks and state slots. Pure.
 
-Every change of a request's phase is here; `Scheduler` says when.
+Every change of a request's phase happens here; `Scheduler` decides when.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ class RequestTable:
     """Gives seats and blocks to requests, and takes them back.
 
     Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every
-    step, and a request in its prompt always finds budget. Reserved requests take none. One that finds no free seat when
-    its KV has arrived keeps its blocks and runs on the next seat that becomes free. A stream that stalls after its
-    first token is worse than one that starts late, so nothing new is reserved while any waits for a seat, or while as
-    many requests as there are seats are reserved.
-    A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
-    request of the last place, which is recomputed later; prefill-only requests are never preempted. From its first
-    token on, a request has the earliest place among those of its priority that arrive later, whatever their deadlines,
-    and also when it waits after a preemption: then no ready request takes the seat that it could have.
+    step, and a request in its prompt always finds budget. Reserved requests have no seat. A request that finds no free
+    seat when its KV has arrived keeps its blocks and takes the next seat that becomes free. A stream that stalls after
+    its first token is worse than one that starts late, so no request is reserved while one waits for a seat, or while
+    as many are reserved as there are seats. A request runs only with blocks for all its known tokens. A decode without
+    a free block preempts the running request of the last place, which is recomputed later; prefill-only requests are
+    never preempted. From its first token on, a request has the earliest place among those of its priority that arrive
+    later, whatever their deadlines, also while it waits after a preemption: then no ready request takes the seat that
+    it could have.
 
     Args:
-        is_pending: whether a grammar is still being compiled. A request that was reserved gets no seat until it is
-            compiled: a step that draws its token would wait for that.
+        is_pending: whether a grammar is still being compiled. A reserved request gets no seat until its grammar is
+            compiled, because a step that draws its token would wait for that.
 
     Attributes:
         void: ended requests that still have a row in a step in flight.
@@ -71,13 +71,14 @@ class RequestTable:
         return self.roster.free_seats > before and self.find_place(state) is not None
 
     def find_place(self, state: RequestState, *, arriving_tokens: int | None = None) -> OwnerPlace | None:
-        """Where there are enough free blocks for `state` next to all requests that wait before it."""
+        """The pool with free blocks for `state` next to all requests that wait before it. Returns None if there is
+        none."""
         before = self.roster.waiting_before(state.place)
         room = self.blocks.room(self.roster.decoders(), before)
         return self.blocks.place(state, room, before=len(before), arriving_tokens=arriving_tokens)
 
     def in_stream_share(self, state: RequestState) -> bool:
-        """Whether one more request may decode here."""
+        """Whether `state` fits into the share of seats and blocks for requests that decode here."""
         before = self.roster.waiting_before(state.place)
         return self.blocks.needed(state) <= stream_blocks(self.roster, self.blocks, self._limits, before)
 
@@ -112,7 +113,7 @@ class RequestTable:
                 self._give_back(state)
         return step
 
-    # ---- changes of state
+    # ---- phases
 
     def new_state(self, request: EngineRequest, now: float) -> RequestState:
         if self.roster.find(request.request_id) is not None:
@@ -151,13 +152,13 @@ class RequestTable:
         self.preemptions += 1
 
     def begin(self, state: RequestState) -> None:
-        """From now on its first token is not due any more, and newcomers go after it."""
+        """Marks the request as begun: its first token is no longer due, and newcomers go after it."""
         state.due_s = None
         self.roster.move(state, state.place.as_begun())
 
     def fill_seats(self) -> None:
-        """Lets ready requests run. A preempted request that goes before them, and whose blocks are free, keeps a seat
-        until it is scheduled."""
+        """Lets ready requests run. It keeps a seat for a preempted request that goes before them if its blocks are
+        free."""
         roster = self.roster
         if not roster.ready or not roster.free_seats:
             return
@@ -175,14 +176,14 @@ class RequestTable:
         return grammar is None or not self._is_pending(grammar)
 
     def stop_running(self, state: RequestState) -> None:
-        """Nothing more of the request is computed here."""
+        """Ends the computation of a running request. A `prefill_only` request keeps its blocks."""
         if state.prefill_only:
             self.roster.hold(state)
         else:
             self.end(state)
 
     def end(self, state: RequestState) -> None:
-        """Ends the request. No event names it any more."""
+        """Ends the request. No later event names it."""
         self.roster.end(state)
         self._give_back(state)
 
@@ -195,4 +196,4 @@ class RequestTable:
 
 
 def overloaded(message: str) -> Overloaded:
-    return Overloaded(message, cure="try again later", retry_after_s=RETRY_AFTER_S)
+    return Overloaded(message, cure="retry later", retry_after_s=RETRY_AFTER_S)

@@ -12,17 +12,18 @@ _place_of = attrgetter("place")
 
 
 class Roster:
-    """A request has a seat while it runs.
+    """Sorts the requests into lists by phase. A request has a seat while it runs.
 
     Args:
-        may_run: whether a ready request may have a seat now. It delays no other one until then.
+        may_run: whether a ready request may have a seat now. Until then it delays no other request.
 
     Attributes:
         seats: most running requests.
         waiting: waiting requests, sorted by place.
         ready: requests that have their blocks and wait for a seat, sorted by place.
         running: running requests, sorted by place.
-        tpots: of the running requests that decode here, with their number; None for those without.
+        tpots: the TPOTs of running requests that decode here, with the number of requests of each; None for requests
+            without one.
         arrivals: number of all requests so far.
         num_reserved: requests whose KV is on its way; no more than there are seats.
     """
@@ -44,32 +45,32 @@ class Roster:
 
     @property
     def may_reserve(self) -> bool:
-        """Whether one more request may be on its way: it should find a seat soon after it arrives."""
+        """Whether one more request may be reserved: it should find a seat soon after its KV arrives."""
         return not any(map(self._may_run, self.ready)) and self.num_reserved < self.seats
 
     def decoders(self) -> Counter[int]:
-        """Requests with a seat, or waiting for one, that decode now or later, by pool. A newcomer leaves each of them
-        a free block."""
+        """Number of requests by pool that decode now or later and have a seat or wait for one. A newcomer leaves each
+        of them a free block."""
         pools = [state.pool for state in self.running if not state.prefill_only]
         return Counter(pools + [state.pool for state in self.ready])
 
     @property
     def num_streams(self) -> int:
-        """Requests that decode here, now or later."""
+        """Number of requests that decode here, now or later."""
         return sum(1 for state in self._by_id.values() if not state.prefill_only)
 
     @property
     def num_prompt_blocks(self) -> int:
-        """Blocks of `prefill_only` requests; blocks that two of them share count twice."""
+        """Number of blocks of `prefill_only` requests; a block that two of them share counts twice."""
         return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
 
     def last_decoder(self, pool: int) -> RequestState:
-        """The pool's running request that gives up its blocks first: the one at the last place."""
+        """The running request of the pool that is preempted first: the one at the last place."""
         return next(state for state in reversed(self.running) if state.pool == pool and not state.prefill_only)
 
     @property
     def num_leased(self) -> int:
-        """Distinct blocks of requests whose KV is being received or sent."""
+        """Number of distinct blocks of requests whose KV is being received or sent."""
         leased: defaultdict[int, set[int]] = defaultdict(set)
         for state in self._by_id.values():
             if state.phase in (Phase.RESERVED, Phase.HELD):
@@ -77,7 +78,7 @@ class Roster:
         return sum(map(len, leased.values()))
 
     def decoding(self) -> list[RequestState]:
-        """The running requests whose prompts are computed, without those that end with it."""
+        """The running requests whose prompts are computed, except `prefill_only` ones."""
         return [state for state in self.running if not state.prefill_only and not state.prompt_remaining]
 
     def in_prompt(self) -> list[RequestState]:
@@ -95,7 +96,7 @@ class Roster:
         return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]
 
     def enter(self, state: RequestState, phase: Phase) -> None:
-        """Adds a new request, which waits or is reserved."""
+        """Adds a new request, waiting or reserved."""
         self.arrivals += 1
         self._by_id[state.request_id] = state
         self._join(state, phase)
@@ -105,7 +106,7 @@ class Roster:
         self._join(state, Phase.RUNNING)
 
     def make_ready(self, state: RequestState) -> None:
-        """The request has its blocks and may run on the next free seat."""
+        """Lets the request, which has its blocks, take the next free seat."""
         self._leave(state)
         self._join(state, Phase.READY)
 
@@ -129,7 +130,7 @@ class Roster:
         self._join(state, Phase.HELD)
 
     def wait(self, state: RequestState) -> None:
-        """A preempted request waits at its place."""
+        """Makes a preempted request wait at its place."""
         self._leave(state)
         self._join(state, Phase.WAITING)
 

@@ -1,4 +1,4 @@
-"""Which requests run in the next step, with which blocks, and what the end of a step means for them. Pure.
+"""Schedules steps: which requests run in the next step, with which blocks, and what a step's end means for them. Pure.
 
 A step is in flight from `schedule` until `complete` or `fail`; meanwhile one more step may be scheduled, and requests
 may come and go. Times are arguments.
@@ -27,15 +27,15 @@ _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
-    Seats, blocks and preemptions are described at `RequestTable`.
-    Waiting requests run in the order of their places, and none overtakes another, except that one that cannot meet its
-    deadline falls back (`prompts`). Prompts share a step in the same order, whether they run already or not; but no
-    running request loses its blocks to a waiting one. A request waits as long as ones of better priority keep coming.
-    A step that decodes takes only as much of prompts as its bound allows (`slices`).
+    `RequestTable` describes seats, blocks and preemptions. Waiting requests run in the order of their places; none
+    overtakes another, but a request that cannot meet its deadline falls back (`prompts`). Prompts share a step in the
+    same order, whether they run already or not; but no running request loses its blocks to a waiting one. A request
+    waits as long as ones of better priority keep coming. A step that decodes takes only as many prompt tokens as its
+    bound allows (`slices`).
 
     The step after one in flight continues where that one will end: with the next chunk of a prompt, or with a token
-    that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
-    request that ends there by surprise (stop token, abort, failure) has a void row in the next step: it causes no
+    that is still being drawn. A request that will certainly end with the step in flight gets no row in the next one. A
+    request that ends there unexpectedly (stop token, abort, failure) has a void row in the next step. The row causes no
     event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
     """
 
@@ -60,7 +60,8 @@ class Scheduler:
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._requests.stop_running)
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """From the next step on. What the cache's contents depend on stays as it was."""
+        """Replaces the limits from the next step on. The cache's contents stay valid, because `chunk_align_tokens` does
+        not change."""
         assert limits.chunk_align_tokens == self._limits.chunk_align_tokens
         self._limits = limits
         self._requests.set_limits(limits)
@@ -68,7 +69,7 @@ class Scheduler:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """For those who follow what it has."""
+        """The prefix cache, for followers of its contents."""
         return self._blocks.prefixes
 
     @property
@@ -77,14 +78,14 @@ class Scheduler:
 
     @property
     def predicted_s(self) -> float | None:
-        """The predicted time of the oldest step in flight; None: there is none, or costs are unknown."""
+        """The predicted time of the oldest step in flight. Returns None if there is no step, or costs are unknown."""
         costs = self._meter.costs
         if costs is None or not self._in_flight:
             return None
         return costs.seconds(self._in_flight.oldest.work)
 
     def uses_adapter(self, slot: int) -> bool:
-        """Whether a request has the adapter in this slot."""
+        """Whether a request uses the adapter in this slot."""
         return any(state.request.adapter_slot == slot for state in self._roster.everyone())
 
     # ---- requests arrive
@@ -94,8 +95,8 @@ class Scheduler:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room now, and `max_waiting` requests wait already; or it would be refused for being late even
-                if it were computed next.
+            Overloaded: no room now, and `max_waiting` requests wait already; or it has `refuse_late` and would be late
+                even if it were computed next.
         """
         state = self._requests.new_state(request, now)
         state.score_prompt()
@@ -105,15 +106,15 @@ class Scheduler:
         self._roster.enter(state, Phase.WAITING)
 
     def reserve(self, request: EngineRequest, now: float, *, arriving_tokens: int = 0) -> Reservation:
-        """Holds all blocks for a request whose KV comes from elsewhere. No other request matches them.
+        """Holds all blocks of a request whose KV comes from elsewhere. No other request matches them.
 
         Args:
-            arriving_tokens: only the tokens before this one come, with the state after them; 0: all tokens.
+            arriving_tokens: number of leading tokens whose KV will arrive, with the state after them; 0: all tokens.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room next to the running requests and those that wait before it, or too few seats for those
-                that are reserved.
+            Overloaded: no room next to the running requests and those that wait before it, or no seat for one more
+                reserved request.
         """
         assert not request.prefill_only, "a reserved request decodes here"
         state = self._requests.new_state(request, now)
@@ -130,7 +131,8 @@ class Scheduler:
         return self._blocks.reservation(state)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        """The reserved request continues after `output`, its whole output so far. Blocks may be added.
+        """Extends a reservation by tokens that were sampled elsewhere. `output` is the whole output so far; blocks may
+        be added.
 
         Raises:
             UnknownLease: no such reservation.
@@ -145,8 +147,8 @@ class Scheduler:
         return self._blocks.reservation(state)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """The KV of all known tokens of a reserved request is in its blocks: it decodes after `first`, from now on or
-        from when a seat is free.
+        """Lets a reserved request decode after `first`, once the KV of all its known tokens has arrived. It runs as
+        soon as a seat is free.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -166,13 +168,13 @@ class Scheduler:
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
-        """A reserved request computes its tokens from `Reservation.restart_at` on here. `output` is its whole output so
+        """Computes a reserved request's tokens from `Reservation.restart_at` on here. `output` is its whole output so
         far.
 
         Args:
-            received_tokens: the KV of the tokens before this one has arrived in the request's blocks, as far as it was
-                not cached; layers with a sliding window may lack what a computation from `Reservation.resume_at`, or
-                from here if that is less, does not read. A multiple of the block size; 0: none has arrived.
+            received_tokens: number of leading tokens whose KV is in the request's blocks, cached or received; layers
+                with a sliding window may lack what a computation from the lesser of `Reservation.resume_at` and this
+                number does not read. A multiple of the block size; 0: none has arrived.
 
         Raises:
             UnknownLease: no such reservation.
@@ -188,8 +190,8 @@ class Scheduler:
         state.replace_output(output)
         state.score_prompt()
         state.queued_at = now
-        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state
-        # that was in the request's own slot may have been overwritten by what arrived.
+        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others. A state in
+        # the request's own slot may have been overwritten by what arrived.
         lost = state.num_computed > state.reusable_tokens or state.restore_from == state.state_slot >= 0
         lost = lost or not (has_arrived or self._blocks.restart(state))
         if lost or not self._blocks.extend(state, state.num_tokens + 1):
@@ -222,13 +224,14 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step. Returns None when no request can run, or two steps are in flight.
 
-        Also None when a decode finds no free block while a step is in flight: a preempted request must not be in one.
+        Also returns None when a decode finds no free block while a step is in flight, because a preempted request must
+        not be in one.
         """
         if self._in_flight.full:
             return None
         self._requests.fill_seats()
         preemptions = self._requests.preemptions
-        # All other requests decode as before. Passes over all requests cost time in every step, so there is only one.
+        # All other requests decode as before. A pass over all requests costs time in every step, so there is only one.
         unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
         decoding = self._requests.decoding(unsteady, now)
         if decoding is None:
@@ -252,7 +255,8 @@ class Scheduler:
         return StepEvents(self._in_flight.launched, 0.0, failed=refused) if refused else None
 
     def layers_computed(self, layer_stop: int, index_stop: int = 0) -> StepEvents:
-        """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
+        """Reports that the oldest step in flight has computed its first layers. Returns events for requests that ask
+        for marks."""
         return self._in_flight.oldest.layers_computed(layer_stop, index_stop)
 
     def complete(
@@ -261,7 +265,7 @@ class Scheduler:
         seconds: float,
         scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
     ) -> StepEvents:
-        """The oldest step in flight has ended.
+        """Ends the oldest step in flight: updates its requests and returns its events.
 
         Args:
             results: the token of each row, None where nothing was sampled, or the error with which the row's request
@@ -319,7 +323,7 @@ class Scheduler:
         )
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
-        """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void.
+        """Fails the oldest step in flight: its requests end with `error`. Their rows in the next step are void.
 
         A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
         """

@@ -1,10 +1,10 @@
-"""How much of a prompt a step takes that also decodes, so that the streams of the decoding requests do not stall. Pure:
-`baton plan` cuts the prompts of simulated nodes by it, too.
+"""Bounds the prompt tokens of steps that also decode, so that the streams of decoding requests do not stall. Pure:
+`baton plan` cuts the prompts of simulated nodes with it, too.
 
 With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
 in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
-the gap between two tokens. A TPOT that is out of reach, because a plain decode step takes more than
-`_OUT_OF_REACH` times as long, does not count: nothing is gained by it, and all prompts would wait.
+the gap between two tokens. A TPOT is out of reach if a plain decode step takes more than `_OUT_OF_REACH` times as long.
+It does not count, because it would only make all prompts wait.
 
 Requests without a TPOT get steps of at most `_MOST_DECODES` times a plain decode step, or `_STEADY_S` where that is
 more: text arrives smoothly at 40 tokens a second, and most of a GPU's prompt speed is reached. A node that gets more
@@ -12,7 +12,7 @@ prompts than these steps can compute must not answer later and later, so the bou
 first prompt has waited.
 
 Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
-`_SKIPS_MAX` steps without any it gets such a slice in any case. Steps without decodes are not bounded.
+`_SKIPS_MAX` steps without a slice it gets one of this size in any case. Steps without decodes are not bounded.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 
-# A request without a deadline counts as due so long after its arrival.
+# A request without a deadline counts as due this long after its arrival.
 DEFAULT_TTFT_S = 10.0
 
 MIN_SLICE_TOKENS = 128
@@ -29,7 +29,7 @@ _TPOT_SHARE = 0.9
 _OUT_OF_REACH = 2.0
 _MOST_DECODES = 3.0
 _STEADY_S = 0.025
-_DOUBLING_S = 0.5  # a prompt that has waited so long gets twice the time
+_DOUBLING_S = 0.5  # a prompt that has waited this long gets twice the time
 _SKIPS_MAX = 3
 
 
@@ -44,8 +44,8 @@ class StepBound:
 
     Args:
         seconds: the longest that the step should take.
-        least_tokens: of a slice that is not the rest of its prompt.
-        forced: the first slice may have so many whatever they cost.
+        least_tokens: least size of a slice that is not the rest of its prompt.
+        forced: whether the first slice may have `least_tokens` at any cost.
     """
 
     def __init__(self, costs: StepTimes, seconds: float, *, least_tokens: int, forced: bool) -> None:
@@ -77,12 +77,12 @@ class StepBound:
 
 @dataclass(frozen=True, slots=True)
 class SlicePace:
-    """How fast prompts are computed in steps that also decode.
+    """The speed at which prompts are computed in steps that also decode.
 
     Args:
-        decodes: of each step.
-        slice_tokens: tokens of prompts in a step that has some.
-        skips: steps without any after each of these.
+        decodes: the decodes of each step.
+        slice_tokens: prompt tokens of a step with a slice.
+        skips: steps without a slice after each step with one.
     """
 
     costs: StepCosts
@@ -103,7 +103,7 @@ class SlicePace:
 
 
 class Slicer:
-    """Makes the bound of each step; keeps count of steps without a slice.
+    """Makes the bound of each step and counts steps without a slice.
 
     Args:
         align_tokens: prompts are cut at multiples of it, so no slice is smaller.
@@ -117,12 +117,12 @@ class Slicer:
     def bound(
         self, costs: StepTimes | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
     ) -> StepBound | None:
-        """The bound of a step with prompts; None: there is none.
+        """The bound of a step with prompts. Returns None if the step has no bound.
 
         Args:
             work: the decodes of the step.
-            tpots: of the requests that run; None for those without.
-            waited_s: for how long the first prompt has waited.
+            tpots: TPOTs of the running requests; None for requests without one.
+            waited_s: how long the first prompt has waited.
         """
         if costs is None or not work.decode_rows:
             return None
@@ -134,7 +134,7 @@ class Slicer:
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
 
     def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> SlicePace:
-        """How fast prompts are computed next to these decodes, at best: the attention of long prompts makes no
+        """The best speed at which prompts are computed next to these decodes: the attention of long prompts makes no
         slice smaller, and streams without a TPOT allow steps of any length.
 
         Args:
@@ -154,10 +154,10 @@ class Slicer:
         return SlicePace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
 
     def launched(self, *, skipped: bool) -> None:
-        """A step is launched. `skipped`: the first prompt got nothing of it for lack of time."""
+        """Records a launched step; `skipped`: the first prompt got no slice for lack of time."""
         self._skips = self._skips + 1 if skipped else 0
 
 
 def _tpot_bounds(tpots: Collection[float | None], plain_s: float) -> list[float]:
-    """The bounds by those TPOTs that are in reach of a decode step that takes so long without prompts."""
+    """The bounds from all TPOTs within reach of decode steps that take `plain_s` without prompts."""
     return [tpot * _TPOT_SHARE for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]

@@ -15,8 +15,8 @@ _UNKNOWN_TOKEN = int_array([0])
 
 
 class Phase(Enum):
-    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, READY for a seat, HELD for its release; all
-    three keep blocks.
+    """The phase of a request. WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, READY for a seat,
+    HELD for its release; all three keep blocks.
 
     ENDED keeps blocks only while a step in flight has a row of the request.
     """
@@ -44,35 +44,36 @@ class RequestState:
 
     Attributes:
         place: among the waiting requests, and among the running ones.
-        queued_at: since when it waits to be computed here.
+        queued_at: when it began to wait for computation here.
         due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         owner: the rank that has the blocks; None: every rank has blocks of these numbers, or it has none.
         num_cached: leading tokens whose KV came from the prefix cache, when it first got blocks.
-        restart_at: the first token to compute here if no state arrives: that after the cached ones, or an earlier one
-            where the recurrent state after these is not kept.
+        restart_at: first token to compute here if no state arrives; less than `num_cached` if the recurrent state after
+            the cached tokens is not kept.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
         num_pending: tokens after `tokens` that steps in flight are drawing.
         row_index: place of the request's row in the last step that has one.
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
         prompt_tokens: the length of its prompt, without any output.
-        prefill_stop: tokens that are computed as prompt; later ones are decoded one by one, or elsewhere.
+        prefill_stop: number of tokens computed as prompt; later ones are decoded one by one, or elsewhere.
         splits: the request ends before its last known token, without a sampled one.
-        decode_stop: tokens that are computed in all, if the request decodes; else 0.
-        steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
+        decode_stop: total number of tokens to compute, if the request decodes; else 0.
+        steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for its next token; 0: not
+            known.
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
-        num_reported: leading blocks of which those who follow the prefix cache know; only for models with states.
+        num_reported: leading blocks that followers of the prefix cache have seen; only for models with states.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
         state_slot: slot of its recurrent state, from the time when it holds blocks; -1: none.
-        restore_from: the slot whose state it continues from, until its first step has ended; its own where that state
-            is in place; -1: none.
+        restore_from: the slot with the state that it continues from, until its first step has ended; its own slot if
+            that has the state already; -1: none.
         state_tokens: longest known prefix after which there is a snapshot of its state.
-        passing: key of its last snapshot, if that serves no prefix that others are likely to have.
-        snapshot_stops: after how many tokens there shall be a snapshot, because a prompt that comes next is likely to
-            share them; in order.
+        passing: key of its last snapshot, if no other request is likely to have that prefix.
+        snapshot_stops: token counts after which to take snapshots, in order, because a later prompt is likely to share
+            these prefixes.
         scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
             or all have been reported.
     """
@@ -127,7 +128,7 @@ class RequestState:
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self.end_token_ids = self._eos_token_ids | self._stop_token_ids
-        # A grammar allows these only where the output may end, and its last one must end it.
+        # A grammar allows these tokens only where the output may end, and such a token must end it.
         self._grammar_ends = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
         self._samples = SampleRows(sampling, prompt_tokens=self.prompt_tokens, end_token_ids=self.end_token_ids)
         self.end_token_ids |= self._grammar_ends
@@ -146,12 +147,13 @@ class RequestState:
 
     @property
     def prefilling(self) -> bool:
-        """Part of its prompt is not in any step yet."""
+        """Whether part of its prompt is in no step yet."""
         return self.num_scheduled < self.prefill_stop
 
     @property
     def decoding(self) -> bool:
-        """Its next row is a decode: the prompt is scheduled, and the tokens being drawn cannot include the last one."""
+        """Whether its next row is a decode: the prompt is scheduled, and the last possible token is not being drawn
+        yet."""
         return self.prefill_stop <= self.num_scheduled < self.decode_stop
 
     @property
@@ -161,8 +163,8 @@ class RequestState:
 
     @property
     def reusable_tokens(self) -> int:
-        """How many leading tokens may have their KV from the prefix cache: all but one, or those that need no more
-        logprobs, because these come from the hidden states of the tokens before."""
+        """Number of leading tokens whose KV may come from the prefix cache: all but one, or only those whose logprobs
+        are known, because logprobs come from the hidden states of the tokens before."""
         return self.prefill_stop - 1 if self.scored is None else len(self.scored)
 
     @property
@@ -173,7 +175,7 @@ class RequestState:
     def hold(
         self, blocks: list[int], *, owner: int | None, num_cached_blocks: int, restart_at: int, block_size: int
     ) -> None:
-        """Gives it these blocks of the owner's; the first `num_cached_blocks` come from the prefix cache."""
+        """Gives it blocks of one owner; the first `num_cached_blocks` come from the prefix cache."""
         self.blocks, self.owner = int_array(blocks), owner
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
@@ -186,8 +188,8 @@ class RequestState:
             self.num_cached = self.num_computed
 
     def restart(self, blocks: list[int], *, block_size: int) -> None:
-        """It computes its tokens from `restart_at` on here. These blocks replace the cached ones from there on, before
-        it has a row."""
+        """Lets it compute its tokens from `restart_at` on here. These blocks replace the cached ones from there on; it
+        has no row yet."""
         first = self.restart_at // block_size
         self.blocks[first : first + len(blocks)] = int_array(blocks)
         self.num_registered = first
@@ -207,12 +209,12 @@ class RequestState:
         self.state_tokens, self.passing, self.snapshot_stops = 0, None, ()
 
     def fill(self) -> None:
-        """The KV of all its tokens has arrived in its blocks."""
+        """Records that the KV of all its tokens has arrived in its blocks."""
         self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
         self.started = True
 
     def receive(self, num_tokens: int) -> None:
-        """The KV of this many leading tokens is in its blocks: what was cached, and what has arrived."""
+        """Records that the KV of `num_tokens` leading tokens is in its blocks, cached or received."""
         self.num_computed = self.num_scheduled = num_tokens
 
     def replace_output(self, output: tuple[int, ...]) -> None:
@@ -222,26 +224,26 @@ class RequestState:
             self.due_s, self.place = None, self.place.as_begun()
 
     def score_prompt(self) -> None:
-        """Its prompt is computed here: the logprobs are collected if they are wanted."""
+        """Starts to collect prompt logprobs, if they are wanted, because its prompt is computed here."""
         wanted = self.request.sampling.prompt_logprobs is not None and self.num_output == 0
         self.scored = [] if wanted else None
 
     def score_row(self, row: BatchRow) -> ScoreRow | None:
-        """Which logprobs this row of its prompt computes."""
+        """The prompt logprobs that this row computes. Returns None if none are wanted."""
         alternatives = self.request.sampling.prompt_logprobs
         if self.scored is None or alternatives is None:
             return None
         return ScoreRow(self.tokens[row.token_start + 1 : row.token_stop + 1], alternatives)
 
     def take_scores(self) -> tuple[PromptLogprob, ...]:
-        """The logprobs of the whole prompt, of which no more are computed."""
+        """Takes the logprobs of the whole prompt; no more are collected."""
         assert self.scored is not None
         scored, self.scored = self.scored, None
         return PromptLogprob(self.tokens[0], None), *scored
 
     def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
-        """`next_row` of one token at this place of this step. It becomes `shared_row` if later steps can share it until
-        the request's blocks change."""
+        """Makes its `next_row` of one token, at this place of this step. The row becomes `shared_row` if later steps
+        can share it until the request's blocks change."""
         row = self.next_row(1, block_size=block_size, since=step if place == self.row_index else None)
         self.row_index = place
         if row.since is not None:
@@ -249,7 +251,7 @@ class RequestState:
         return row
 
     def next_row(self, num_tokens: int, *, block_size: int, since: int | None = None) -> BatchRow:
-        """Its row of the next step, which computes `num_tokens` more tokens. They count as scheduled from now on.
+        """Makes its row of the next step, which computes `num_tokens` more tokens. They count as scheduled from now on.
 
         After the known tokens comes the one that the previous step draws.
 
@@ -289,6 +291,7 @@ class RequestState:
         return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
-        """Raises InvalidRequest when `output`, the whole output so far, does not continue the request's tokens."""
+        """Checks that `output`, the whole output so far, continues the request's tokens; raises InvalidRequest
+        otherwise."""
         check_continuation(tuple(self.tokens[self.prompt_tokens :]), output)
         check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)

@@ -1,9 +1,9 @@
-"""Slots of recurrent states: which requests and which prefixes have one. Pure.
+"""Assigns the slots of recurrent states to requests and to snapshots of prefixes. Pure.
 
 A request has a slot of its own from its admission to its end. Slots that no request needs hold snapshots: states after
 the full blocks of a prefix, by the key of its last block. A request that begins with such a prefix copies the snapshot
-to its own slot before its first step. Requests take the places of snapshots, the least recently used ones first; a
-snapshot that a queued step still reads or writes keeps its slot.
+to its own slot before its first step. Requests take slots from snapshots, the least recently used first; a snapshot
+that a queued step still reads or writes keeps its slot.
 """
 
 from collections import Counter, OrderedDict
@@ -44,8 +44,8 @@ class StateSlots:
         return known is not None and known[0] == key
 
     def take(self, source: BlockKey | None = None) -> tuple[int, int]:
-        """A slot for a request, and the slot of the snapshot from which it continues; NO_SLOT without `source`. That
-        snapshot is pinned until `unpin`, unless its own slot was the last one: then this is the request's.
+        """Takes a slot for a request, and finds the snapshot from which it continues (NO_SLOT without `source`). The
+        snapshot is pinned until `unpin`; but if its slot is the last available one, the request takes that slot itself.
         """
         assert self.num_available, "the caller checks num_available first"
         self.num_held += 1
@@ -60,7 +60,7 @@ class StateSlots:
         return self._vacate(), snapshot
 
     def unpin(self, snapshot: int) -> None:
-        """The copy from this snapshot has ended, or is not wanted any more."""
+        """Ends one pin of a snapshot: the copy has ended, or is not needed."""
         self._pins[snapshot] -= 1
         if self._pins[snapshot]:
             return
@@ -70,29 +70,30 @@ class StateSlots:
             self._free.append(snapshot)
 
     def give_back(self, slot: int) -> None:
-        """A request has ended, and no step in flight uses its slot."""
+        """Frees the slot of an ended request, which no step in flight uses."""
         self.num_held -= 1
         self._free.append(slot)
 
     # ---- snapshots
 
     def begin_snapshot(self, key: BlockKey, *, spare: int = 0) -> int:
-        """A slot for the state after this block, which a step will write; NO_SLOT: there is one already, or no room
-        that leaves `spare` slots available. It is nobody's until `end_snapshot`."""
+        """Takes a slot for the state after this block, which a step will write. Returns NO_SLOT if there is a snapshot
+        already, or if fewer than `spare` slots would stay available. Neither a request nor a snapshot has the slot
+        until `end_snapshot`."""
         if self.has(key):
             self._snapshots.move_to_end(key.digest)
             return NO_SLOT
         return self._vacate() if self.num_available > spare else NO_SLOT
 
     def end_snapshot(self, key: BlockKey, slot: int, *, written: bool) -> None:
-        """The step has ended. Offers the snapshot to later requests if it was written."""
+        """Offers the snapshot to later requests when its step has ended, if it was written."""
         if not written or key.digest in self._snapshots:
             self._free.append(slot)
         else:
             self._snapshots[key.digest] = key, slot
 
     def demote(self, key: BlockKey) -> None:
-        """This snapshot is the first to go."""
+        """Makes this snapshot the first to be evicted."""
         if self.has(key):
             self._snapshots.move_to_end(key.digest, last=False)
 

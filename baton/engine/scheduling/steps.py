@@ -20,9 +20,9 @@ STEPS_MAX = 2
 
 
 class DecodeOrder:
-    """Which place each decoding request has in a step: the one of the previous step, wherever possible.
+    """Assigns each decoding request a place in the step: its place in the previous step, where possible.
 
-    A row that keeps its place is neither made nor copied to the device again.
+    A row that keeps its place is not made or copied to the device again.
 
     Attributes:
         work: the decodes of the step that was placed last.
@@ -34,8 +34,8 @@ class DecodeOrder:
         self._placed: list[RequestState] = []
 
     def place(self, decoding: list[RequestState]) -> list[RequestState]:
-        """The same requests in the order of their places. Newcomers take free places first, then requests that lost
-        their place because the step has fewer rows. All of them must then be scheduled."""
+        """Returns the requests in the order of their places. Free places go first to newcomers, then to requests that
+        lost their place because the step has fewer rows. The caller must schedule all of them."""
         num_rows = len(decoding)
         if decoding != self._decoding:
             self._decoding = decoding
@@ -59,8 +59,8 @@ class StepSnapshot(NamedTuple):
     """A snapshot of a request's recurrent state that a step leaves.
 
     Attributes:
-        token_stop: tokens that are in the state.
-        key: of the last block of these.
+        token_stop: number of tokens in the state.
+        key: key of the last block of these tokens.
         slot: -1: there is a snapshot already, or there is no room.
     """
 
@@ -74,7 +74,7 @@ class NextStep:
     """A step in the making: first all decodes, then chunks of prompts while there is budget.
 
     Attributes:
-        number: of the step.
+        number: number of the step.
         states: the requests of the rows, in the order of the rows.
         rows: rows of a single token come first.
         budget: tokens that still fit.
@@ -83,14 +83,14 @@ class NextStep:
         num_decodes: rows of `add_decodes`; they come before all others.
         work: what the step computes.
         bound: on the step's time; None: there is none.
-        has_skipped: the first prompt got no token of this step for lack of room.
-        layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
+        has_skipped: whether the first prompt got no token of this step for lack of room.
+        layers_per_group: the smallest number that a prompt of the step asks for; 0: no prompt asks for marks.
         restores, copies: recurrent states, (from slot, to slot), that are copied before and after the step.
-        snapshots: of recurrent states, that can be used once the step has ended.
+        snapshots: snapshots of recurrent states, usable once the step has ended.
 
     Args:
-        state_unit: multiples of this many tokens are where chunks of models with recurrent states should end; 0: the
-            model has none.
+        state_unit: chunks should end at multiples of this many tokens, if the model has recurrent states; 0: it has
+            none.
     """
 
     def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float, state_unit: int = 0) -> None:
@@ -131,7 +131,7 @@ class NextStep:
         self.work = work
 
     def chunk_tokens(self, state: RequestState, start: int) -> int:
-        """How many tokens of the request from `start` on still fit; 0: it waits."""
+        """How many tokens of the request from `start` on still fit. Returns 0 if it waits."""
         stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
         num_tokens = min(self.budget, stop - start)
         if self.bound is not None and num_tokens > 0:
@@ -179,8 +179,8 @@ class Step(NamedTuple):
         states: the requests of the rows, in the order of the rows.
         started: the requests whose first row is in this step, by id.
         work: what the step computes.
-        scores: it computes prompt logprobs too.
-        snapshots: of recurrent states, that can be used once it has ended.
+        scores: whether it computes prompt logprobs too.
+        snapshots: snapshots of recurrent states, usable once the step has ended.
     """
 
     number: int
@@ -256,7 +256,7 @@ class StepsInFlight:
 
     @property
     def oldest(self) -> Step:
-        """The step that runs, or that has ended and is not yet removed."""
+        """The step that runs, or that has ended and is not removed yet."""
         return self._steps[0]
 
     def end_oldest(self) -> Step:

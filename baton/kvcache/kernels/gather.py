@@ -42,7 +42,7 @@ def gather_ranges(
     scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """As `gather_slots`, for consecutive tokens of several requests, request after request.
+    """Copies like `gather_slots`, for consecutive tokens of several requests, request after request.
 
     Args:
         block_table_RB: int32.

@@ -75,7 +75,7 @@ def gather_converted(
     digest_out: Tensor | None = None,
     between: Callable[[], object] = lambda: None,
 ) -> None:
-    """As `gather_to_wire`, in the converter's dtype, for which `out` must be aligned.
+    """Gathers like `gather_to_wire`, in the converter's dtype, to which `out` must be aligned.
 
     Args:
         between: on a CPU, called after each tile, so that callers can keep other work going.
@@ -130,7 +130,7 @@ def _gather_on_cpu(
 
 
 def _tiles(spec: KVCacheSpec, tokens: tuple[int, int], *, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Token ranges, each of one layer."""
+    """Cuts a token range into ranges whose KV of one layer fits into a tile."""
     per_token = spec.bytes_per_token_layer // spec.num_kv_heads * num_heads
     tokens_each = max(1, _TILE_BYTES // per_token)
     start, token_stop = tokens
@@ -148,7 +148,7 @@ def _of_layers(converter: Converter, layers: range) -> Tensor | None:
 
 
 def _compile(cache: PagedKVCache, converter: Converter) -> None:
-    """Runs the kernel once, for a block that no cache has."""
+    """Compiles the kernel by one run, for a block outside of the cache."""
     device, spec = cache.storage.device, cache.spec
     payload = torch.zeros(converter.spec.bytes_per_token_layer, dtype=torch.uint8, device=device)
     nowhere, nowhere_cpu = torch.full((1,), -1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The digest of a payload: a 64-bit number that damage, loss or reordering of KV changes.
+"""Computes the digest of a payload: a 64-bit number that changes with damage, loss or reordering of KV.
 
 It depends on the payload's bytes alone, not on layout or block size. Its weights are public, so it does not protect
 against deliberate forgery.
@@ -123,7 +123,7 @@ def _weigh(sums: NDArray[np.uint32], weights: NDArray[np.uint64]) -> int:
 
 
 def _padded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Zero-padded to whole rows."""
+    """The data, zero-padded to whole rows."""
     padded = np.zeros(-(-data.size // ROW_BYTES) * ROW_BYTES, dtype=np.uint8)
     padded[: data.size] = data
     return padded

@@ -1,4 +1,4 @@
-"""Where a payload's runs lie in a cache, and the check that a payload's ranges and blocks are right."""
+"""Locates a payload's runs in a cache, and checks the payload's ranges and blocks."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -14,16 +14,16 @@ from baton.tritonlib.launch import PreparedKernel
 
 @dataclass(frozen=True)
 class WirePlaces:
-    """Where a payload's runs lie in a cache; all sizes and strides in bytes.
+    """The places of a payload's runs in a cache; all sizes and strides in bytes.
 
     Attributes:
         first: first byte of the first layer, head and block.
         run: bytes that are adjacent on both sides: one head of a token, or all of its heads where `num_heads` is 1.
-        stride_L, stride_K, stride_B, stride_N, stride_H: from one to the next in the cache.
+        stride_L, stride_K, stride_B, stride_N, stride_H: bytes from one index to the next in the cache.
         num_parts, kv_factor: layers times keys and values, and how many of these a layer has.
         num_tokens, num_heads: runs of a part.
         token_start: the request's first token.
-        block_size, num_blocks: of the cache.
+        block_size, num_blocks: those of the cache.
     """
 
     first: int
@@ -61,7 +61,7 @@ class WirePlaces:
 
 
 def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: range, heads: range) -> WirePlaces:
-    """Where a request's runs lie in its blocks, for ranges that were checked before."""
+    """Locates a request's runs in its blocks, for ranges that were checked before."""
     spec, shape = cache.spec, cache.shape
     stride_L, stride_K, stride_B, stride_N, stride_H, _ = (stride * spec.itemsize for stride in cache.view.stride())
     run = spec.head_dim * spec.itemsize
@@ -96,13 +96,14 @@ def check_places(
     *,
     spec: KVCacheSpec | None = None,
 ) -> WirePlaces:
-    """As `places_of`, after a check: a wrong reference ends in an error, never in a read or write somewhere else.
+    """Checks the arguments, then locates the runs like `places_of`. A wrong reference ends in an error, never in a read
+    or write elsewhere.
 
     Args:
-        spec: of the payload; the cache's if not given.
+        spec: the payload's spec; the cache's if not given.
 
     Raises:
-        InternalError
+        InternalError: a range or a block is wrong, or the payload has another size.
     """
     spec, shape = spec or cache.spec, cache.shape
     tokens_held = block_ids.numel() * shape.block_size

@@ -1,4 +1,4 @@
-"""Prepared kernels for gather, scatter and digest on a GPU, for callers that move one segment after another.
+"""Prepares kernels for gather, scatter and digest on a GPU, for callers that move one segment after another.
 
 Everything that all segments have in common is computed once, so a segment costs the host little more than one launch.
 After a stream's first use nothing is allocated, and the host never waits.
@@ -51,7 +51,7 @@ class DeviceWire:
         digest_add: int = 0,
         stream: torch.cuda.Stream | None = None,
     ) -> int:
-        """As `gather_to_wire`; returns the payload's bytes.
+        """Gathers like `gather_to_wire`; returns the payload's size in bytes.
 
         Args:
             digest_out: 8 contiguous bytes, wherever they start, in memory of the GPU or in page-locked memory of the
@@ -104,7 +104,7 @@ class DeviceWire:
         payload: Tensor,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """As `scatter_from_wire`."""
+        """Scatters like `scatter_from_wire`."""
         num_tokens = token_stop - token_start
         moves = self._usual_moves(block_ids, token_start, num_tokens, layers, heads, payload)
         if moves is not None:
@@ -132,7 +132,8 @@ class DeviceWire:
         digest_add: int = 0,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """As `digest_on_device`, for the first bytes of any memory of the device; `out` as `digest_out` of `gather`."""
+        """Digests the first bytes of any memory of the device, like `digest_on_device`; `out` is like `digest_out` of
+        `gather`."""
         if num_bytes > payload.numel() or (payload.data_ptr() | num_bytes) % PreparedKernel.ALIGN_BYTES:
             with torch.cuda.stream(stream):
                 digest_on_device(payload[:num_bytes], out=out, add=digest_add)
@@ -151,7 +152,8 @@ class DeviceWire:
     def _usual_moves(
         self, block_ids: Tensor, token_start: int, num_tokens: int, layers: range, heads: range, payload: Tensor
     ) -> "_Moves | None":
-        """None if an argument is wrong, or the payload's address does not suit the prepared kernels."""
+        """The prepared kernels for a segment. Returns None if an argument is wrong, or the payload's address does
+        not suit them."""
         spec = self._cache.spec
         if (
             0 <= token_start < token_start + num_tokens <= block_ids.numel() * self._cache.shape.block_size
@@ -173,7 +175,7 @@ class DeviceWire:
         return moves
 
     def _scratch_of(self, handle: int, stream: torch.cuda.Stream | None) -> Tensor:
-        """Digests on different streams may overlap."""
+        """The stream's own scratch memory, because digests on different streams may overlap."""
         scratch = self._scratch.get(handle)
         if scratch is None:
             with torch.cuda.stream(stream):
@@ -186,10 +188,10 @@ class _Moves:
     """The prepared kernels for some of a cache's heads.
 
     Attributes:
-        gather_and_digest: None where a payload must be digested afterwards.
-        token_layer_bytes: of one token in one layer.
+        gather_and_digest: None if payloads must be digested afterwards.
+        token_layer_bytes: bytes of one token in one layer.
         token_rows: rows of one token in one layer's keys.
-        tile_rows: of `gather` and `scatter`.
+        tile_rows: rows of a tile of `gather` and `scatter`.
         places: the kernels' arguments after the rows and the first token: the number of blocks, the first byte, and the
             strides from one layer, key or value, block, token and head to the next.
     """

@@ -89,7 +89,7 @@ def test_a_request_that_could_not_be_in_time_is_refused_at_submit_only_if_it_ask
     scheduler.submit(request("waits", 30, prefill_only=True), 0.0)
     scheduler.submit(request("late", 8, prefill_only=True, due_s=7.0), 0.0)
     scheduler.submit(request("none", 8, prefill_only=True, refuse_late=True), 0.0)
-    with pytest.raises(Overloaded, match="before it is due") as refused:
+    with pytest.raises(Overloaded, match="cannot meet its deadline") as refused:
         scheduler.submit(request("refused", 8, prefill_only=True, due_s=7.0, refuse_late=True), 0.0)
     assert refused.value.retry_after_s == 46.0
     assert "shorter prompt" in str(refused.value.cure)

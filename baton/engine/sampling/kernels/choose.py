@@ -26,7 +26,7 @@ _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 @triton.jit
 def noise_words(seed, position, first_id, TOKENS: tl.constexpr):
-    """uint32 of `TOKENS` neighbouring token ids; `first_id` and `TOKENS` are multiples of 4."""
+    """Random uint32 words of `TOKENS` neighbouring token ids; `first_id` and `TOKENS` are multiples of 4."""
     groups = first_id // 4 + tl.arange(0, TOKENS // 4)
     zeros = groups * 0
     word_0, word_1, word_2, word_3 = tl.philox(seed, groups, zeros + position.to(tl.int32), zeros, zeros)
@@ -55,8 +55,8 @@ def choose(
     out_R: Tensor,
     slice_size: int = _SLICE,
 ) -> None:
-    """The per-row numbers are those of `baton.engine.sampling.choice.SamplingBuffers`; they may be longer than the
-    logits.
+    """Writes each row's token to `out_R`. The per-row numbers are those of
+    `baton.engine.sampling.choice.SamplingBuffers`; they may be longer than the logits.
 
     A row whose largest logit is not finite gets -1.
     """

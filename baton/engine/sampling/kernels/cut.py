@@ -1,4 +1,4 @@
-"""Where `top_k` and `top_p` cut a row: the lowest rank that stays. One program per row finds it by bisection. The
+"""Finds where `top_k` and `top_p` cut a row: the lowest rank that stays. One program per row finds it by bisection. The
 result is exact: it counts tokens and adds probabilities as integers, so the order of addition does not matter.
 
 Legend: S slices of the vocabulary, A slices that are read at once, I tokens of a slice.

@@ -17,7 +17,7 @@ NO_RANK = tl.constexpr(-(1 << 51) - 1)
 
 @triton.jit
 def rank_of(logits, token_ids):
-    """float32 and int32 to int64. NaN ranks above all numbers, as in torch; -0.0 equals 0.0."""
+    """The ranks of float32 logits and int32 token ids. NaN ranks above all numbers, as in torch; -0.0 equals 0.0."""
     bits = logits.to(tl.int32, bitcast=True)
     # Among negative numbers the larger one has the smaller bits.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,5 +1,5 @@
-"""The digest of `baton.kvcache.wire.digest` on a GPU: a kernel for payloads in memory, and parts for kernels that
-digest numbers in their registers.
+"""Computes the digest of `baton.kvcache.wire.digest` on a GPU: a kernel for payloads in memory, and parts for kernels
+that digest numbers in their registers.
 
 One launch does everything: a program weighs the sum of each of its rows, adds up its rows' columns in registers, and
 writes both to memory of its own. The last program of a group adds up the group's sums; the last group adds up all
@@ -37,7 +37,7 @@ def programs_at_once(device: torch.device) -> int:
 
 
 def programs_for(num_rows: int, at_once: int) -> int:
-    """The number of programs that share a payload of so many rows."""
+    """The number of programs that share a payload of `num_rows` rows."""
     return max(1, min(at_once, num_rows // _ROWS_PER_PROGRAM_MIN))
 
 
@@ -73,7 +73,7 @@ def digest_payload(payload: Tensor, *, columns: int, constant_term: int, out: Te
 
 
 def prepare_digest(columns: int, device: torch.device) -> PreparedKernel:
-    """Prepared `digest_payload`, for payloads whose sizes are also multiples of `PreparedKernel.ALIGN_BYTES`.
+    """Prepares `digest_payload` for payloads whose sizes are also multiples of `PreparedKernel.ALIGN_BYTES`.
 
     Arguments of a launch: payload, scratch, out, payload's bytes, constant term.
     """
@@ -214,7 +214,7 @@ def finish(
 
 @triton.jit
 def _add_up(rows_ptr, num_rows, COLUMNS: tl.constexpr, MOST_ROWS: tl.constexpr):
-    """The sums of columns over rows that other programs have written."""
+    """Adds up the columns of rows that other programs have written."""
     columns_C = tl.arange(0, COLUMNS)
     sums_C = tl.zeros([COLUMNS], tl.int32)
     for row in tl.static_range(MOST_ROWS):

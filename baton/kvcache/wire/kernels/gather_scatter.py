@@ -64,7 +64,7 @@ def gather_and_digest(
     """Moves a payload out of the cache and writes its digest into `digest_out`, an int64 scalar; the other arguments
     are those of `move` and of `digest_payload`.
 
-    Only where `WirePlaces.can_be_digested`.
+    Requires `WirePlaces.can_be_digested`.
     """
     assert places.can_be_digested(memory, payload)
     row_words, tile_words, num_warps = tuning
@@ -87,9 +87,9 @@ def gather_and_digest(
 
 
 def prepare_move(places: WirePlaces, device: torch.device, *, to_cache: bool) -> PreparedKernel:
-    """Prepared `move`, for all payloads that differ from these places only in layers, tokens and the first head.
+    """Prepares `move` for all payloads that differ from these places only in layers, tokens and the first head.
 
-    Arguments of a launch, as many programs as the cut has tiles: memory, payload, block ids, the cut's.
+    A launch has as many programs as the cut has tiles. Its arguments: memory, payload, block ids, the cut's arguments.
     """
     constants = {**cut_to_move(places).constants, "TO_CACHE": to_cache}
     examples = (torch.uint8, torch.uint8, torch.int64, *_EXAMPLES)
@@ -97,10 +97,10 @@ def prepare_move(places: WirePlaces, device: torch.device, *, to_cache: bool) ->
 
 
 def prepare_gather_and_digest(places: WirePlaces, device: torch.device, *, columns: int) -> PreparedKernel:
-    """Prepared `gather_and_digest`, for the same payloads.
+    """Prepares `gather_and_digest` for the same payloads.
 
-    Arguments of a launch, with `digest.programs_for` programs: memory, payload, block ids, scratch, digest,
-    constant term, the cut's.
+    A launch has `digest.programs_for` programs. Its arguments: memory, payload, block ids, scratch, digest, constant
+    term, the cut's arguments.
     """
     constants = {**cut_to_digest(places).constants, "COLUMNS": columns, **digest.CONSTANTS}
     examples = (torch.uint8, torch.uint8, torch.int64, torch.int32, torch.uint8, 1, *_EXAMPLES)
@@ -297,7 +297,7 @@ def locate(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Where each row of a tile lies, in words from the cache's first, and whether it lies in the cache at all."""
+    """Locates each row of a tile: its place, in words from the cache's first, and whether it lies in the cache."""
     first_row = tile.to(tl.int64) * ROWS
     # The 64-bit division once per tile; rows count from the tile's part.
     rows_R = (first_row % rows_of_part).to(tl.int32) + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""How kernels cut a payload into rows: pieces of one token's adjacent bytes, all of one size."""
+"""Cuts a payload into rows for kernels: pieces of one token's adjacent bytes, all of one size."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype, as two calls would round it.
 
-The twins are in `baton.models.layers.common`. Legend: T rows, I channels of the gate, and of the up after it.
+The twins are in `baton.models.layers.mlp`. Legend: T rows, I channels of the gate, and of the up after it.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """RMS norms, alone or together with the addition to the residual stream before them.
 
-The twins are in `baton.models.layers.common`. A row's result depends on that row only: its size alone decides the
+The twins are in `baton.models.layers.norms`. A row's result depends on that row only: its size alone decides the
 program and the order of its sum. Legend: T tokens, D channels.
 """
 

@@ -18,10 +18,10 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
 from baton.models.kernels.adapter_products import AdapterRows
-from baton.models.layers.blocks import CenteredNorm
-from baton.models.layers.common import Embedding, RMSNorm
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext

@@ -20,8 +20,8 @@ from baton.core.errors import ConfigError
 from baton.kvcache.access import store_latent
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import IndexConfig
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.norms import LayerNorm
 
 # NOTE: the models were trained so, whatever their `rms_norm_eps`.
 _KEY_NORM_EPS = 1e-6

@@ -13,7 +13,7 @@ from attention.mla import MLAAttention, library_heads_product
 from baton.core.errors import InternalError
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.matmul.matmul import multiply_heads_invariant, multiply_invariant
-from baton.models.layers.common import Embedding
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import Linear
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from baton.models.config.model_config import GQAConfig, QKNorm
-from baton.models.layers.common import RMSNorm
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import TensorParallel
 
 

@@ -31,11 +31,11 @@ from baton.models.families.dense.llama_switches import LlamaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer
 from baton.models.families.table import family_of
 from baton.models.layers.causal_lm import CausalLM, ModelClass
-from baton.models.layers.common import NormOfEachHead
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear
 from baton.models.layers.moe.experts import Experts, RoutedExperts
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts
+from baton.models.layers.norms import NormOfEachHead
 from baton.models.layers.parallel import SINGLE, TensorParallel, refuse_batch_invariance
 from baton.models.layers.products import make_batch_invariant, use_decode_products
 from baton.models.loading.checkpoint_check import check_tensors, check_tied_head, take_tied_head

@@ -23,8 +23,9 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma3n_config import Gemma3nSwitches
 from baton.models.families.dense.gemma_parts import LayerInputs, LayerWithInput, SharingAttention, rounded
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext

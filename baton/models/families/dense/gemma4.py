@@ -28,10 +28,11 @@ from baton.models.families.dense.gemma_parts import (
 )
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 

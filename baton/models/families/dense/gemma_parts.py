@@ -17,9 +17,9 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.elementwise import gelu
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 

@@ -22,9 +22,10 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom import GroupedQKV
 from baton.models.families.dense.layer_norm_config import Activation, LayerNormSwitches, Projection
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import Embedding, LayerNorm
 from baton.models.layers.elementwise import gelu, silu
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear, Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

@@ -18,14 +18,15 @@ from attention.rotation import HeadNorms, Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
-from baton.models.layers.blocks import CenteredNorm, NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import GatedMLP, RMSNorm
+from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.moe.stacked_experts import StackedExperts
 from baton.models.layers.moe.ungated_experts import SquaredReluMLP
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from baton.models.layers.rotary import Rotary

@@ -20,9 +20,9 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom import GroupedQKV
 from baton.models.families.dense.phi3_small_config import Phi3SmallSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

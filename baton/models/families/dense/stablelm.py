@@ -15,8 +15,9 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.stablelm_config import StableLMSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, LayerNorm, NormOfEachHead
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
+from baton.models.layers.norms import LayerNorm, NormOfEachHead
 from baton.models.layers.parallel import ParallelModule, kv_heads, query_heads
 from baton.models.layers.step_context import StepContext
 

@@ -19,8 +19,9 @@ from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

@@ -19,8 +19,8 @@ from baton.models.families.dense.llama import LlamaAttention, make_mlp
 from baton.models.families.hybrid.lfm2_config import Lfm2Switches
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_conv
 from baton.models.layers.step_context import StepContext
 

@@ -19,10 +19,10 @@ from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.moe.router import Router
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts, SquaredReluMLP
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

@@ -19,8 +19,8 @@ from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays

@@ -15,10 +15,11 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.indexer import Indexer, Selection
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 
 # NOTE: the norms of the two latents use this instead of `rms_norm_eps`, because the models were trained so.
 _LATENT_NORM_EPS = 1e-6

@@ -15,9 +15,10 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.families.latent.deepseek import DeepseekAttention
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.indexer import Selection
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 

@@ -18,11 +18,11 @@ from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, run_packed_experts
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 
 _SCALE_OF_TWO = 128  # as an exponent of mxfp4
 

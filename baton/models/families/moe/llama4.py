@@ -18,10 +18,11 @@ from baton.models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from baton.models.families.moe.llama4_config import Llama4Switches, TemperatureTuning
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, silu_and_multiply
 from baton.models.layers.linear import FusedLinear, Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

@@ -16,8 +16,8 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama import make_mlp
 from baton.models.families.moe.mimo_config import MiMoSwitches
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 

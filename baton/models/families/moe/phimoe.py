@@ -14,8 +14,8 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama import LlamaAttention, make_mlp
 from baton.models.families.moe.moe_routers_config import PhimoeSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 

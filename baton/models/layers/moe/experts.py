@@ -14,10 +14,10 @@ from baton.models.config.expert_places import LayerPlaces
 from baton.models.formats.fp8 import dequantize_blocks
 from baton.models.kernels.moe.expert_places import find_places
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
-from baton.models.layers.common import silu_and_multiply
 from baton.models.layers.elementwise import widened
 from baton.models.layers.expert_counts import LayerCounts
 from baton.models.layers.linear import Multiply
+from baton.models.layers.mlp import silu_and_multiply
 
 
 class RoutedExperts(nn.Module):

@@ -11,9 +11,9 @@ from baton.models.config.model_config import MoEConfig
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.zero_experts import given_back
-from baton.models.layers.common import GatedMLP, silu_and_multiply
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.router import Router
 from baton.models.layers.parallel import ParallelModule

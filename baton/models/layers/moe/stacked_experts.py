@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 
 

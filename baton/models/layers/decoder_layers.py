@@ -8,31 +8,13 @@ last one. Shapes: T token, D hidden channel.
 from abc import abstractmethod
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
 
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
-from baton.models.layers.common import RMSNorm
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule
-
-
-class CenteredNorm(nn.Module):
-    """A layer norm without bias: (x - mean(x)) / sqrt(var(x) + eps) * weight, rounded once."""
-
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return layer_norm(x_TD, self.weight.shape, self.weight, None, self.eps)
-
-    def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | None) -> Tensor:
-        """As `RMSNorm.add_and_norm`."""
-        return self.forward(stream_TD if update_TD is None else stream_TD.add_(update_TD))
 
 
 class _Block(ParallelModule):

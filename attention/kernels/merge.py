@@ -1,4 +1,4 @@
-"""Merges attention over two sets of keys, in one pass over both outputs. Its plain-torch twin is `attention.lse`.
+"""Merges attention over two sets of keys in one pass over both outputs. The plain-torch twin is `attention.lse`.
 
 Legend: T tokens, H heads, V value channels.
 """
@@ -93,7 +93,7 @@ def _merge(
     BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token, BLOCK_H heads."""
+    """Merges BLOCK_H heads of one token."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -135,8 +135,8 @@ def _merge(
         other=0.0,
     ).to(tl.float32)
     merged = prefix_values * (prefix_weight * share)[:, None] + suffix_values * (suffix_weight * share)[:, None]
-    # NOTE: outputs may be written over inputs, and every warp reads the log-sum-exps: without the barrier a late warp
-    # would read the merged one as a side's.
+    # NOTE: outputs may overwrite inputs, and every warp reads the log-sum-exps: without the barrier a late warp would
+    # read the merged one as a side's.
     tl.debug_barrier()
     if merged_lse is not None:
         lse = tl.where(empty, minus_inf, tl.log(total) + highest)

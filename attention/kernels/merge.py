@@ -26,7 +26,7 @@ def merge_attn_states(
         prefix_lse_HT, suffix_lse_HT: float32; -inf or +inf: no keys on that side, whose output is then not read.
         out: [T, H, V] of any float type; 0 without keys on both sides.
         lse_HT: float32, merged; may be one of the two.
-        sinks_H: float32; a further score per head, counted here and in neither side.
+        sinks_H: float32; an extra score per head, which neither side includes.
     """
     num_tokens, num_heads, num_channels = out.shape
     if not num_tokens:

@@ -54,10 +54,11 @@ class FalconAttention(nn.Module):
 
 
 def _scaled_slopes(gqa: GQAConfig) -> Tensor:
-    """[H] float32. The reference adds distances before it scales the scores, and rounds the slopes to bfloat16.
+    """Returns the slopes [H] in float32. The reference adds distances before it scales the scores, and rounds the
+    slopes to bfloat16.
 
-    NOTE: it also rounds slope times position to bfloat16, which is not a function of the distance: where that product
-    needs more than 8 bits, its scores differ from these by up to one part in 512 of the product.
+    NOTE: it also rounds slope times position to bfloat16, which is not a function of the distance. Where that product
+    needs more than 8 bits, its scores differ from ours by up to one part in 512 of the product.
     """
     return torch.tensor(gqa.alibi_slopes, dtype=torch.bfloat16).float() * gqa.scale
 

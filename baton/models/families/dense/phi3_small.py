@@ -52,7 +52,7 @@ class Phi3SmallAttention(nn.Module):
 
 
 def gegelu(gate_up: Tensor, limit: float | None) -> Tensor:
-    """Quick gelu of the even channels of the last axis, times one plus the odd channels; both are clamped first."""
+    """Returns quick gelu of the last axis's even channels, times one plus the odd channels; both are clamped first."""
     gate_TI, up_TI = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     if limit is not None:
         gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)

@@ -1,4 +1,4 @@
-"""StableLM: layer norms, a part of each head that turns, and in the larger models norms of heads and one norm for both
+"""StableLM: layer norms, partial rotation of each head, and in larger models norms of heads and one norm for both
 halves of a layer.
 
 Shapes: T token, D hidden channel, X channels of all heads, H head, C head channel.

@@ -205,7 +205,7 @@ def _whole_shape(part: _Part) -> LayerShape:
 
 
 def _fill(target: Tensor, whole: Tensor, share: Share | None) -> None:
-    """Copies the rank's part. The rest of the target must already be zero and is unchanged."""
+    """Copies the rank's part. The rest of the target is unchanged and must already be zero."""
     if share is None:
         target.copy_(whole)
         return

@@ -66,7 +66,7 @@ class _Gemma3nFields(LocalRopeFields):
     activation_sparsity_pattern: object = None
 
     def mlp_sizes(self) -> tuple[int, ...]:
-        """Of each layer."""
+        """Returns the value of each layer."""
         sizes, num_layers = self.intermediate_size, self.num_hidden_layers
         sizes = sizes * num_layers if len(sizes) == 1 else sizes
         if len(sizes) != num_layers or not all(0 < size < 2**20 for size in sizes):
@@ -74,7 +74,7 @@ class _Gemma3nFields(LocalRopeFields):
         return sizes
 
     def sparsities(self) -> tuple[float, ...]:
-        """Of each layer."""
+        """Returns the value of each layer."""
         num_layers, given = self.num_hidden_layers, self.activation_sparsity_pattern
         if given is None:
             sparse = _SPARSE_LAYERS if num_layers > _SPARSE_LAYERS else 0

@@ -31,8 +31,8 @@ from baton.models.layers.step_context import StepContext
 
 
 class KimiDeltaAttention(DeltaMixer):
-    """A delta rule in which every channel of a key fades at its own rate. Rates, and the gate of the output, come from
-    two products with few channels between."""
+    """A delta rule in which every channel of a key fades at its own rate. Rates and the output's gate come from two
+    products with few channels in between."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class KimiLinearLayer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if isinstance(self.self_attn, KimiDeltaAttention):
             mixed_TD = self.self_attn(normed_TD, kv_cache, rows)
@@ -143,7 +143,7 @@ class KimiLinearForCausalLM(CausalLM):
         assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
-        # Latent attention turns by no angle: positions come from the layers with states.
+        # Latent attention does not rotate; positions come from the layers with states.
         cos_TP = torch.ones(len(stream_TD), self.rotary_pairs, dtype=torch.float32, device=stream_TD.device)
         rotation = Rotation(cos_TP, torch.zeros_like(cos_TP), interleaved=False)
         update_TD: Tensor | None = None

@@ -1,8 +1,8 @@
-"""Decoder layers whose norms are elsewhere than Llama's: after both halves, around them, or one before both at once.
+"""Decoder layers with norms in other places than Llama's: after both halves, around each, or one before both together.
 
-`baton.models.layers.causal_lm.DecoderLayer` is Llama's. All take their attention and MLP, which return a rank's part of
-a sum, and all are called alike: a layer adds the update of the layer before to the residual stream, and returns its own
-last one. Shapes: T token, D hidden channel.
+`baton.models.layers.causal_lm.DecoderLayer` is Llama's. All receive an attention and an MLP that return a rank's part
+of a sum, and share one signature: a layer adds the previous layer's update to the residual stream, and returns its own
+last update. Shapes: T token, D hidden channel.
 """
 
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from baton.models.layers.parallel import ParallelModule
 
 
 class _Block(ParallelModule):
-    """Any of the layers below."""
+    """Base of the layers below."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Block(ParallelModule):
 
 
 class NormsAfter(_Block):
-    """x + norm(attention(x)), then x + norm(mlp(x)), as OLMo-2 has it."""
+    """Computes x + norm(attention(x)), then x + norm(mlp(x)), as in OLMo-2."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
         super().__init__(self_attn, mlp)
@@ -60,7 +60,7 @@ class NormsAfter(_Block):
 
 
 class NormsAround(_Block):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as GLM-4 has it."""
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as in GLM-4."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
         super().__init__(self_attn, mlp)
@@ -87,7 +87,7 @@ class NormsAround(_Block):
 
 
 class ParallelHalves(_Block):
-    """x + attention(norm(x)) + mlp(norm(x)), as Cohere has it: one sum over ranks for both."""
+    """Computes x + attention(norm(x)) + mlp(norm(x)), as in Cohere, with one sum over ranks for both."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: CenteredNorm) -> None:
         super().__init__(self_attn, mlp)

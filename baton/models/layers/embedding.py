@@ -9,7 +9,7 @@ from baton.models.layers.token_exchange import ExchangingModule
 
 
 class Embedding(ExchangingModule):
-    """Token embedding. Every rank has the same number of rows, of consecutive ids."""
+    """The token embedding. Every rank has the same number of rows, for consecutive ids."""
 
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -25,5 +25,5 @@ class Embedding(ExchangingModule):
         return self.sum_of_ranks(rows_TD.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
     def as_head(self, x_TD: Tensor) -> Tensor:
-        """Logits of this rank's ids, for a model whose head is tied to its embedding."""
+        """Returns logits of this rank's ids, for a model whose head is tied to its embedding."""
         return self.multiply(x_TD, self.weight, None)

@@ -14,7 +14,7 @@ from baton.models.layers.linear import FusedLinear, Linear
 
 
 def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
-    """silu of the first half of the channels, times the second half."""
+    """Returns silu of the first half of the channels, times the second half."""
     if gate_up_TI.is_cuda:
         return activation.silu_and_multiply(gate_up_TI)
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
@@ -22,7 +22,7 @@ def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
-    """gelu, approximated by tanh, of the first half of the channels, times the second half."""
+    """Returns gelu, approximated by tanh, of the first half of the channels, times the second half."""
     if gate_up_TI.is_cuda:
         return activation.gelu_tanh_and_multiply(gate_up_TI)
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
@@ -30,10 +30,10 @@ def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """An MLP whose first product gives gate and up.
+    """An MLP whose first product computes gate and up.
 
     Args:
-        activate: takes both in one tensor, the gate's channels first.
+        activate: takes gate and up in one tensor, the gate's channels first.
     """
 
     def __init__(

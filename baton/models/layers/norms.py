@@ -73,17 +73,16 @@ class CenteredNorm(nn.Module):
         return layer_norm(x_TD, self.weight.shape, self.weight, None, self.eps)
 
     def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | None) -> Tensor:
-        """As `RMSNorm.add_and_norm`."""
+        """Does what `RMSNorm.add_and_norm` does."""
         return self.forward(stream_TD if update_TD is None else stream_TD.add_(update_TD))
 
 
 class NormOfEachHead(ParallelModule):
-    """Layer norms without biases, one for each head. Every rank has all their weights, of which it uses those of its
-    heads.
+    """Layer norms without biases, one for each head. Every rank has all weights and uses those of its heads.
 
     Args:
         num_heads: of the whole model.
-        held: a rank's heads among that many.
+        held: returns a rank's heads among `num_heads`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class NormOfEachHead(ParallelModule):
         self.held, self.eps = held, eps
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(Tensor name in the checkpoint, relative to this layer; the row that it fills.)"""
+        """Yields (checkpoint's tensor name, relative to this layer; the row that it fills)."""
         for head, row in enumerate(self.weight.data):
             yield f"norms.{head}.weight", row
 

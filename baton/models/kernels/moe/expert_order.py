@@ -155,7 +155,7 @@ def _place(
 
 @triton.jit
 def _experts(experts, assignments_C, exists_C, EXPERTS: tl.constexpr):
-    """Returns the experts of assignments; EXPERTS for assignments below 0."""
+    """Returns the experts of assignments; the last number, EXPERTS - 1, for assignments below 0."""
     experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
     return tl.where(experts_C < 0, EXPERTS - 1, experts_C)
 

@@ -1,4 +1,4 @@
 """Attention over the paged cache: metadata, layers, backends and kernels.
 
-Tensors, positions and block tables go in, tensors come out. Importing this package or `blocksparse` imports no torch.
+It maps tensors, positions and block tables to tensors. Importing this package or `blocksparse` imports no torch.
 """

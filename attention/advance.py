@@ -1,4 +1,4 @@
-"""The next decode step's metadata from this one's, in place and without the host. Library API.
+"""Turns a decode step's metadata into the next step's, in place and without the host. Library API.
 
 Legend: R requests.
 """
@@ -21,14 +21,14 @@ def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:
     shared = common.seq_lens.data_ptr() == common.seq_lens_cpu.data_ptr()
     advance_on_host(common, block_size)
     if shared:
-        # On a CPU a tensor and its copy may be the same memory, which has then advanced already.
+        # On a CPU a tensor and its copy may share memory, which has then advanced already.
         return _place_last_tokens(common, block_size)
     return advance_on_device(common, block_size)
 
 
 def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tensor:
-    """Advances the tensors on the device, as a CUDA graph can capture it: each replay advances by one token and writes
-    the positions to the returned tensor. Call `advance_on_host` with each replay.
+    """Advances the tensors on the device. A CUDA graph can capture the call: each replay advances by one token and
+    writes the positions to the returned tensor. Call `advance_on_host` with each replay.
 
     A token past the block table gets slot -1.
     """
@@ -37,7 +37,7 @@ def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tenso
 
 
 def advance_on_host(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Advances the copies on the CPU and no other tensor.
+    """Advances only the copies on the CPU.
 
     Raises:
         InternalError: as `advance_step`.

@@ -1,8 +1,8 @@
 """The interface of attention backends: capabilities, metadata builder, and the calls that layers make.
 
 The builder runs once per batch, may read tensors in CPU memory and fills persistent buffers. `forward` runs once per
-layer and touches only tensors, never their values, so that it can be captured in a CUDA graph where the capabilities
-say so. Legend: T tokens, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
+layer and never reads a tensor's values on the host, so a CUDA graph can capture it where the capabilities allow.
+Legend: T tokens, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from baton.kvcache.tokens import TokenRanges
 
 
 class AttentionFeature(StrEnum):
-    """Features beyond causal attention that a model can ask for; `attention.parameters` defines each."""
+    """A feature beyond causal attention that a model can require; `attention.parameters` defines each."""
 
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_LOCAL = "chunked_local"
@@ -43,7 +43,7 @@ class AttentionFeature(StrEnum):
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a backend can do. None for sizes means any.
+    """The capabilities of a backend. A size of None means any size.
 
     Attributes:
         devices: "cuda"; "cpu" for plain torch; Triton's interpreter counts as "cuda".
@@ -55,7 +55,8 @@ class BackendCapabilities:
         install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
         batch_invariant: on request, a request's result has the same bits alone and in any batch.
-        reasons_against_plans: reasons why the package could not plan some batch within a node's limits; None: it can.
+        reasons_against_plans: returns why the package could not plan some batch within a node's limits; None: it always
+            can.
     """
 
     name: str
@@ -81,7 +82,7 @@ class MLADims:
     """Head sizes of a model with latent attention.
 
     Attributes:
-        top_k: tokens that each query attends to, with sparse attention; 0: all that it sees.
+        top_k: number of tokens that each query attends to with sparse attention; 0: all that it sees.
     """
 
     qk_nope_head_dim: int
@@ -93,7 +94,7 @@ class MLADims:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model on a node asks of a backend.
+    """The requirements of one model on one node.
 
     Attributes:
         device: torch's name, with the index if there is one.
@@ -103,7 +104,7 @@ class AttentionNeeds:
         num_heads, num_kv_heads: this rank's.
         max_num_reqs, max_model_len, max_num_tokens: most requests, longest sequence and most new tokens of any batch,
             for buffers that are allocated once.
-        layers: each attention layer's parameters, by name; without tensors, which do not exist yet.
+        layers: each attention layer's parameters, by name, without tensors, because none exist yet.
         mla: head sizes of latent attention; None otherwise.
         batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
     """
@@ -147,20 +148,20 @@ class AttentionBackend(Protocol):
         layer: AttentionParameters,
         out: Tensor,
     ) -> None:
-        """Attends to one layer [K, B, N, H, C], in which the batch's own KV is already written; writes into `out`.
+        """Attends to one layer [K, B, N, H, C] of the cache, which already holds the batch's own KV; writes into `out`.
 
-        GQA: all tokens of the batch. k and v are the batch's own keys and values, which a kernel may read in place of
-        the cache's copies. ENCODER and ENCODER_ONLY have no others: `kv_layer` is not read. None where the layer has no
-        keys of its own (a shared cache, an encoder's keys of an earlier step).
-        MLA: only the decodes, whose queries are latent, [T, H, C]; the values are the first `out.shape[-1]` channels of
-        the latent; k and v are None.
+        GQA: computes all tokens of the batch. k and v are the batch's own keys and values, which a kernel may read in
+        place of the cache's copies. They are None where the layer has no keys of its own (a shared cache, an encoder's
+        keys of an earlier step). For ENCODER and ENCODER_ONLY they are all keys and values, and `kv_layer` is not read.
+        MLA: computes only the decodes. Their queries are latent, [T, H, C], the values are the first `out.shape[-1]`
+        channels of the latent, and k and v are None.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RaggedLens:
-    """Where the queries and keys of several requests begin in tensors of all requests.
+    """The start of each request's queries and keys in tensors that hold all requests.
 
     Attributes:
         query_start_loc, key_start_loc: [R + 1] int32 on the device, each request's first query and key, from 0.
@@ -180,11 +181,11 @@ class RaggedLens:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Part of some prefills' context, as much as the workspace holds.
+    """A part of some prefills' context that fits the workspace.
 
     Attributes:
-        tokens: the context's places in the cache, request after request.
-        num_tokens: the context's number of tokens.
+        tokens: the places of the chunk's context in the cache, request after request.
+        num_tokens: number of context tokens in the chunk.
         query_start, query_stop: the queries of these prefills, counted from the first prefill token.
         lens: for these prefills' queries and for their keys in this chunk.
     """
@@ -201,10 +202,10 @@ class MLAMetadata(AttentionMetadata):
     """The plan of a batch of latent attention.
 
     Attributes:
-        num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
+        num_decode_tokens: number of decode tokens, which come first in the batch; all others are prefill tokens.
         prefill: the prefills' own tokens as queries and as keys; None without prefills.
         context_chunks: the prefills' context, in order.
-        sparse_decodes, sparse_prefills: their queries, where these attend to selected tokens; None: to all that they
+        sparse_decodes, sparse_prefills: the queries that attend to selected tokens; None: they attend to all that they
             see.
     """
 
@@ -241,13 +242,14 @@ class MLABackend(AttentionBackend, Protocol):
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Each request's queries over its own keys: output [T, H, V] in the queries' dtype or float32, and natural
-        log-sum-exp [H, T] float32; a request without keys has output 0 and log-sum-exp -inf.
+        """Attends with each request's queries to its own keys. Returns the output [T, H, V] in the queries' dtype or
+        float32, and the natural log-sum-exp [H, T] in float32. A request without keys has output 0 and log-sum-exp
+        -inf.
 
         Causal: a request's last query sees all of its keys, the one before it all but one, and so on.
 
         Args:
-            out: memory for the output, which is then returned: the queries' dtype, channels adjacent; None: the backend
+            out: memory for the returned output, in the queries' dtype with adjacent channels; None: the backend
                 allocates it.
         """
         ...
@@ -258,14 +260,14 @@ class SparseMLABackend(MLABackend, Protocol):
     """A latent backend for models that select the tokens to which each query attends."""
 
     def select(self, q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
-        """The slots [T, queries.width] int32 of the tokens with the best scores, in the order of their positions; of
-        equal ones the first. The score of a token is the sum over heads of weight * relu(q . k).
+        """Returns the slots [T, queries.width] int32 of the tokens with the best scores, in the order of their
+        positions. Among equal scores the first token wins. A token's score is the sum over heads of weight * relu(q.k).
 
-        Slots past `queries.counts_T` hold anything.
+        Slots past `queries.counts_T` are undefined.
 
         Args:
             weights_TH: float32.
-            index_layer: [1, B, N, 1, D], in which the batch's own keys are already written.
+            index_layer: [1, B, N, 1, D]; it already holds the batch's own keys.
         """
         ...
 
@@ -279,5 +281,5 @@ class SparseMLABackend(MLABackend, Protocol):
         layer: AttentionParameters,
         out: Tensor,
     ) -> None:
-        """Attends with latent queries to the latents in these slots, as `forward` does to all; writes into `out`."""
+        """Attends with latent queries to the latents in these slots only, and writes into `out`."""
         ...

@@ -1,6 +1,6 @@
 """The block-sparse pattern of Phi-3-small: a block of queries sees local blocks and vertical stripes of keys.
 
-Pure values without numpy, because gateways read models' configs; `attention.blocksparse_mask` has the masks.
+It holds pure values without numpy, because gateways read models' configs; `attention.blocksparse_mask` has the masks.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from baton.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlocksparseParams:
-    """Query block i and key block j are `block_size` tokens each, counted from the sequence's start.
+    """A block-sparse pattern. Query block i and key block j are `block_size` tokens each, counted from the sequence's
+    start.
 
-    A head sees, causally within the block on the diagonal, key block j <= i if it is local, i - j < local_blocks, or on
-    one of the head's stripes, (j + offset + 1) % vert_stride == 0, where `head_offsets` says each head's offset.
+    A head sees key block j <= i if the block is local, i - j < local_blocks, or on one of the head's stripes, (j +
+    offset + 1) % vert_stride == 0, with each head's offset from `head_offsets`. The block on the diagonal is causal.
 
     Attributes:
-        max_seqlen: the longest sequence that the model is meant for; does not limit the pattern.
+        max_seqlen: the longest sequence that the model was made for; it does not limit the pattern.
         num_heads, num_kv_heads: of one tensor-parallel rank.
         homo_head: all heads have the same stripes; takes precedence over `homo_head_group`.
         homo_head_group: the query heads of a kv head have the same stripes.
@@ -56,7 +57,7 @@ class BlocksparseParams:
 
     @property
     def head_sliding_step(self) -> int:
-        """Number of blocks by which each head's stripes precede those of the previous head; 0: all heads are alike. If
+        """Number of blocks by which each head's stripes precede the previous head's; 0: all heads are alike. If
         negative, its absolute value is the step from kv head to kv head."""
         if self.homo_head:
             return 0
@@ -71,7 +72,7 @@ class BlocksparseParams:
 
     @property
     def head_offsets(self) -> tuple[int, ...]:
-        """For each of this rank's heads, the number of blocks by which its stripes precede those of offset 0."""
+        """Number of blocks by which the stripes of each of this rank's heads precede the stripes of offset 0."""
         step = self.head_sliding_step
         if step >= 0:
             return tuple(head * step for head in range(*self.active_head_range))

@@ -1,4 +1,4 @@
-"""The block-sparse pattern as masks, for plain torch and for tests. Tests compare the kernels with these.
+"""The block-sparse pattern as masks, for plain torch and for tests, which compare the kernels with them.
 
 Legend: H query heads of this rank, I query blocks, J key blocks, T queries, S keys.
 """
@@ -10,9 +10,9 @@ from attention.blocksparse import BlocksparseParams
 
 
 def block_mask(params: BlocksparseParams, num_query_blocks: int, num_key_blocks: int) -> NDArray[np.bool_]:
-    """[H, I, J], True where a query block sees a key block, wholly or, on the diagonal, in part.
+    """Returns [H, I, J], True where a query block sees a key block (on the diagonal, a part of it).
 
-    The last query block is the last key block: fewer query blocks than key blocks are the end of a sequence.
+    The last query block is the last key block, so fewer query blocks than key blocks are the end of a sequence.
     """
     assert num_query_blocks <= num_key_blocks
     i_I1 = np.arange(num_key_blocks - num_query_blocks, num_key_blocks)[:, None]
@@ -24,7 +24,7 @@ def block_mask(params: BlocksparseParams, num_query_blocks: int, num_key_blocks:
 
 
 def token_mask(params: BlocksparseParams, positions_T: NDArray[np.int64], num_keys: int) -> NDArray[np.bool_]:
-    """[H, T, S], True where a query at `positions_T` sees one of a sequence's first `num_keys` keys."""
+    """Returns [H, T, S], True where a query at `positions_T` sees one of a sequence's first `num_keys` keys."""
     key_positions_S = np.arange(num_keys)
     num_blocks = max(int(positions_T.max()) + 1, num_keys) // params.block_size + 1
     blocks_HIJ = block_mask(params, num_blocks, num_blocks)

@@ -1,5 +1,5 @@
-"""Cascade attention: keys that all requests of a batch share are read once for all queries, each request's other keys
-as usual, and the two results are merged by log-sum-exp. Library API.
+"""Cascade attention: reads the keys that all requests of a batch share once for all queries, reads each request's other
+keys as usual, and merges the two results by log-sum-exp. Library API.
 
 Legend: R requests, T tokens, H query heads, D channels.
 """
@@ -19,7 +19,7 @@ from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from baton.kvcache.cache import TORCH_DTYPES
 
-# Query rows of a program of the prefill kernel, which runs over all keys.
+# Query rows of one program of the prefill kernel; the program runs over all keys.
 _PREFILL_ROWS = 128
 # Time per key of such a program, time per key of a program of the split kernel with all its rows, and time of three
 # more launches, in units of the 14 ns in which a multiprocessor reads a key of one kv head. On 132 multiprocessors with
@@ -29,14 +29,14 @@ _PREFILL_COST, _SPLIT_COST, _OVERHEAD_COST = 1.6, 2.2, 700.0
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The leading keys that all requests of a batch share, as one request to which all the batch's queries belong.
+    """The leading keys that all requests of a batch share, as one request that owns all the batch's queries.
 
     Attributes:
         query_start_loc: [2] int32.
         seq_lens: [1] int32.
         block_table: [1, blocks] int32.
-        num_tokens: queries of the batch.
-        plan: split of the keys among programs if the queries alone are too few to fill the GPU; otherwise None.
+        num_tokens: number of the batch's queries.
+        plan: split of the keys among programs if the queries are too few to fill the GPU; otherwise None.
         rest: the batch without the prefix: its lengths and block tables begin after it.
     """
 
@@ -51,7 +51,7 @@ class SharedPrefix:
 def share_prefix(
     common: CommonAttentionMetadata, common_prefix_len: int, needs: AttentionNeeds, *, num_sms: int
 ) -> SharedPrefix | None:
-    """The part of the prefix that is whole blocks and lies before every query; None if there is none."""
+    """Returns the whole blocks of the prefix that lie before every query; None if there are none."""
     shortest = int(common.num_computed_tokens_cpu.min())
     num_blocks = min(common_prefix_len, shortest) // needs.block_size
     if not num_blocks or not common.causal:
@@ -77,7 +77,7 @@ def share_prefix(
 
 
 def can_share_prefix(layer: AttentionParameters) -> bool:
-    """Whether a layer's scores stay the same when keys are counted from the prefix's end, and all its queries see the
+    """Whether a layer's scores do not change when keys are counted from the prefix's end, and all its queries see the
     whole prefix."""
     return (
         layer.attn_type is AttentionType.DECODER
@@ -92,7 +92,8 @@ def worth_sharing(
 ) -> bool:
     """Whether the batch is faster with its prefix attended separately.
 
-    Alone, every request reads the prefix for its own query rows; together, rows of different requests share tiles.
+    Without sharing, every request reads the prefix for its own query rows; with sharing, rows of different requests
+    share tiles.
     """
     group = num_query_heads // num_kv_heads
     alone = num_kv_heads * sum(-(-query_len * group // _PREFILL_ROWS) for query_len in query_lens) / num_sms
@@ -105,14 +106,14 @@ def worth_sharing(
 
 
 def _fills(num_rows: int, num_kv_heads: int, num_sms: int) -> bool:
-    """Whether the prefill kernel, which splits no keys, is faster, even if part of the GPU is idle."""
+    """Whether the prefill kernel is faster although it splits no keys and may leave part of the GPU idle."""
     return 3 * num_kv_heads * -(-num_rows // _PREFILL_ROWS) >= num_sms
 
 
 def _split(seq_lens: Tensor, num_tokens: int, needs: AttentionNeeds, num_sms: int) -> DecodePlan:
     tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
     row_tiles = -(-num_tokens * needs.num_heads // needs.num_kv_heads // MAX_ROWS)
-    # A program with that many rows has a multiprocessor for itself.
+    # A program with that many rows occupies a multiprocessor alone.
     num_workers = max(1, num_sms // (needs.num_kv_heads * row_tiles))
     partials = new_partials(
         max_num_reqs=1,
@@ -138,7 +139,7 @@ def attend_with_prefix(
     v_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Attends to prefix and rest.
+    """Attends to the prefix and to the rest, and merges the results.
 
     Args:
         attend_rest: attends to `prefix.rest`, without sinks; writes output [T, H, D] and log-sum-exp [H, T], float32.

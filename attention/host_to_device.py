@@ -1,4 +1,4 @@
-"""Copies arrays from the host to the device in one copy, for which the host does not wait."""
+"""Copies several arrays from the host to the device in one asynchronous copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ _ALIGNMENT = 256
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:
-    """The arrays as tensors: on a CPU the same memory, on a GPU views of one new allocation.
+    """Returns the arrays as tensors: on a CPU in the same memory, on a GPU as views of one new allocation.
 
-    The copy is ordered before the current stream's next work; the arrays may be changed at once.
+    The copy completes before the current stream's next work; the caller may change the arrays at once.
     """
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -23,7 +23,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device | str) -> lis
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    # torch keeps pinned memory that is no longer referenced until the copy out of it is done.
+    # torch keeps unreferenced pinned memory until the copy out of it is done.
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     host = staged.numpy()
     for start, array in zip(starts, arrays, strict=True):

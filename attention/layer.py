@@ -1,7 +1,7 @@
 """Attention of one layer over the paged cache: writes the new keys and values, then attends.
 
-It holds no weights, cache or batch: cache and metadata come with each call. Legend: T tokens, H query heads, K kv
-heads, D head_dim.
+It holds no weights, cache or batch; each call passes cache and metadata. Legend: T tokens, H query heads, K kv heads, D
+head_dim.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ from baton.kvcache.scales import KVScales
 
 
 class Attention(nn.Module):
-    """Multi-head, grouped-query or multi-query attention, by the numbers of heads.
+    """Multi-head, grouped-query or multi-query attention, depending on the numbers of heads.
 
-    A layer may have fewer kv heads than the cache, or smaller ones. It then fills the first channels of each place, and
-    stores each head several times, side by side, so that heads are cut over ranks alike in all layers. A cache whose
-    layers all have one shape keeps layouts, transfers and digests simple, at the cost of the memory in between.
+    A layer may have fewer kv heads than the cache, or smaller ones. It then fills the first channels of each place and
+    stores each head several times, side by side, so that ranks split heads alike in all layers. One shape for all of a
+    cache's layers keeps layouts, transfers and digests simple, at the cost of unused memory.
 
     Args:
         scale: factor of the scores.
         sliding_window, attention_chunk_size, logits_soft_cap, blocksparse: as `AttentionParameters` defines them.
         alibi_slopes: one per query head.
-        sinks: one per query head; the model's own parameter, which is read at each call and may be loaded later.
+        sinks: one per query head. It is the model's own parameter, read at each call, so it may be loaded later.
         kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales. This layer
             then stores no KV and ignores a call's keys and values.
         scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from a node's first batch and
-            differ between nodes, so a disaggregated pair needs given scales.
+            differ between nodes, so a disaggregated pair must be given its scales.
 
     Raises:
-        ConfigError: a value is out of its range, the backend does not declare a feature that is asked for, or the
-            layer cannot share the target's KV.
+        ConfigError: a value is out of its range, the backend does not declare a required feature, or the layer cannot
+            share the target's KV.
     """
 
     alibi_slopes_H: Tensor | None
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.backend = backend
         slopes_H = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
         self.register_buffer("alibi_slopes_H", slopes_H, persistent=False)
-        # In a tuple it stays the model's: not moved, loaded or counted a second time as this module's.
+        # The tuple keeps torch from registering it with this module too, and from moving, loading or counting it twice.
         self._sinks = (sinks,)
         self.scales = scales
         self.kv_layer_index = layer_index
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
     @property
     def parameters_now(self) -> AttentionParameters:
-        """The layer's parameters for the backend, with its tensors as they are now."""
+        """Returns the layer's parameters for the backend, with the current values of its tensors."""
         sinks = self._sinks[0]
         if sinks is None and self.alibi_slopes_H is None:
             return self._parameters_without_tensors
@@ -117,15 +117,15 @@ class Attention(nn.Module):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor:
-        """[T, H, D]; rows past the batch's actual tokens hold anything.
+        """Returns [T, H, D]; rows past the batch's actual tokens are undefined.
 
         Args:
-            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` except for an encoder. None if the layer
-                shares another layer's KV. ENCODER_DECODER: the encoder's keys and values, whose tokens are not the
-                queries' and whose places are in that call's `new_tokens`; None once they are in the cache.
+            k_TKD, v_TKD: the new tokens' keys and values, written to `metadata.new_tokens` except for an encoder. None
+                if the layer shares another layer's KV. For ENCODER_DECODER they belong to the encoder's tokens, not the
+                queries', and go to that call's `new_tokens`; None once they are in the cache.
             out: contiguous memory for the result, of the queries' shape and dtype; None: new memory.
-            output_scale: float32 scalar: the result in e4m3, divided by this scale, which is that of the inputs of the
-                fp8 layer that follows. Every backend has it, as a step after its kernels. Library API.
+            output_scale: float32 scalar, the input scale of the fp8 layer that follows; the result is divided by it and
+                returned in e4m3. Every backend supports it, as a step after its kernels. Library API.
 
         Raises:
             InternalError: keys or values are missing, or `out` cannot take the result.
@@ -173,19 +173,19 @@ class Attention(nn.Module):
         *,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """As `forward` of the batch's own queries, keys and values as their projection leaves them: these are normed,
-        turned and written to the cache first, on a GPU by one kernel.
+        """Norms and turns the batch's queries and keys, writes keys and values to the cache, and attends. On a GPU one
+        kernel does everything before the attention.
 
         Args:
             qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
-            rotation: of the first channels of each head, or of all; None: nothing turns.
-            norms: of each head of queries and keys.
+            rotation: angles for the first channels of each head, or for all; None: nothing turns.
+            norms: the norms of each head of queries and keys.
         """
-        in_torch = rotation is None or (norms is not None and norms.turned)  # neither of which the kernel knows
+        in_torch = rotation is None or (norms is not None and norms.turned)  # the kernel supports neither case
         if in_torch or not qkv_TX.is_cuda:
             return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
         assert rotation is not None
-        calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
+        calculates = self.scales is not None and self.scales.calculate  # from turned, unstored keys
         writes = self.uses_cache and not self.shares_kv and not calculates
         kv_layer, *copies = self._own_heads(kv_cache.layer(self.kv_layer_index))
         writes = writes and not copies
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
 
     def _own_heads(self, kv_layer: Tensor) -> tuple[Tensor, ...]:
-        """The places of this layer's heads in [K, B, N, H, C], once for each time that they are stored."""
+        """Returns one view of [K, B, N, H, C] for each copy of this layer's heads in the cache."""
         if kv_layer.shape[3:] == (self.num_kv_heads, self.head_dim):
             return (kv_layer,)
         times = kv_layer.shape[3] // self.num_kv_heads
@@ -215,13 +215,13 @@ class Attention(nn.Module):
     def _rotated(
         self, qkv_TX: Tensor, rotation: Rotation | None, norms: HeadNorms | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and turned queries and keys, and values: the twin of the kernel."""
+        """Norms and turns queries and keys in plain torch, as the kernel does; returns them and the values."""
         qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
         qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         heads = [self.num_heads, self.num_kv_heads]
         if norms is not None and not norms.turned:
             qk_TXD = norms.apply(*qk_TXD.split(heads, dim=1))
-        # Queries and keys turn by the same angles: one rotation serves both.
+        # Queries and keys turn by the same angles, so one rotation serves both.
         if rotation is not None:
             qk_TXD = rotation.apply(qk_TXD)
         if norms is not None and norms.turned:
@@ -279,7 +279,7 @@ class Attention(nn.Module):
         self.use_scales_of(target)
 
     def use_scales_of(self, target: "Attention") -> None:
-        """Reads shared KV with the scales that the layer which wrote it has now."""
+        """Takes over the current scales of the layer that wrote the shared KV."""
         self.scales = target.scales
         self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=target.scales)
 
@@ -298,8 +298,8 @@ class Attention(nn.Module):
         self.scales.calc_kv_scales(q_THD[actual], k_TKD[own], v_TKD[own])
 
     def _quantized(self, q_THD: Tensor, kv_layer: Tensor) -> Tensor:
-        """The query in the cache's fp8 format, if the backend multiplies in that. Never in e5m2, whose two bits of
-        mantissa lose accuracy and save nothing."""
+        """Returns the query in the cache's fp8 format if the backend multiplies in it, except for e5m2: its two bits of
+        mantissa would lose accuracy and save nothing."""
         if not (self._quantizes_query and self.uses_cache and kv_layer.dtype == torch.float8_e4m3fn):
             return q_THD
         return quantize(q_THD, None if self.scales is None else self.scales.q_scale, kv_layer.dtype)

@@ -1,4 +1,4 @@
-"""Checks of an attention layer's parameters, of its backend and of its memory. A failed check raises."""
+"""Checks an attention layer's parameters, its backend and its memory. A failed check raises."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from baton.kvcache.spec import KVKind
 
 
 def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:
-    """The features that a backend must declare for a layer."""
+    """Returns the features that a backend must declare for a layer."""
     windowed, causal = parameters.sliding_window is not None, parameters.attn_type is AttentionType.DECODER
     asked = {
         AttentionFeature.SLIDING_WINDOW: windowed and causal,
@@ -44,7 +44,7 @@ def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_
         allowed = f"a pattern for {num_heads} heads and {num_kv_heads} kv heads"
         raise refused("blocksparse", f"for {pattern.num_heads} heads and {pattern.num_kv_heads} kv heads", allowed)
     if parameters.attn_type is not AttentionType.DECODER:
-        # A decoder's query has no place among an encoder's keys, so no window either.
+        # A decoder's query has no position among an encoder's keys, so no window applies.
         crosses = parameters.attn_type is AttentionType.ENCODER_DECODER
         for name in (*(("sliding_window",) if crosses else ()), "attention_chunk_size", "blocksparse"):
             value = getattr(parameters, name)
@@ -72,8 +72,8 @@ def check_backend(capabilities: BackendCapabilities, parameters: AttentionParame
 
 
 def check_planned(attn_type: AttentionType, *, causal: bool) -> None:
-    """For backends whose plans are of one kind of batch: raises InternalError where an encoder's keys are to be read by
-    a causal one."""
+    """Raises InternalError if the layer reads an encoder's keys but the batch was planned as causal. For backends that
+    plan one kind of batch."""
     if causal and attn_type is not AttentionType.DECODER:
         raise InternalError(
             f"a layer of type {attn_type} in a batch that is causal",
@@ -85,7 +85,7 @@ def check_planned(attn_type: AttentionType, *, causal: bool) -> None:
 
 
 def check_shared(planned: PerLayerParameters, layer: AttentionParameters) -> None:
-    """For backends that plan for all layers at once: raises InternalError for a layer that the needs did not name."""
+    """Raises InternalError for a layer that the needs did not name. For backends that plan for all layers at once."""
     asked = per_layer_parameters(layer)
     if asked != planned:
         raise InternalError(
@@ -98,7 +98,8 @@ def check_shared(planned: PerLayerParameters, layer: AttentionParameters) -> Non
 
 
 def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
-    """For backends with memory for partial results: raises InternalError for a layer that needs more memory."""
+    """Raises InternalError for a layer that needs more memory than was allocated. For backends with memory for partial
+    results."""
     asked_heads, asked_size = q_THD.shape[1:]
     if asked_heads > num_heads or asked_size > head_size:
         raise InternalError(
@@ -111,7 +112,7 @@ def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
 
 
 def check_out(out: Tensor, q_THD: Tensor, *, dtype: torch.dtype | None = None) -> None:
-    """Raises InternalError for memory that cannot take the result. `dtype`: of the result; None: of the queries."""
+    """Raises InternalError for memory that cannot hold the result. `dtype` is the result's; None: the queries'."""
     for name, value, wanted in (
         ("shape", tuple(out.shape), tuple(q_THD.shape)),
         ("dtype", out.dtype, dtype or q_THD.dtype),

@@ -1,5 +1,5 @@
-"""Chunked local attention for backends that are only causal: each chunk of a request that has new tokens becomes a
-virtual request, whose keys begin with the chunk. Library API.
+"""Chunked local attention for backends that only support causal attention. Each chunk with new tokens becomes a virtual
+request, whose keys begin with the chunk. Library API.
 
 Legend: R requests, V virtual requests, B blocks of a chunk.
 """
@@ -23,8 +23,8 @@ def make_local_attention_virtual_batches(
     block_table: Tensor,
     block_size: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], Tensor]:
-    """(query lengths [V], where the queries start [V + 1], sequence lengths [V], block tables [V, B]) of the virtual
-    requests: those of a request follow one another, so the tokens keep their order.
+    """Returns (query lengths [V], query starts [V + 1], sequence lengths [V], block tables [V, B]) of the virtual
+    requests. A request's virtual requests follow one another, so the tokens keep their order.
 
     A request without new tokens, such as padding (sequence length 0), has no virtual requests. Entries of a block table
     past a virtual request's blocks repeat one of its request's blocks.
@@ -35,7 +35,7 @@ def make_local_attention_virtual_batches(
         block_table: [R, blocks]; the result is on the same device.
 
     Raises:
-        ConfigError: blocks do not divide chunks, so that a chunk's keys would begin within a block.
+        ConfigError: the block size does not divide the chunk size, so a chunk's keys would begin within a block.
     """
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise ConfigError(
@@ -74,7 +74,7 @@ def make_local_attention_virtual_batches(
 def local_attention_metadata(
     common: CommonAttentionMetadata, attn_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """The batch as virtual requests: causal attention over them is chunked local attention over the batch.
+    """Returns the batch as virtual requests. Causal attention over them is chunked local attention over the batch.
 
     New tokens are written to the same slots. ALiBi and windows remain correct because they depend on distances.
 

@@ -17,14 +17,14 @@ def merge_attn_states(
     sinks_H: Tensor | None = None,
 ) -> None:
     """Writes output, and log-sum-exp if given, over prefix and suffix keys together; `out` may be either side's output.
-    On a GPU by one kernel.
+    On a GPU one kernel does it.
 
     A side without keys has log-sum-exp -inf, or +inf as some libraries write it, and its output is ignored; without
     keys on both sides the output is 0 and the merged log-sum-exp -inf.
     Section 2.2 of "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving".
 
     Args:
-        sinks_H: a further score per head, counted here and in neither side.
+        sinks_H: an extra score per head, which neither side includes.
     """
     if out.is_cuda:
         merge.merge_attn_states(

@@ -1,4 +1,4 @@
-"""A batch's metadata for all layers and backends: where queries, sequences and new tokens lie.
+"""A batch's metadata for all layers and backends: the places of queries, sequences and new tokens.
 
 Callers that form a batch use `plan_batch`. Legend: R requests, T tokens.
 """
@@ -22,8 +22,8 @@ class AttentionMetadata:
     """The part of a planned batch that layers read; each backend adds its own.
 
     Attributes:
-        new_tokens: where the batch's KV goes.
-        num_actual_tokens: rows of the query without padding; outputs past them are left as they are.
+        new_tokens: the places for the batch's KV.
+        num_actual_tokens: rows of the query without padding; outputs past them are unchanged.
     """
 
     new_tokens: WriteIndex
@@ -32,13 +32,13 @@ class AttentionMetadata:
 
 @dataclass
 class CommonAttentionMetadata:
-    """One batch. Decodes come first (`reorder_batch_to_split_decodes_and_prefills`).
+    """The metadata of one batch. Decodes come first (`reorder_batch_to_split_decodes_and_prefills`).
 
     Attributes:
         query_start_loc, query_start_loc_cpu: [R + 1] int32, where each request's queries start among the tokens.
         seq_lens, seq_lens_cpu: [R] int32, computed plus new tokens.
         num_computed_tokens_cpu: [R] int32, tokens whose KV was in the cache before this batch.
-        num_actual_tokens: without padding.
+        num_actual_tokens: number of tokens without padding.
         block_table_tensor: [R, blocks] int32; entries past a request's own blocks are never read.
         slot_mapping: int64, a slot for each token; slots past `num_actual_tokens` are set to -1 here, so that a full
             CUDA graph that was captured for more tokens writes nothing for them.
@@ -69,10 +69,10 @@ class PaddedBatch:
     Prompts follow the decodes directly, so the first token of a prompt may lie among the rows of `decode_seq_lens`.
 
     Attributes:
-        decode_seq_lens, decode_table: [N] and [N, blocks] int32: one row for each of the first N tokens; length 0 for
-            every token that is not a decode's.
-        query_start_loc: [P + 1] int32, where each prompt's queries start; at least one of the P requests is not a
-            prompt but padding: length 0, with all tokens after the prompts as queries.
+        decode_seq_lens, decode_table: [N] and [N, blocks] int32, one row for each of the first N tokens; the length is
+            0 for tokens that are no decodes.
+        query_start_loc: [P + 1] int32, where each prompt's queries start. At least one of the P requests is padding of
+            length 0; its queries are all tokens after the prompts.
         seq_lens, block_table: [P] and [P, blocks] int32.
         max_query_len: an upper bound.
         slot_mapping: [T] int64; -1 for padding.
@@ -89,12 +89,12 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A batch as computed on the host, before the copy to the device.
+    """A batch on the host, before the copy to the device.
 
     Attributes:
         query_start_loc_R, seq_lens_R, context_lens_R: as in `CommonAttentionMetadata`.
         block_table: [R, blocks] int32, padded with 0.
-        slots_T, positions_T: [T] int64 of the new tokens.
+        slots_T, positions_T: [T] int64, of the new tokens.
     """
 
     query_start_loc_R: NDArray[np.int32]
@@ -106,11 +106,11 @@ class HostBatch:
 
     @property
     def to_copy(self) -> tuple[NDArray[np.int32] | NDArray[np.int64], ...]:
-        """The arrays that the device needs, in the order of `common`'s argument."""
+        """Returns the arrays that the device needs, in the order of `common`'s argument."""
         return self.query_start_loc_R, self.seq_lens_R, self.block_table, self.slots_T, self.positions_T
 
     def common(self, copied: Sequence[Tensor]) -> tuple[CommonAttentionMetadata, Tensor]:
-        """The metadata over the copied tensors, and the positions."""
+        """Returns the metadata over the copied tensors, and the positions."""
         query_start_loc, seq_lens, block_table, slot_mapping, positions = copied
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
@@ -142,7 +142,7 @@ def plan_batch(
         width_multiple: the block table's width is rounded up to a multiple of it.
 
     Raises:
-        InternalError: a request without new tokens, or with fewer blocks than its tokens need.
+        InternalError: a request has no new tokens, or fewer blocks than its tokens need.
     """
     query_lens_R = np.array(query_lens, dtype=np.int32)
     context_lens_R = np.array(context_lens, dtype=np.int32)
@@ -168,9 +168,9 @@ def build_common_metadata(
     block_size: int,
     device: torch.device | str = "cpu",
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """The metadata of a batch (`plan_batch`) and its tokens' positions [T] int64. Library API.
+    """Returns the metadata of a batch (`plan_batch`) and its tokens' positions [T] int64. Library API.
 
-    One copy to the device, for which the host does not wait. On a CPU, tensors and their CPU copies are the same.
+    It makes one copy to the device and does not wait for it. On a CPU, tensors and their CPU copies are the same.
     """
     batch = plan_batch(
         query_lens=query_lens, context_lens=context_lens, block_tables=block_tables, block_size=block_size
@@ -181,14 +181,15 @@ def build_common_metadata(
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
 ) -> tuple[int, int, int, int]:
-    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch whose decodes come first.
+    """Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch whose decodes come first.
 
-    A decode is a request with at most `decode_threshold` new tokens and any context. Such a request counts as a prefill
-    if it comes after a prefill, as the last token of a prompt may when it gets a chunk of its own.
+    A decode is a request with at most `decode_threshold` new tokens and any context. After a prefill such a request
+    counts as a prefill too; a prompt's last token can come there, in a chunk of its own.
 
     Args:
-        require_uniform: all decodes must have as many new tokens as the first: requests from the first on that has
-            another number count as prefills. Requests without new tokens at the end are padding of a uniform batch.
+        require_uniform: all decodes must have as many new tokens as the first one. The first request with another
+            number, and all after it, count as prefills. Requests without new tokens at the end are padding of a uniform
+            batch.
     """
     if common.max_query_len <= decode_threshold and (not require_uniform or decode_threshold == 1):
         return common.num_reqs, 0, common.num_actual_tokens, 0
@@ -206,7 +207,7 @@ def split_decodes_and_prefills(
 
 
 def check_causal(common: CommonAttentionMetadata) -> None:
-    """For backends whose kernels are always causal.
+    """Checks that a batch is causal, for backends whose kernels always are.
 
     Raises:
         InternalError: the batch is not causal.
@@ -228,12 +229,13 @@ def reorder_batch_to_split_decodes_and_prefills(
     *,
     context_lens: Sequence[int] | None = None,
 ) -> bool:
-    """Moves the decodes to the front by the fewest swaps; True if there was any. `swap` exchanges two rows of the
-    caller's batch; `query_lens` is the order before any swap. Library API.
+    """Moves the decodes to the front by the fewest swaps; returns True if anything moved. `swap` exchanges two rows of
+    the caller's batch; `query_lens` is the order before any swap. Library API.
 
     Args:
-        context_lens: tokens whose KV is in the cache. With them the order is of three classes: decodes, later chunks of
-            prompts, prompts without context; a prompt without context is no decode, however short.
+        context_lens: number of tokens whose KV is in the cache. If given, there are three classes in this order:
+            decodes, later chunks of prompts, prompts without context. A prompt without context is no decode, however
+            short.
     """
     if context_lens is not None:
         return _sort_by_swaps(
@@ -253,7 +255,8 @@ def reorder_batch_to_split_decodes_and_prefills(
 
 
 def _sort_by_swaps(classes: list[int], swap: Callable[[int, int], None]) -> bool:
-    """Sorts rows of classes 0, 1 and 2 by the fewest swaps: two rows that want each other's places go first."""
+    """Sorts rows of classes 0, 1 and 2 by the fewest swaps; two rows that belong in each other's places are swapped
+    first."""
     wanted = sorted(classes)
     moved = False
     for is_mutual in (True, False):
@@ -276,9 +279,10 @@ def _sort_by_swaps(classes: list[int], swap: Callable[[int, int], None]) -> bool
 def common_prefix_len(
     block_tables: Sequence[Sequence[int]], num_computed_tokens: Sequence[int], block_size: int
 ) -> int:
-    """How many leading tokens of all requests lie in the same blocks: whole blocks, computed before this batch.
+    """Returns how many leading tokens all requests have in the same blocks. It counts whole blocks that were computed
+    before this batch.
 
-    Cascade attention attends to them once, where a builder's `use_cascade_attention` is true. Library API.
+    Cascade attention attends to these tokens once if a builder's `use_cascade_attention` returns true. Library API.
     """
     most = min(num_computed_tokens, default=0) // block_size
     shared = np.array(block_tables[0][:most]) if most else np.empty(0)
@@ -292,7 +296,7 @@ def common_prefix_len(
 
 
 def block_rectangle(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-    """The rows, padded with 0. 80 us for 256 arrays of up to 128 numbers; row by row in numpy 200 us."""
+    """Pads the rows with 0 to one array. 256 arrays of up to 128 numbers take 80 us; row by row in numpy 200 us."""
     filling, flat = array("i", bytes(4 * width)), array("i")
     for row in rows:
         flat.extend(row)

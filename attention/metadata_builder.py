@@ -1,4 +1,4 @@
-"""Builds one backend's metadata from a batch's common metadata. One builder per backend, for all layers.
+"""Builds one backend's metadata from a batch's common metadata. A backend has one builder for all layers.
 
 A captured CUDA graph reads only the common metadata, whose tensors the caller keeps in place, and buffers that the
 builder allocates once and fills in place at every `build`.
@@ -19,11 +19,13 @@ M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
 
 
 class AttentionMetadataBuilder(ABC, Generic[M_co]):
-    """The defaults suit a backend without CUDA graphs, cascade attention, or a preferred order of the batch.
+    """The interface of builders. The defaults suit a backend without CUDA graphs, cascade attention, or a preferred
+    order of the batch.
 
     Attributes:
-        plans_on_device: for decodes, `build` computes on the device from the common metadata's tensors; the host need
-            not know their values. So `build` may be part of the captured step, and a replay needs no other `build`.
+        plans_on_device: for decodes, `build` computes on the device from the common metadata's tensors, and the host
+            need not know their values. So `build` may be part of the captured step, and a replay needs no further
+            `build`.
         captures_prompts: steps with prompts can be captured too, with `build_padded` as part of the captured step.
     """
 
@@ -37,18 +39,18 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         Args:
             common_prefix_len: leading tokens, a multiple of the block size, whose blocks all requests share; 0 turns
                 cascade attention off. The caller asks `use_cascade_attention` first.
-            fast_build: a quick build matters more than the speed of the few layers that will use it.
+            fast_build: prefer a quick build over speed of the few layers that will use it.
         """
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> M_co:
-        """The metadata with which a graph is captured; a later `build` of as many requests and tokens refills the
-        same memory, so that the graph replays with the new lengths. Called within the capture where the builder
-        `plans_on_device`, and before it elsewhere."""
+        """Returns the metadata for the capture of a graph. A later `build` of as many requests and tokens refills the
+        same memory, so that the graph replays with the new lengths. Call it within the capture if the builder
+        `plans_on_device`, and before it otherwise."""
         return self.build(0, common)
 
     def build_padded(self, batch: PaddedBatch) -> M_co:
-        """The metadata of a batch whose values the host does not know, for a builder that `captures_prompts`. Layers
-        then write a result for every token, 0 for padding."""
+        """Returns the metadata of a batch whose values the host does not know, for a builder that `captures_prompts`.
+        Layers then write a result for every token, 0 for padding."""
         del batch
         raise NotImplementedError(type(self).__name__)
 
@@ -68,20 +70,20 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        """Whether this batch is faster if the shared prefix is attended to once, for all queries together. Library
+        """Whether attending to the shared prefix once, for all queries together, is faster for this batch. Library
         API."""
         del common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi, use_sliding_window, num_sms
         return False
 
     def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        """Brings the batch into the backend's preferred order; True if anything moved. `swap` exchanges two rows of the
-        caller's batch; `query_lens` is the order before any swap. Library API."""
+        """Brings the batch into the backend's preferred order; returns True if anything moved. `swap` exchanges two
+        rows of the caller's batch; `query_lens` is the order before any swap. Library API."""
         del query_lens, swap
         return False
 
 
 class DecodesFirstBuilder(AttentionMetadataBuilder[M_co]):
-    """For a backend whose decodes and prefills run different kernels: prefers decodes first."""
+    """A builder that prefers decodes first, for a backend whose decodes and prefills run different kernels."""
 
     def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
         return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)

@@ -1,4 +1,4 @@
-"""Parts of a batch as batches of their own: micro-batches, and the queries of layers that share KV. Library API.
+"""Makes batches out of parts of a batch: micro-batches, and the queries of layers that share KV. Library API.
 
 Legend: R requests.
 """
@@ -15,7 +15,7 @@ from baton.core.errors import InternalError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A run of a batch's tokens, and the requests that they belong to. A run may begin or end within a request.
+    """A run of a batch's tokens and the requests that own them. A run may begin or end within a request.
 
     Attributes:
         request_slice, token_slice: with start and stop, without step.
@@ -26,16 +26,17 @@ class MicroBatch:
 
 
 def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Tensor:
-    """Where the queries of these requests start among their own tokens. [requests + 1]."""
+    """Returns [requests + 1], where the queries of these requests start among their own tokens."""
     return query_start_loc[request_slice.start : request_slice.stop + 1] - query_start_loc[request_slice.start]
 
 
 def make_metadata_with_slice(micro_batch: MicroBatch, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The metadata of one micro-batch. A request that began before it has the tokens left out as context; one that goes
-    on after it has so many fewer tokens. The slots are copied: metadata may change those of its padding.
+    """Returns the metadata of one micro-batch. If a request begins before the micro-batch, its earlier tokens count as
+    context; if it continues afterwards, its later tokens are left out. The slots are copied, because metadata may
+    change the slots of its padding.
 
     Raises:
-        InternalError: the slices are empty, or the tokens are not those of the requests.
+        InternalError: a slice is empty, or the tokens do not belong to the requests.
     """
     requests, tokens = micro_batch.request_slice, micro_batch.token_slice
     starts = common.query_start_loc_cpu
@@ -83,22 +84,23 @@ def make_metadata_with_slice(micro_batch: MicroBatch, common: CommonAttentionMet
 def split_attn_metadata(
     micro_batches: Sequence[MicroBatch], common: CommonAttentionMetadata
 ) -> list[CommonAttentionMetadata]:
-    """The metadata of each micro-batch; see `make_metadata_with_slice`."""
+    """Returns the metadata of each micro-batch; see `make_metadata_with_slice`."""
     return [make_metadata_with_slice(micro_batch, common) for micro_batch in micro_batches]
 
 
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common: CommonAttentionMetadata, logits_indices: Tensor
 ) -> CommonAttentionMetadata:
-    """The batch of layers that read another layer's KV: only tokens whose logits are wanted are queries, because
-    nothing later reads what these layers would compute for the others. Such layers store nothing, so no token has a
+    """Returns the batch for layers that read another layer's KV. Its queries are only the tokens whose logits are
+    wanted, because nothing reads these layers' results for other tokens. Such layers store nothing, so no token has a
     slot.
 
     Args:
-        logits_indices: ascending indices of tokens of the batch, on the CPU; of each request its last tokens.
+        logits_indices: ascending indices of the batch's tokens, on the CPU; they must be the last tokens of each
+            request.
 
     Raises:
-        InternalError: a request has no such token, or has one that is not among its last.
+        InternalError: a request has no such token, or its tokens are not its last ones.
     """
     if common.max_query_len == 1:
         return common

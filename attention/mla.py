@@ -2,9 +2,9 @@
 
 The cache holds one latent and one rotary key per token, for all heads. Decodes stay in the latent space: W_UK is
 absorbed into the query and W_UV applied to the result, so that a token's latent is read once for all heads. Prefills
-are bound by arithmetic instead, so keys and values are decompressed: those of the new tokens at once, those of the
-context chunk by chunk in a fixed workspace, merged by log-sum-exp. Queries that attend to
-selected tokens only have keys of their own, so they stay in the latent space in prefills too.
+are bound by arithmetic instead, so they decompress keys and values: of new tokens at once, of the context chunk by
+chunk in a fixed workspace, merged by log-sum-exp. With sparse attention each query has its own set of keys, so prefills
+stay in the latent space too.
 
 Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, D = P + R, L latent rank,
 C = L + R, V value channels, X = P + V.
@@ -39,7 +39,7 @@ from baton.kvcache.scales import KVScales
 # x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides
 MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
-# Queries of prefills in the latent space at once: 128 heads of 1,024 tokens and their results take 285 MB.
+# Number of prefill queries in the latent space at once: 128 heads of 1,024 tokens and their results take 285 MB.
 _LATENT_QUERIES = 1024
 
 
@@ -48,13 +48,14 @@ class MLAAttention(nn.Module):
 
     Args:
         scale: factor of the scores.
-        kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
+        kv_b_proj: projection from the latent to each head's key part and value, [L] -> [H * (P + V)]; the model owns
+            it.
         scales: of an fp8 cache; its `k_scale` is the latents' scale.
-        latent_multiplier: of latents after their norm, where `rotate_and_attend` norms them.
+        latent_multiplier: factor of latents after their norm in `rotate_and_attend`.
 
     Attributes:
-        multiply_heads: computes the products of absorbed decodes; may be replaced by a function that is faster for few
-            rows, or whose results do not depend on the batch.
+        multiply_heads: computes the products of absorbed decodes. Replace it by a function that is faster for few rows,
+            or whose results do not depend on the batch.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -106,7 +107,7 @@ class MLAAttention(nn.Module):
         self.asked = AttentionParameters(scale=self.scale, scales=scales)
 
     def process_weights_after_loading(self) -> None:
-        """Takes W_UK and W_UV out of kv_b_proj: views of its weights, so call again if these move to another place."""
+        """Makes W_UK and W_UV views of kv_b_proj's weights. Call it again if these weights move."""
         weight_HXL = self.kv_b_proj.weight.detach().view(self.num_heads, -1, self.kv_lora_rank)
         self._w_uk_HPL = weight_HXL[:, : self.qk_nope_head_dim]
         self._w_uv_HLV = weight_HXL[:, self.qk_nope_head_dim :].transpose(1, 2)
@@ -122,13 +123,13 @@ class MLAAttention(nn.Module):
         selected: Selected = NOTHING_SELECTED,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[T, H, V]; rows past the batch's actual tokens hold anything.
+        """Returns [T, H, V]; rows past the batch's actual tokens are undefined.
 
         Args:
             q_THD: each head's channels without position, then the rotary ones, rotated.
             kv_c_TL: normalised latents.
             k_pe_TR: rotary keys, rotated.
-            selected: where queries attend to selected tokens only.
+            selected: the selected tokens, with sparse attention.
             out: memory for the result, of the queries' dtype, channels adjacent; None: new memory.
 
         Raises:
@@ -151,25 +152,25 @@ class MLAAttention(nn.Module):
         norm: RowNorm,
         selected: Selected = NOTHING_SELECTED,
     ) -> Tensor:
-        """As `forward` of queries and latents as their projections leave them: these are normed, turned and written to
-        the cache first, on a GPU by one kernel.
+        """Norms latents, turns queries and latents, writes latents to the cache, and attends. On a GPU one kernel does
+        everything before the attention.
 
         Args:
             q_THD: each head's channels without position, then the rotary ones.
             latent_TC: each token's latent, then its rotary key. Both arguments are overwritten.
-            norm: of the latents.
+            norm: the norm of the latents.
             selected: as in `forward`.
         """
         kv_c_TL, k_pe_TR = latent_TC.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if not q_THD.is_cuda:
             q_nope_THP, q_pe_THR = q_THD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-            # The key's rotary part is turned as one more head: one rotation serves queries and key.
+            # The key's rotary part turns as one more head, so one rotation serves queries and key.
             pe_TXR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
             q_THD, kv_c_TL = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1), norm(kv_c_TL)
             if self.latent_multiplier != 1.0:
                 kv_c_TL = kv_c_TL * self.latent_multiplier
             return self.forward(q_THD, kv_c_TL, pe_TXR[:, -1], kv_cache, metadata, selected=selected)
-        if self.scales is not None and self.scales.calculate:  # from latents that are normed, but not yet stored
+        if self.scales is not None and self.scales.calculate:  # from normed, unstored latents
             rotate_latents(q_THD, latent_TC, rotation, norm=norm, multiplier=self.latent_multiplier)
             return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata, selected=selected)
         kv_layer = kv_cache.layer(self.layer_index)
@@ -212,7 +213,8 @@ class MLAAttention(nn.Module):
         """Attends after the batch's latents are in the cache.
 
         Args:
-            decode_q_THC: the decodes' queries, with the rotary part already there; None: it is in `q_THD`.
+            decode_q_THC: memory for the decodes' queries that already has the rotary part; None: the rotary part is in
+                `q_THD`.
         """
         decodes = slice(0, metadata.num_decode_tokens)
         prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
@@ -243,19 +245,19 @@ class MLAAttention(nn.Module):
         return out_THV
 
     def _new_decode_queries(self, q_THD: Tensor, metadata: MLAMetadata) -> Tensor:
-        """Memory for the decodes' queries in the latent space [T, H, C]."""
+        """Allocates [T, H, C] for the decodes' queries in the latent space."""
         channels = self.kv_lora_rank + self.qk_rope_head_dim
         return q_THD.new_empty(metadata.num_decode_tokens, self.num_heads, channels)
 
     def _absorbed(
         self, q_nope_THP: Tensor, q_THC: Tensor, attend: Callable[[Tensor, Tensor], None], out_THV: Tensor
     ) -> None:
-        """Attends with every head's query to the latents themselves: q.(W_UK c) is (q W_UK).c, and the weighted sum of
+        """Attends with every head's query directly to the latents: q.(W_UK c) is (q W_UK).c, and the weighted sum of
         W_UV c is W_UV times the weighted sum of c.
 
         Args:
-            q_THC: the queries in the latent space, in which only the rotary part is there yet.
-            attend: takes these queries, and memory for the weighted sums of latents.
+            q_THC: memory for the queries in the latent space; so far it has only the rotary part.
+            attend: takes the queries and memory for the weighted sums of latents.
         """
         assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
         assert self._w_uv_HLV is not None
@@ -277,7 +279,7 @@ class MLAAttention(nn.Module):
     def _prefill_selected(
         self, q_THD: Tensor, kv_layer: Tensor, slots_TK: Tensor, queries: SparseQueries, out_THV: Tensor
     ) -> None:
-        """Attends to the selected tokens of each query, the batch's own among them, in pieces of bounded memory."""
+        """Attends to each query's selected tokens, which may include the batch's own, in pieces of bounded memory."""
         channels, nope = self.kv_lora_rank + self.qk_rope_head_dim, self.qk_nope_head_dim
         for start, piece in queries.pieces(_LATENT_QUERIES):
             rows = slice(start, start + len(piece.counts_T))
@@ -296,7 +298,7 @@ class MLAAttention(nn.Module):
         context_chunks: tuple[ContextChunk, ...],
         out_THV: Tensor,
     ) -> None:
-        """Attends to the new tokens, then to each chunk of its prefills' context, and merges the results in place."""
+        """Attends to the new tokens, then to each chunk of context, and merges the results in place."""
         k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
         lse_HT = self._attend(q_THD, k_THD, v_THV, lens=lens, causal=True, out=out_THV)[1]
         for chunk in context_chunks:
@@ -312,7 +314,7 @@ class MLAAttention(nn.Module):
         return self._attend(q_THD, k_SHD, v_SHV, lens=chunk.lens, causal=False, out=None)
 
     def _decompress(self, kv_c_SL: Tensor, k_pe_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [S, H, D] and values [S, H, V] of latents."""
+        """Returns keys [S, H, D] and values [S, H, V] of latents."""
         kv_SHX: Tensor = self.kv_b_proj(kv_c_SL).view(kv_c_SL.shape[0], self.num_heads, -1)
         k_nope_SHP, v_SHV = kv_SHX[..., : self.qk_nope_head_dim], kv_SHX[..., self.qk_nope_head_dim :]
         k_pe_SHR = k_pe_SR.unsqueeze(1).expand(-1, self.num_heads, -1)
@@ -321,8 +323,8 @@ class MLAAttention(nn.Module):
     def _attend(
         self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The backend's attention over decompressed keys. Values are padded with zeros where its kernel needs them as
-        wide as keys, and the output is cut."""
+        """Runs the backend's attention over decompressed keys. If its kernel needs values as wide as keys, it pads them
+        with zeros and cuts the output."""
         if not self.backend.pads_v:
             return self.backend.attend(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=self.scale, out=out)
         padded_SHD = pad(v_SHV, (0, k_SHD.shape[-1] - v_SHV.shape[-1]))

@@ -24,8 +24,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Cut:
-    """One chunk on the host: for the prefills from `first` on, where their queries and keys begin (and the last ends),
-    and the position of each one's first key. A prefill without context may be among them; it has no keys."""
+    """One chunk on the host: the starts of queries and keys of the prefills from `first` on, each with the last's end,
+    and the position of each prefill's first key. A prefill without context has no keys."""
 
     first: int
     query_starts: list[int]
@@ -34,7 +34,8 @@ class _Cut:
 
 
 def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLens | None:
-    """The prefills' own tokens as queries and as keys, counted from the first prefill token; None without prefills.
+    """Returns the prefills' own tokens as queries and as keys, counted from the first prefill token; None without
+    prefills.
 
     Raises:
         InternalError: the batch is not causal.
@@ -51,13 +52,13 @@ def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLen
 def plan_context_chunks(
     common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int, apart: bool = False
 ) -> tuple[ContextChunk, ...]:
-    """The prefills' context, in order, in chunks of `workspace_tokens`; only the last may be smaller.
+    """Cuts the prefills' context, in order, into chunks of `workspace_tokens`; only the last may be smaller.
 
-    A chunk names the prefills whose context it holds, so no query attends twice to the same context, or to a chunk
-    without context of its own.
+    A chunk names the prefills whose context it holds, so no query attends twice to the same context or to a chunk
+    without its own context.
 
     Args:
-        apart: no two prefills share a chunk, so that a context's cuts depend on no other prefill.
+        apart: prefills never share a chunk, so that a context's cuts depend on no other prefill.
     """
     context_lens = common.num_computed_tokens_cpu[num_decodes : common.num_reqs].tolist()
     if not any(context_lens):
@@ -74,7 +75,8 @@ def plan_context_chunks(
 
 
 def _query_starts(common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
-    """Where each prefill's queries begin, counted from the first prefill token, and where the last prefill's end."""
+    """Returns where each prefill's queries begin, counted from the first prefill token, and where the last prefill's
+    queries end."""
     starts_R = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1]
     starts: list[int] = (starts_R - starts_R[0]).tolist()
     return starts

@@ -1,4 +1,4 @@
-"""The parameters of one attention layer, and their definitions. Values only.
+"""Defines the parameters of one attention layer. It holds values only.
 
 A score is, in this order: q.k * scale, capped, plus the ALiBi bias, or -inf where the query does not see the key.
 Legend: H query heads.
@@ -16,8 +16,8 @@ from baton.kvcache.scales import KVScales
 
 
 class AttentionType(StrEnum):
-    """DECODER: causal, over the cache. ENCODER and ENCODER_ONLY: every token of a request sees every other; the keys
-    are those of the call, and no cache is touched. ENCODER_DECODER: decoder queries over an encoder's keys, which lie
+    """The kind of attention. DECODER: causal, over the cache. ENCODER and ENCODER_ONLY: every token of a request sees
+    every other; the call brings all keys, and no cache is used. ENCODER_DECODER: decoder queries over an encoder's keys
     in the cache; not causal."""
 
     DECODER = "decoder"
@@ -28,16 +28,16 @@ class AttentionType(StrEnum):
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """What attention computes in one layer, besides its sizes.
+    """Everything besides sizes that defines the attention of one layer.
 
     Attributes:
-        sliding_window: a token sees itself and the `sliding_window - 1` before it, in an encoder also as many after it;
-            None: all.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, in an encoder also as many
+            after it; None: it sees all.
         attention_chunk_size: chunked local attention: a token sees itself and earlier tokens of its own chunk. The
             chunks of a sequence are [0, size), [size, 2 * size), ...
         logits_soft_cap: scores become cap * tanh(score / cap).
         alibi_slopes_H: float32; slope * (key position - query position) is added to the score.
-        sinks_H: float32; a further score per head that takes part in the softmax and has no value.
+        sinks_H: float32; an extra score per head that takes part in the softmax and has no value.
         blocksparse: pattern of key blocks that each block of queries sees, per head.
         scales: of an fp8 cache, and of queries in fp8; None: 1.
     """
@@ -66,7 +66,7 @@ class PerLayerParameters:
 
 
 def get_per_layer_parameters(layers: Mapping[str, AttentionParameters]) -> dict[str, PerLayerParameters]:
-    """Each layer's parameters, by layer name, for `infer_global_hyperparameters`."""
+    """Returns each layer's parameters, by layer name, for `infer_global_hyperparameters`."""
     return {name: per_layer_parameters(layer) for name, layer in layers.items()}
 
 
@@ -79,7 +79,7 @@ def per_layer_parameters(layer: AttentionParameters) -> PerLayerParameters:
 
 
 def infer_global_hyperparameters(per_layer: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
-    """The parameters that all layers share.
+    """Returns the parameters that all layers share.
 
     Raises:
         ConfigError: there are no layers, or they disagree; names the layers on each side.

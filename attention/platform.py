@@ -1,4 +1,4 @@
-"""The machine's facts for selecting attention backends, probed once when a node is built."""
+"""The facts about a machine that decide which attention backends fit. They are probed once when a node is built."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import triton
 
 from baton.tritonlib.hopper_check import is_hopper
 
-# Packages that some backends need, by the name that imports them.
+# Packages that some backends need, by import name.
 OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The device that attention runs on, and what is installed for it.
+    """The device that attention runs on, and the packages installed for it.
 
     Attributes:
         device_type: "cpu" or "cuda".
@@ -22,8 +22,8 @@ class Platform:
         num_sms: multiprocessors of the GPU; 1 without one.
         packages: the optional packages that are installed.
         triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
-        hopper_kernels: the GPU is one that our kernels for Hopper are made for. Each family also needs a version of
-            Triton that compiles it rightly (`baton.tritonlib.hopper_check`); otherwise portable kernels take its calls.
+        hopper_kernels: our Hopper kernels support the GPU. Each family of kernels also needs a version of Triton that
+            compiles it correctly (`baton.tritonlib.hopper_check`); otherwise portable kernels run its calls.
     """
 
     device_type: str
@@ -35,7 +35,7 @@ class Platform:
 
 
 def probe_platform(device: torch.device | str) -> Platform:
-    """Asks the GPU, the installed packages and Triton; imports none of the optional packages."""
+    """Probes the GPU, the installed packages and Triton without importing any optional package."""
     device = torch.device(device)
     packages = frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
     interpreted = bool(triton.knobs.runtime.interpret)

@@ -1,6 +1,6 @@
-"""Norms per head and rotation by position, applied to queries and keys between projection and attention.
+"""Norms and rotates queries and keys between projection and attention.
 
-Values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
+It holds values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
 Shapes: T token, H head, D head channel, R rotary channel, P pair of channels, R = 2 P <= D.
 """
 
@@ -30,10 +30,10 @@ class RowNorm(Protocol):
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """The norms of each head of the queries and of the keys, before they turn.
+    """The norms of each head of queries and keys, by default before they turn.
 
     Attributes:
-        turned: after they turn instead.
+        turned: the norms apply after the turn.
     """
 
     q: RowNorm
@@ -41,19 +41,19 @@ class HeadNorms:
     turned: bool = False
 
     def apply(self, q_THD: Tensor, k_TKD: Tensor) -> Tensor:
-        """Normed queries and keys in one tensor, one after the other."""
+        """Returns normed queries and keys in one tensor, one after the other."""
         normed = (norm(x.flatten(0, 1)).view_as(x) for norm, x in ((self.q, q_THD), (self.k, k_TKD)))
         return torch.cat(tuple(normed), dim=1)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles of one batch's tokens. The first 2 P channels of a head turn, the others stay as they are.
+    """The angles of one batch's tokens. The first 2 P channels of a head turn; the others are unchanged.
 
     Attributes:
         cos_TP, sin_TP: float32, contiguous.
-        interleaved: channels 2i and 2i+1 turn together; otherwise channel i and i + P.
-        query_scale_T1: factor of each token's queries, which models apply themselves; None: 1.
+        interleaved: channels 2i and 2i+1 turn together; otherwise channels i and i + P.
+        query_scale_T1: factor of each token's queries; models apply it themselves. None: 1.
     """
 
     cos_TP: Tensor
@@ -62,7 +62,7 @@ class Rotation:
     query_scale_T1: Tensor | None = None
 
     def apply(self, x_THD: Tensor) -> Tensor:
-        """`x_THD` turned, in its dtype, with its channels in their order. Computes in float32."""
+        """Turns `x_THD` in float32; returns it in its dtype and with its channels in order."""
         rotary = 2 * self.cos_TP.shape[1]
         if rotary == x_THD.shape[-1]:
             return self._turned(x_THD)
@@ -78,7 +78,7 @@ class Rotation:
 
     @cached_property
     def _by_channel(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, [T,1,R] each; the sine has the sign with which the channel's partner is added."""
+        """Returns cosine and sine, [T,1,R] each; the sine has the sign with which the channel's partner is added."""
         if self.interleaved:
             cos_TR = self.cos_TP.repeat_interleave(2, dim=-1)
             sin_TR = torch.stack((-self.sin_TP, self.sin_TP), dim=-1).flatten(-2)

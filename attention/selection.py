@@ -1,8 +1,9 @@
 """Selects the backend that serves a model on a node, from one explicit table in order of preference.
 
-Other distributions register a `BackendClass` by an entry point of the group `baton.attention_backends`, and come last.
+Other distributions register a `BackendClass` by an entry point of the group `baton.attention_backends`; theirs come
+last.
 
-It reads no environment and probes no device: needs and platform go in, a backend or the reasons come out. Importing it
+It reads no environment and probes no device: it maps needs and platform to a backend or to reasons. Importing it
 imports none of the optional packages; a backend whose package is missing is refused like any other that does not fit.
 """
 
@@ -29,7 +30,7 @@ from baton.core.errors import ConfigError
 
 
 class BackendClass(Protocol):
-    """A backend's constructor, which is called only if there is no reason against the backend."""
+    """A backend's capabilities and constructor. The constructor runs only if there is no reason against the backend."""
 
     capabilities: BackendCapabilities
 
@@ -71,15 +72,16 @@ def select_backend(
     forced: str | None = None,
     context_workspace_tokens: int = DEFAULT_CONTEXT_WORKSPACE_TOKENS,
 ) -> AttentionBackend:
-    """The first backend that meets the needs, in order of preference, or the forced one if it does.
+    """Returns the first backend in order of preference that meets the needs, or the forced backend if it meets them.
 
     Args:
-        platform: None asks the machine that this runs on.
+        platform: None probes this machine.
         forced: a backend's name; case does not matter.
-        context_workspace_tokens: tokens of context that MLA decompresses at once.
+        context_workspace_tokens: number of context tokens that MLA decompresses at once.
 
     Raises:
-        ConfigError: no such backend, or none that meets the needs; lists every backend with every reason against it.
+        ConfigError: there is no such backend, or none meets the needs; it lists every backend with every reason against
+            it.
     """
     platform = platform or probe_platform(needs.device)
     chosen = _choose(reasons := _reasons(needs, platform), forced)
@@ -90,7 +92,7 @@ def select_backend(
 
 
 def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str | None = None) -> str:
-    """One line per backend: chosen, fitting but not preferred, or every reason against it. Library API.
+    """Returns one line per backend: chosen, fitting but not preferred, or every reason against it. Library API.
 
     Raises:
         ConfigError: as `select_backend`.
@@ -100,18 +102,18 @@ def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str |
 
 
 def fitting_backends(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
-    """The backends that meet the needs, the preferred one first. Library API."""
+    """Returns the backends that meet the needs, the preferred one first. Library API."""
     return [each for each in _by_preference(needs, platform) if not reasons_against(each.capabilities, needs, platform)]
 
 
 def _by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
-    """The table, in the best order for this model on this platform."""
+    """Returns the table in the best order for this model on this platform."""
     last = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
     return sorted(all_backends(), key=lambda backend: backend in last)
 
 
 def all_backends() -> tuple[BackendClass, ...]:
-    """The table, then the plug-ins by name.
+    """Returns the table, then the plug-ins by name.
 
     Raises:
         ConfigError: a plug-in cannot be loaded, is no backend, or has a name that is taken.
@@ -173,7 +175,7 @@ def _report(reasons: Mapping[str, tuple[str, ...]], chosen: str, *, forced: bool
 
 
 def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, platform: Platform) -> tuple[str, ...]:
-    """Every reason why a backend does not meet the needs on this platform; () if it does."""
+    """Returns every reason why a backend does not meet the needs on this platform; () if it does."""
     reasons = []
     if needs.kind is not capabilities.kind:
         reasons.append(f"kind {needs.kind} is not {capabilities.kind}")
@@ -211,7 +213,7 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
 
 
 def _device_type(needs: AttentionNeeds, capabilities: BackendCapabilities, platform: Platform) -> str:
-    """Triton's interpreter runs GPU kernels on CPU tensors."""
+    """Returns the device type that the backend must support. Triton's interpreter runs GPU kernels on CPU tensors."""
     device_type = torch.device(needs.device).type
     if platform.triton_interpreted and capabilities.package is None and "cpu" not in capabilities.devices:
         return "cuda"

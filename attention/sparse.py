@@ -1,8 +1,8 @@
-"""Sparse attention of latent models: which tokens each query sees, and the selection of those to which it attends, in
-plain torch. The twin of `attention.kernels.sparse`.
+"""Sparse attention of latent models in plain torch, the twin of `attention.kernels.sparse`: the tokens that each query
+sees, and the selection of those to which it attends.
 
-Every query is a row of its own, of a decode or of a prompt. Nothing here reads a device's values on the host, so the
-selection can be captured in a CUDA graph. Legend: T queries, S keys, K selected keys, H heads, D channels, R requests.
+Every query of a decode or a prompt is a row. Nothing here reads device values on the host, so a CUDA graph can capture
+the selection. Legend: T queries, S keys, K selected keys, H heads, D channels, R requests.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,14 @@ class SparseQueries:
     """Queries of consecutive requests that attend to selected tokens.
 
     Attributes:
-        seq_lens_T: int32, how many tokens each query sees, its own included; 0 for padding.
-        counts_T: int32, how many of them it attends to.
+        seq_lens_T: int32, number of tokens that each query sees, its own included; 0 for padding.
+        counts_T: int32, number of tokens that each query attends to.
         requests_T: int32, each query's row of the block table.
         block_table: [R, blocks] int32.
         max_keys: an upper bound of `seq_lens_T` that the host knows.
         width: an upper bound of `counts_T` that the host knows.
-        ranges: each request's queries [start, stop) and what its last query sees; () where the host does not know.
+        ranges: (start, stop, tokens that the last query sees) of each request's queries; () where the host does not
+            know them.
     """
 
     seq_lens_T: Tensor
@@ -40,7 +41,7 @@ class SparseQueries:
     ranges: tuple[tuple[int, int, int], ...] = ()
 
     def pieces(self, num_queries: int) -> Iterator[tuple[int, "SparseQueries"]]:
-        """These queries in runs of at most that many, each with the number of its first."""
+        """Yields these queries in runs of at most `num_queries`, each with the index of its first query."""
         for start in range(0, len(self.counts_T), num_queries):
             stop = min(start + num_queries, len(self.counts_T))
             rows = slice(start, stop)
@@ -58,7 +59,8 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a layer selected for a step: slots [T, K] int32 of decodes and of prefills; None: these attend to all."""
+    """The tokens that a layer selected in a step, as slots [T, K] int32 for decodes and for prefills; None: they attend
+    to all tokens."""
 
     decodes: Tensor | None
     prefills: Tensor | None
@@ -68,7 +70,7 @@ NOTHING_SELECTED = Selected(None, None)
 
 
 def _cut(of_request: tuple[int, int, int], start: int, stop: int) -> tuple[int, int, int]:
-    """A request's range within the queries [start, stop), counted from `start`; empty outside of them."""
+    """Returns a request's range within the queries [start, stop), counted from `start`; empty outside of them."""
     first, last = max(of_request[0], start), min(of_request[1], stop)
     return (first - start, last - start, of_request[2] - (of_request[1] - last)) if first < last else (0, 0, 0)
 
@@ -76,13 +78,14 @@ def _cut(of_request: tuple[int, int, int], start: int, stop: int) -> tuple[int, 
 def sparse_decodes(
     common: CommonAttentionMetadata, num_decodes: int, *, block_size: int, top_k: int, always: bool, on_host: bool
 ) -> SparseQueries | None:
-    """The decodes of a batch; None where no block table is wider than `top_k` tokens, so that no query can see more.
+    """Returns the decodes of a batch; None if no block table is wider than `top_k` tokens, because no query can then
+    see more.
 
-    Reads no lengths unless `on_host`, so that a captured step is right for any.
+    It reads no lengths unless `on_host`, so that a captured step is right for any lengths.
 
     Args:
-        always: select even where all tokens are selected: results must not depend on the other requests.
-        on_host: the batch is in memory of the CPU.
+        always: select even if every token is selected, because results must not depend on other requests.
+        on_host: the batch is in CPU memory.
     """
     block_table = common.block_table_tensor[:num_decodes]
     max_keys = block_table.shape[1] * block_size
@@ -106,7 +109,7 @@ def sparse_decodes(
 def sparse_prefills(
     common: CommonAttentionMetadata, num_decodes: int, *, top_k: int, always: bool
 ) -> SparseQueries | None:
-    """The prefills of a batch; None where none of their queries sees more than `top_k` tokens.
+    """Returns the prefills of a batch; None if none of their queries sees more than `top_k` tokens.
 
     Args:
         always: as in `sparse_decodes`.
@@ -139,24 +142,25 @@ def sparse_prefills(
 
 
 def _seen(query_lens_R: NDArray[np.int32], seq_lens_R: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How many tokens each query sees: a request's last query all of its tokens, the one before it all but one."""
+    """Returns how many tokens each query sees: a request's last query sees all of its tokens, the query before it all
+    but one."""
     stops_R = np.cumsum(query_lens_R)
     behind_T = np.repeat(stops_R, query_lens_R) - np.arange(int(stops_R[-1])) - 1
     return (np.repeat(seq_lens_R, query_lens_R) - behind_T).astype(np.int32)
 
 
 def index_scores(q_THD: Tensor, weights_TH: Tensor, k_SD: Tensor) -> Tensor:
-    """[T, S] float32: the sum over heads of weight * relu(q . k)."""
-    # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+    """Returns [T, S] float32, the sum over heads of weight * relu(q.k)."""
+    # NOTE: copied, because a CPU's library may choose its method by address, so bits would depend on the rows before.
     dots_THS = torch.matmul(q_THD.to(torch.float32, copy=True), k_SD.float().t()).relu_()
     return torch.matmul(weights_TH.clone().unsqueeze(1), dots_THS).squeeze(1)
 
 
 def best_keys(scores_TS: Tensor, seq_lens_T: Tensor, top_k: int) -> Tensor:
-    """The positions [T, K] int32 of the best `top_k` scores of each row, ascending; of equal scores the first. K is the
-    smaller of `top_k` and S, and -1 fills rows that see fewer.
+    """Returns the positions [T, K] int32 of the best `top_k` scores of each row, ascending; among equal scores the
+    first win. K is the smaller of `top_k` and S, and -1 fills rows that see fewer.
 
-    A threshold decides, not the order in which a sort finds equal scores: the result is the same in any batch.
+    A threshold decides, not the order in which a sort returns equal scores, so the result is the same in any batch.
     """
     num_keys = scores_TS.shape[1]
     width = min(top_k, num_keys)
@@ -174,6 +178,6 @@ def best_keys(scores_TS: Tensor, seq_lens_T: Tensor, top_k: int) -> Tensor:
 
 
 def slots_of(positions_TK: Tensor, table_TB: Tensor, block_size: int) -> Tensor:
-    """The slots [T, K] int32 of positions in each query's own row of blocks; -1 stays."""
+    """Returns the slots [T, K] int32 of positions in each query's own row of blocks; -1 stays -1."""
     blocks_TK = table_TB.gather(1, positions_TK.clamp(min=0).long() // block_size)
     return torch.where(positions_TK < 0, -1, blocks_TK * block_size + positions_TK % block_size)

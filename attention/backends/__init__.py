@@ -1,1 +1,1 @@
-"""The backends: one module each, all listed in `attention.selection`. Importing this package imports none of them."""
+"""The attention backends, one module each. `attention.selection` lists them; importing this package imports none."""

@@ -1,4 +1,4 @@
-"""BLOCKSPARSE_FLASH_ATTN: local blocks and vertical stripes over a paged key/value cache, and the dense layers between.
+"""BLOCKSPARSE_FLASH_ATTN: local blocks and vertical stripes over a paged key/value cache, with dense layers in between.
 
 `attention.blocksparse` defines the pattern. Unlike vLLM's backend of this name, this one prefills any context. Legend:
 T tokens, H heads, D head_dim.
@@ -36,7 +36,7 @@ from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.kvcache.tokens import WriteIndex
 
 _MAX_HEAD_SIZE = 256
-_HOPPER = 9  # the first number of its compute capability
+_HOPPER = 9  # major compute capability
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class BlocksparseMetadata(AttentionMetadata):
     """The plan of a batch for block-sparse attention.
 
     Attributes:
-        num_decodes: the first requests of the batch, of one token each; all others are prefills.
-        pieces: the number of pieces that each decode's keys are cut into.
+        num_decodes: number of requests with one token each, which come first; all others are prefills.
+        pieces: number of pieces into which each decode's keys are cut.
         without_context: no prefill has context, so the call's keys are all keys.
     """
 
@@ -66,7 +66,7 @@ class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> BlocksparseMetadata:
-        del common_prefix_len, fast_build  # no cascade attention, and no time to save
+        del common_prefix_len, fast_build  # cascade attention is unsupported, and every build is fast
         check_causal(common)
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common)
         without_context = num_prefills > 0 and not common.num_computed_tokens_cpu[num_decodes:].any()
@@ -87,7 +87,8 @@ class BlocksparseFlashAttention:
     """Attention of one layer over the blocks that its pattern keeps.
 
     Raises:
-        ConfigError: a layer's pattern has a block size that the kernels do not take, or is for another number of heads.
+        ConfigError: a layer's pattern has a block size that the kernels do not support, or is for another number of
+            heads.
     """
 
     capabilities: ClassVar = BackendCapabilities(
@@ -105,7 +106,7 @@ class BlocksparseFlashAttention:
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del context_workspace_tokens  # MLA's
+        del context_workspace_tokens  # only MLA uses it
         for layer in needs.layers.values():
             if layer.blocksparse is not None:
                 _check_pattern(layer.blocksparse, needs)
@@ -158,7 +159,7 @@ class BlocksparseFlashAttention:
             metadata.without_context
             and k_THD is not None
             and v_THV is not None
-            and k_THD.dtype == kv_layer.dtype  # an fp8 cache rounds: results would depend on a prompt's cuts
+            and k_THD.dtype == kv_layer.dtype  # an fp8 cache rounds, so results would depend on where prompts are cut
             and can_read_directly(k_THD, layer.blocksparse)
             and can_read_directly(v_THV, layer.blocksparse)
         )

@@ -24,7 +24,7 @@ from baton.kvcache.tokens import WriteIndex
 
 @dataclass(frozen=True)
 class FlashAttnPrefills:
-    """The prefills of a batch, as flash-attn takes them.
+    """The prefills of a batch, as arguments of flash-attn.
 
     Attributes:
         query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's queries begin, and where its
@@ -44,7 +44,7 @@ class FlashAttnPrefills:
 
 @dataclass(frozen=True)
 class FlashAttnMetadata(AttentionMetadata):
-    """`seq_lens` [R] and `block_table` [R, blocks] are those of the decodes."""
+    """The plan of a batch. `seq_lens` [R] and `block_table` [R, blocks] belong to the decodes."""
 
     causal: bool
     num_decodes: int
@@ -79,8 +79,8 @@ class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
 
 
 class FlashAttention:
-    """Declares only what the conformance suite has passed with; flash-attn itself also supports float16 and all head
-    sizes up to 256."""
+    """Attention of one layer by flash-attn. It declares only what the conformance suite has passed with; flash-attn
+    itself also supports float16 and all head sizes up to 256."""
 
     capabilities: ClassVar = BackendCapabilities(
         name="FLASH_ATTN",
@@ -175,7 +175,8 @@ class FlashAttention:
 
 
 def _asked(layer: AttentionParameters) -> dict[str, object]:
-    """A layer's parameters as flash-attn takes them. Its windows do not count the token itself; 0 is no soft cap."""
+    """Converts a layer's parameters to arguments of flash-attn. Its windows do not count the token itself; 0 is no soft
+    cap."""
     window, causal = layer.sliding_window, layer.attn_type is AttentionType.DECODER
     return {
         "softmax_scale": layer.scale,

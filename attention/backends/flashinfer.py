@@ -23,7 +23,7 @@ from baton.kvcache.layout import GQA_LAYOUTS
 from baton.kvcache.spec import FP8_DTYPES, KVKind
 from baton.kvcache.tokens import WriteIndex
 
-# The keys of these types are the call's own, so no scale of a cache applies.
+# Attention of these types reads the call's own keys, so no scale of a cache applies.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -32,7 +32,7 @@ class FlashInferMetadata(AttentionMetadata):
     """FlashInfer's plan of a batch.
 
     Attributes:
-        cascade: a planned wrapper for the whole batch, if its shared prefix is computed once; None otherwise.
+        cascade: a planned wrapper for the whole batch if its shared prefix is computed once; None otherwise.
         decode: a planned wrapper for the first `num_decodes` requests; None without decodes.
         prefills: all other requests.
     """
@@ -145,7 +145,7 @@ class FlashInfer:
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del context_workspace_tokens  # MLA's
+        del context_workspace_tokens  # only MLA uses it
         self._wrappers = Wrappers(needs, platform)
         self._fp8 = needs.cache_dtype in FP8_DTYPES
         self.builder = FlashInferBuilder(self._wrappers)
@@ -166,7 +166,7 @@ class FlashInfer:
         check_shared(self._wrappers.planned, layer)
         scales = layer.scales if self._fp8 and layer.attn_type not in _ENCODERS else None
         if scales is not None:
-            # The wrappers take scales as host numbers, for which the host would have to wait for the device.
+            # The wrappers take scales as host numbers, and reading those would make the host wait for the device.
             q_THD = (q_THD * scales.k_scale).to(q_THD.dtype)
         decodes = slice(0, metadata.num_decodes)
         prefills = slice(metadata.num_decodes, metadata.num_actual_tokens)
@@ -183,8 +183,8 @@ class FlashInfer:
             out[: metadata.num_actual_tokens].mul_(scales.v_scale)
 
     def _reads_own_keys(self, prefills: FlashInferPrefills, layer: AttentionParameters) -> bool:
-        """Whether prefills read the call's keys rather than the cache: an encoder must; a decoder may where the cache
-        holds no other keys and holds them just as precisely."""
+        """Whether prefills read the call's keys instead of the cache. An encoder must; a decoder may if the cache holds
+        no other keys and stores them without loss."""
         if layer.attn_type in _ENCODERS:
             return True
         return layer.attn_type is AttentionType.DECODER and prefills.without_context and not self._fp8

@@ -1,7 +1,7 @@
 """FLASHINFER_MLA: decodes of DeepSeek V2, V2-Lite and V3 by flashinfer's kernel over the latent cache.
 
-Prefills, over decompressed keys and values, run our own kernels. Legend: R requests, T queries, S keys, H heads, D
-key channels, V value channels, C latent plus rotary channels.
+Prefills run our own kernels over decompressed keys and values. Legend: R requests, T queries, S keys, H heads, D key
+channels, V value channels, C latent plus rotary channels.
 """
 
 import importlib
@@ -71,8 +71,8 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
         return common.max_query_len == 1
 
     def _plan_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> Any:
-        # The block table itself serves as the list of blocks: each request's blocks begin one row later. Nothing is
-        # copied, and a captured graph reads the table in place.
+        # The block table itself serves as the list of blocks, with each request's blocks one row after the previous
+        # one's. Nothing is copied, and a captured graph reads the table in place.
         table_RB, starts = common.block_table_tensor, torch.arange(num_decodes + 1, dtype=torch.int32)
         self._decode.plan(
             starts,
@@ -93,10 +93,11 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
 
 
 class FlashInferMLA:
-    """Declares what DeepSeek's models use; flashinfer itself also supports float16.
+    """Latent attention of one layer by flashinfer. It declares what DeepSeek's models use; flashinfer itself also
+    supports float16.
 
     Raises:
-        ConfigError: a workspace below one token.
+        ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(

@@ -1,4 +1,4 @@
-"""Planning for both flashinfer backends: lists of blocks, and wrappers that are planned again for every batch.
+"""Planning for both flashinfer backends: lists of blocks, and wrappers that get a new plan for every batch.
 
 Imports no flashinfer. Legend: R requests.
 """
@@ -19,7 +19,7 @@ class PlannedWrapper:
     """A flashinfer wrapper with its latest plan.
 
     Attributes:
-        wrapper: run it as flashinfer documents.
+        wrapper: flashinfer's own object; call its `run`.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -27,7 +27,7 @@ class PlannedWrapper:
         self._copied = torch.cuda.Event()
 
     def plan(self, *args: object, **kwargs: object) -> None:
-        """The wrapper's `plan`. Waits until the device has read the previous plan, which lies in pinned memory."""
+        """Calls the wrapper's `plan` after the device has read the previous plan, which lies in pinned memory."""
         self._copied.synchronize()
         self.wrapper.plan(*args, **kwargs)
         self._copied.record()
@@ -39,7 +39,7 @@ class BlockLists:
 
     Attributes:
         start_loc: [R + 1] int32, where each request's blocks begin among `block_ids`.
-        block_ids: int32, on the device, request after request; undefined after the last.
+        block_ids: int32, on the device, request after request; undefined past the last.
         last_block_lens: [R] int32, how many slots of each request's last block are used.
         seq_lens: [R] int32.
     """
@@ -50,7 +50,7 @@ class BlockLists:
     seq_lens: Tensor
 
     def of(self, start: int, stop: int) -> "BlockLists":
-        """The lists of some consecutive requests."""
+        """Returns the lists of requests [start, stop)."""
         starts = self.start_loc[start : stop + 1]
         first = int(starts[0])
         return BlockLists(
@@ -59,10 +59,10 @@ class BlockLists:
 
 
 class BlockLister:
-    """Makes the block lists of one batch after another, in the same memory.
+    """Builds the block lists of successive batches in the same memory.
 
     Attributes:
-        buffer: int32 on the device, where all lists begin: what a captured graph reads.
+        buffer: int32 on the device; holds all lists, and captured graphs read it.
     """
 
     def __init__(self, needs: AttentionNeeds) -> None:
@@ -72,13 +72,14 @@ class BlockLister:
         self._start_loc = torch.zeros(needs.max_num_reqs + 1, dtype=torch.int32, device=needs.device)
 
     def list(self, common: CommonAttentionMetadata, *, skipped_blocks: int = 0) -> BlockLists:
-        """Lists a batch's blocks. The lists hold until the next call, and for work queued on the device before it.
+        """Lists a batch's blocks. The lists stay valid until the next call, and for work queued on the device before
+        that.
 
         Args:
-            skipped_blocks: number of each request's first blocks to leave out, with their tokens.
+            skipped_blocks: number of leading blocks to leave out of each request, with their tokens.
 
         Raises:
-            InternalError: more requests or blocks than the backend was made for.
+            InternalError: the batch has more requests or blocks than the backend was made for.
         """
         num_reqs = common.num_reqs
         lens_R = common.seq_lens_cpu[:num_reqs] - skipped_blocks * self._block_size

@@ -1,14 +1,15 @@
-"""How much memory flashinfer's planners take for the largest batch of a node, and why a node's batches cannot fit.
+"""The memory that flashinfer's planners need for a node's largest batch, and the reasons why a node's batches cannot
+fit.
 
-The sizes are those that its planners allocate (`include/flashinfer/attention/scheduler.cuh`, 0.6). A planner that finds
-less raises in the middle of service, so backends allocate these sizes once and refuse what is too large at selection.
-Pure functions; imports no flashinfer. Legend: R requests, T tokens.
+The planners allocate these sizes (`include/flashinfer/attention/scheduler.cuh`, 0.6). A planner without enough memory
+raises while serving, so backends allocate these sizes once and refuse too large ones at selection. Pure functions;
+imports no flashinfer. Legend: R requests, T tokens.
 """
 
 from attention.backend import AttentionNeeds
 from attention.platform import Platform
 
-# flashinfer's recommendation for partial results, and what its wrappers allocate by themselves for a plan's lists.
+# flashinfer recommends the first for partial results; its wrappers allocate the second themselves for a plan's lists.
 WORKSPACE_BYTES = 128 << 20
 INT_WORKSPACE_BYTES = 8 << 20
 # Above this the workspace takes memory that the cache needs: 128 query heads on one kv head take 2.1 GiB.
@@ -19,7 +20,7 @@ _CTAS_PER_SM = 2
 _TILE_ROWS = 128
 _TILE_ROWS_OF_LARGE_HEADS = 64  # from 256 channels on
 _SMALL_TILE_ROWS = 16
-# Its Hopper kernels list each head's tiles apart up to this number of tiles, in seven lists.
+# Up to this number of tiles its Hopper kernels list each head's tiles separately, in seven lists.
 _HOPPER_TILE_ROWS = 128
 _TILES_PER_HEAD_APART = 4096
 _HOPPER_LISTS = 7
@@ -34,8 +35,8 @@ _MLA_WORK_ITEMS = 16384
 def float_workspace_bytes(needs: AttentionNeeds, num_sms: int) -> int:
     """Bytes for partial outputs and their log-sum-exps in float32, for any batch of a node.
 
-    A plan with split keys has either at most the tiles that run at once (batches that are planned anew), or at least
-    one tile per request more than the rows fill (captured decodes, whose plan must fit every later batch).
+    A plan with split keys has at most as many tiles as run at once for batches that are planned anew. For captured
+    decodes, whose plan must fit every later batch, it has one tile per request more than the rows fill.
     """
     group = needs.num_heads // needs.num_kv_heads
     tiles_at_once = _CTAS_PER_SM * num_sms // needs.num_kv_heads
@@ -62,12 +63,12 @@ def int_workspace_bytes(needs: AttentionNeeds, num_sms: int) -> int:
 
 
 def mla_workspace_bytes(num_sms: int) -> int:
-    """Bytes for partial latents: of two tiles on each multiprocessor, whatever the batch."""
+    """Bytes for the partial latents of two tiles on each multiprocessor, for any batch."""
     return 2 * num_sms * _MLA_TILE_ROWS * (_MLA_LATENT_BYTES + _FLOAT_BYTES) + _ALIGNMENT_SLACK
 
 
 def reasons_against_plans(needs: AttentionNeeds, platform: Platform) -> tuple[str, ...]:
-    """Why FLASHINFER could not plan some batch of this node; () if it can plan all."""
+    """Reasons why FLASHINFER could not plan some batch of this node; () if it can plan all."""
     wanted = float_workspace_bytes(needs, platform.num_sms) + int_workspace_bytes(needs, platform.num_sms)
     if wanted <= MAX_WORKSPACE_BYTES:
         return ()
@@ -79,7 +80,7 @@ def reasons_against_plans(needs: AttentionNeeds, platform: Platform) -> tuple[st
 
 
 def reasons_against_mla_plans(needs: AttentionNeeds, platform: Platform) -> tuple[str, ...]:
-    """Why FLASHINFER_MLA could not plan some batch of this node; () if it can plan all."""
+    """Reasons why FLASHINFER_MLA could not plan some batch of this node; () if it can plan all."""
     # More than 64 heads are one tile of two multiprocessors; cutting keys adds at most one piece per multiprocessor.
     tile = _MLA_TILE_ROWS if needs.num_heads <= _MLA_TILE_ROWS else 2 * _MLA_TILE_ROWS
     items = needs.max_num_reqs * -(-needs.num_heads // tile) + platform.num_sms

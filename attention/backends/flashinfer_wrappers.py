@@ -1,6 +1,6 @@
 """The wrappers of flashinfer that one FLASHINFER backend plans and runs, on one workspace.
 
-flashinfer is imported when they are made.
+Constructing them imports flashinfer.
 """
 
 import importlib
@@ -50,7 +50,7 @@ class Wrappers:
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, self.layout, use_tensor_cores=True)
         )
         self._captured: dict[int, PlannedWrapper] = {}
-        # flashinfer's Hopper kernels multiply a cache's numbers as stored, so an fp8 cache needs fp8 queries too.
+        # flashinfer's Hopper kernels multiply the cache's numbers as stored, so an fp8 cache needs fp8 queries too.
         version = "fa2" if needs.cache_dtype in FP8_DTYPES else "auto"
         self.paged = self._planned_prefills(
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, self.layout, backend=version)
@@ -64,7 +64,8 @@ class Wrappers:
         return torch.zeros(count, dtype=torch.uint8, device=self._device)
 
     def _planned_prefills(self, wrapper: Any) -> PlannedWrapper:
-        """A wrapper whose lists hold the plan of any batch of prefills; its own memory holds that of any decodes."""
+        """Returns a wrapper with lists large enough for any batch of prefills; its own memory is large enough for
+        decodes only."""
         if self._int_bytes > INT_WORKSPACE_BYTES:
             wrapper.reset_workspace_buffer(self._workspace, self._new_bytes(self._int_bytes))
         return PlannedWrapper(wrapper)
@@ -73,7 +74,7 @@ class Wrappers:
         return num_reqs in self._captured
 
     def capture(self, num_reqs: int) -> None:
-        """Plans batches of that many decodes in persistent memory from now on."""
+        """Keeps plans for batches of that many decodes in persistent memory from now on."""
         if num_reqs in self._captured:
             return
         self._captured[num_reqs] = PlannedWrapper(
@@ -89,8 +90,8 @@ class Wrappers:
         )
 
     def plan_cascade(self, common: CommonAttentionMetadata, common_prefix_len: int) -> Any:
-        """Plans one level for the prefix, which all queries attend to as if they were one request's, and one for the
-        keys after it. None if no whole block lies before every query."""
+        """Plans two levels: one for the prefix, to which all queries attend as if they were one request's, and one for
+        the keys after it. Returns None if no whole block lies before every query."""
         num_blocks = min(common_prefix_len, int(common.num_computed_tokens_cpu.min())) // self.block_size
         if not num_blocks or not common.causal or not self.shares_prefixes:
             return None
@@ -150,7 +151,7 @@ class FlashInferPrefills:
         self._paged: Any = None
 
     def ragged(self) -> Any:
-        """A wrapper planned for the call's own keys and values, one for each query."""
+        """Returns a wrapper planned for the call's own keys and values, one for each query."""
         if self._ragged is None:
             self._wrappers.ragged.plan(
                 self._query_start_loc,
@@ -164,7 +165,7 @@ class FlashInferPrefills:
         return self._ragged
 
     def paged(self) -> Any:
-        """A wrapper planned for keys and values in the cache."""
+        """Returns a wrapper planned for keys and values in the cache."""
         if self._paged is None:
             lists = self._lists
             self._wrappers.paged.plan(

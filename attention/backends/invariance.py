@@ -14,19 +14,20 @@ from baton.core.errors import InternalError
 # Keys of a decode that make one partial result. On an H200 8 programs read 512 keys of 8 heads in 5 us; smaller splits
 # cost memory and merging, larger ones leave most of the GPU idle when requests are few.
 SPLIT_KEYS = 512
-# Most splits of one request, so that memory for partial results has a bound: longer requests have longer splits.
+# Largest number of splits of one request, which bounds the memory for partial results: longer requests have longer
+# splits.
 MAX_SPLITS = 32
 # Prefill kernels choose their tiles for this many queries of a request, regardless of the actual number.
 ANY_QUERY_LEN = 2**15
 
 
 def split_tokens_of(num_heads: int) -> int:
-    """Latent tokens of a decode that make one partial result; more of them where many heads make these large."""
+    """Number of latent tokens per partial result of a decode; larger where many heads make partial results large."""
     return 1024 if num_heads <= 32 else 4096
 
 
 def check_decodes_first(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Raises InternalError if a request of one new token comes after a prefill, where it would be taken for one."""
+    """Raises InternalError if a request of one new token comes after a prefill, where it would run as a prefill."""
     query_lens_R = np.diff(common.query_start_loc_cpu[num_decodes:].numpy())
     if (query_lens_R == 1).any():
         raise InternalError(

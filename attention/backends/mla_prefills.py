@@ -1,5 +1,5 @@
-"""Prefills of the latent backends: the memory for one chunk of context, and our kernel for attention over decompressed
-keys and values."""
+"""Prefills of the latent backends: memory for one chunk of context, and attention over decompressed keys and values by
+our kernel."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from baton.kvcache.cache import TORCH_DTYPES
 
 
 def new_workspace(needs: AttentionNeeds, context_workspace_tokens: int) -> Tensor:
-    """[tokens, latent plus rotary channels] in the model's dtype.
+    """Allocates [tokens, latent plus rotary channels] in the model's dtype.
 
     Raises:
         ConfigError: `context_workspace_tokens` is below 1.
@@ -37,10 +37,10 @@ def attend_decompressed(
     max_query_len: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `MLABackend.attend`.
+    """Implements `MLABackend.attend` by our kernel.
 
     Args:
-        max_query_len: query length that the kernel's tile is chosen for; None: the longest of these.
+        max_query_len: query length for which the kernel's tile is chosen; None: the batch's longest.
     """
     num_queries, num_heads, _ = q_THD.shape
     if out is None:

@@ -1,4 +1,4 @@
-"""Decodes in plain torch, batched: one padded gather and one call for requests of like length.
+"""Batched decodes in plain torch: one padded gather and one call for requests of similar length.
 
 Both torch backends use it. Legend: R requests, S keys (padded), K kv heads, G query
 heads per kv head, H query heads, D channels.
@@ -25,12 +25,12 @@ _WASTE_TOKENS = 256
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Requests that share a gather and a call.
+    """Decodes that share one gather and one call.
 
     Attributes:
-        rows: their rows of the query; None: all decodes, in order.
+        rows: the requests' rows of the query; None: all decodes, in order.
         num_rows: number of rows.
-        tokens: the keys that they see, [R * S]; a short request's row is padded with its own last token.
+        tokens: the keys that each request sees, [R * S]; a short row is padded with the request's own last token.
         mask: [R, 1, 1, S], -inf over the padding; None: there is no padding.
         positions_RS: positions of the keys; the padding is at the query's own position.
         query_positions_R: positions of the queries.
@@ -54,10 +54,10 @@ def plan_decodes(
     mask_dtype: torch.dtype,
     apart: bool = False,
 ) -> tuple[DecodeGroup, ...]:
-    """Groups the decodes, longest first, so that padding costs less than another call.
+    """Groups the decodes, longest first, such that padding costs less than another call.
 
     Args:
-        apart: every request gets a group of its own, so that its result depends on no other request.
+        apart: give every request its own group, so that its result depends on no other request.
     """
     if not len(seq_lens_R):
         return ()
@@ -92,11 +92,11 @@ def attend_decodes(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Attends with one query per request. A latent cache (K = 1) holds keys and values at once: the first
+    """Attends with one query per request. In a latent cache (K = 1) a row is key and value at once, so only the first
     `out.shape[-1]` channels of the output are kept.
 
     Args:
-        layer: parameters beyond `scale`; None: none.
+        layer: parameters besides `scale`; None: there are none.
         k_scale, v_scale: of an fp8 cache; a latent cache has only `k_scale`.
     """
     num_kv_heads, head_dim = kv_layer.shape[3:]
@@ -104,8 +104,8 @@ def attend_decodes(
     written_out = layer is not None and needs_softmax(layer)
     for group in groups:
         q = q_RHD if group.rows is None else q_RHD.index_select(0, group.rows)
-        # The query heads of a kv head take the place of several queries: they share their keys, so SDPA need not
-        # repeat the keys. 2 times faster than enable_gqa in float32, 5-20 times in bfloat16.
+        # The query heads of a kv head share its keys, so they are passed as several queries and SDPA need not repeat
+        # the keys. 2 times faster than enable_gqa in float32, 5-20 times in bfloat16.
         q = q.view(group.num_rows, num_kv_heads, -1, head_dim)
         kv = gather_tokens(kv_layer, group.tokens, dtype=q.dtype, scale=k_scale, v_scale=v_scale)
         kv = kv.view(kv.shape[0], group.num_rows, -1, num_kv_heads, head_dim).transpose(2, 3)
@@ -158,7 +158,7 @@ def _group_by_length(lengths_R: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     boundaries, longest, waste = [], int(lengths_R[order[0]]), 0
     for place, length in enumerate(lengths_R[order].tolist()):
         waste += longest - length
-        # A request without keys has no last token to pad its row with.
+        # A request without keys has no last token that could pad its row.
         if waste > _WASTE_TOKENS or (longest and not length):
             boundaries.append(place)
             longest, waste = length, 0

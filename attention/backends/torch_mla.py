@@ -1,4 +1,4 @@
-"""TORCH_MLA: latent attention in plain torch, on the CPU; the oracle of the other MLA backends.
+"""TORCH_MLA: latent attention in plain torch on the CPU, the reference for the other MLA backends.
 
 Decodes attend to one kv head whose keys are latent plus rotary part and whose values are the latent.
 Legend: T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
@@ -27,7 +27,7 @@ from baton.kvcache.layout import MLA_LAYOUTS
 from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.kvcache.tokens import TokenIndex, WriteIndex
 
-# Queries whose scores are in memory at once. With the workspace this bounds memory for any prompt and context.
+# Number of queries whose scores are in memory at once. With the workspace it bounds memory for any prompt and context.
 _PIECE_TOKENS = 256
 
 
@@ -159,7 +159,8 @@ class TorchMLA:
             key_start, key_stop = lens.key_start_loc_cpu[request : request + 2]
             if key_start == key_stop:
                 continue
-            # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+            # NOTE: copied, because a CPU's library may choose its method by address, so bits would depend on the rows
+            # before.
             k_HDS = k_SHD[key_start:key_stop].permute(1, 2, 0).to(torch.float32, copy=True)
             v_HSV = v_SHV[key_start:key_stop].transpose(0, 1).to(torch.float32, copy=True)
             for start in range(query_start, query_stop, _PIECE_TOKENS):
@@ -173,8 +174,8 @@ class TorchMLA:
 
 
 def _attend_piece(q_THD: Tensor, k_HDS: Tensor, v_HSV: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive queries, if causal with the last at the last key; not fused, because fused SDPA gives
-    no log-sum-exp and wants keys and values of one size."""
+    """Attends with consecutive queries; if causal, the last query is at the last key. It is not fused, because fused
+    SDPA returns no log-sum-exp and needs keys and values of equal size."""
     scores_HTS = torch.bmm(q_THD.transpose(0, 1).float() * scale, k_HDS)
     if causal:
         num_queries, num_keys = scores_HTS.shape[1:]
@@ -185,12 +186,12 @@ def _attend_piece(q_THD: Tensor, k_HDS: Tensor, v_HSV: Tensor, *, causal: bool, 
     return torch.bmm(weights_HTS, v_HSV).transpose(0, 1), lse_HT
 
 
-# Queries whose scores, or selected latents, are in memory at once.
+# Number of queries whose scores, or selected latents, are in memory at once.
 _SCORED_QUERIES, _ATTENDING_QUERIES = 64, 16
 
 
 def select(q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
-    """As `SparseMLABackend.select`; -1 past a query's slots."""
+    """Implements `SparseMLABackend.select`; slots past a query's count are -1."""
     block_size = index_layer.shape[2]
     slots_TK = torch.full((len(q_THD), queries.width), -1, dtype=torch.int32)
     for request, (start, stop, seq_len) in enumerate(queries.ranges):
@@ -219,7 +220,7 @@ def attend_selected(
     k_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `SparseMLABackend.attend_selected`; 0 for a query that sees nothing."""
+    """Implements `SparseMLABackend.attend_selected`; the result is 0 for a query that sees no token."""
     for start, stop, seq_len in queries.ranges:
         width = min(seq_len, queries.width)
         for first in range(start, stop, _ATTENDING_QUERIES):

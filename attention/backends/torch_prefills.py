@@ -18,14 +18,15 @@ from attention.parameters import AttentionParameters
 from baton.kvcache.access import gather_tokens
 from baton.kvcache.tokens import TokenIndex
 
-# Queries per call: bounds the mask, and the useless scores above the diagonal.
+# Queries per call. The limit bounds the mask and the wasted scores above the diagonal.
 _PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Queries [query_start, query_stop) of the batch, the first of them at `position` of its sequence, over keys
-    [key_start, key_stop), counted among the keys that the request reads."""
+    """A run of one request's queries and the keys that they see: queries [query_start, query_stop) of the batch, the
+    first at `position` of its sequence, over keys [key_start, key_stop), counted among the keys that the request
+    reads."""
 
     query_start: int
     query_stop: int
@@ -58,8 +59,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class TorchPrefills:
-    """`mask` is [rows, keys] for fused attention; a causal piece takes its lower right corner, because whether a query
-    sees a key depends only on how far they are from the piece's last. Pieces never cross a chunk's border."""
+    """The plan of a batch's prefills. `mask` is [rows, keys] for fused attention. A causal piece takes the mask's lower
+    right corner: whether a query sees a key depends only on their distances from the piece's last. Pieces never cross a
+    chunk's border."""
 
     sight: KeyVisibility
     requests: tuple[Prefill, ...]
@@ -78,7 +80,7 @@ def plan_prefills(
     """Plans the prefills of a batch, request by request.
 
     Args:
-        query_starts: each request's first query, then the number of queries.
+        query_starts: index of each request's first query, then the total number of queries.
         seq_lens: each request's number of keys in the cache.
     """
     requests = []
@@ -109,7 +111,7 @@ def attend_prefills(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Each request's queries over its keys.
+    """Attends with each request's queries to its keys.
 
     Args:
         own_kv: the call's own keys and values, [T, K, D], for an encoder.
@@ -126,7 +128,8 @@ def attend_prefills(
             k_1KSD, v_1KSD = (_heads_first(kv_TKD, request.keys) for kv_TKD in own_kv)
         for piece in request.pieces:
             queries, keys = slice(piece.query_start, piece.query_stop), slice(piece.key_start, piece.key_stop)
-            # Copied: a CPU's library may choose its method by an address, and so by the rows before.
+            # NOTE: copied, because a CPU's library may choose its method by address, so bits would depend on the rows
+            # before.
             q_piece = q_1HTD[:, :, queries].clone(memory_format=torch.contiguous_format)
             tensors = q_piece, k_1KSD[:, :, keys], v_1KSD[:, :, keys]
             if not piece.num_keys:

@@ -1,4 +1,5 @@
-"""TORCH_SDPA: attention over a paged key/value cache in plain torch, on the CPU: every feature that a model can need.
+"""TORCH_SDPA: attention over a paged key/value cache in plain torch on the CPU, with every feature that a model can
+need.
 
 Scores and sums are in float32 for every dtype. Legend: T tokens, H heads, D key channels, V value channels.
 """
@@ -33,7 +34,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class TorchSDPAMetadata(AttentionMetadata):
-    """`plans` holds one plan for each `KeyVisibility` that a layer has asked for; the first such layer makes it."""
+    """The metadata of a batch. `plans` holds one plan per `KeyVisibility`, made by the first layer that needs it."""
 
     common: CommonAttentionMetadata
     num_decodes: int
@@ -48,7 +49,7 @@ class TorchSDPABuilder(DecodesFirstBuilder[TorchSDPAMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchSDPAMetadata:
-        del common_prefix_len, fast_build  # no cascade attention; the plans are made by the layers
+        del common_prefix_len, fast_build  # cascade attention is unsupported, and layers make the plans
         num_decodes, _, _, _ = split_decodes_and_prefills(common)
         if self._batch_invariant:
             check_decodes_first(common, num_decodes)
@@ -76,7 +77,7 @@ class TorchSDPA:
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del platform, context_workspace_tokens  # the latter is for MLA
+        del platform, context_workspace_tokens  # only MLA uses the latter
         self._block_size = needs.block_size
         self._dtype = TORCH_DTYPES[needs.dtype]
         self._apart = needs.batch_invariant

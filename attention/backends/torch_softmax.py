@@ -1,5 +1,5 @@
-"""Unfused attention, for features that fused SDPA lacks: capped and biased scores, sinks, a pattern per head, queries
-that see no key. In float32 throughout.
+"""Unfused attention in float32, for features that fused SDPA lacks: capped and biased scores, sinks, a pattern per
+head, and queries that see no key.
 
 Legend: K kv heads, G query heads per kv head, T queries, S keys, D key channels, V value channels; x any leading axes.
 """
@@ -11,7 +11,7 @@ from attention.parameters import AttentionParameters
 
 
 def needs_softmax(layer: AttentionParameters) -> bool:
-    """Whether fused SDPA cannot do what the layer asks."""
+    """Whether the layer needs a feature that fused SDPA lacks."""
     asked = (layer.logits_soft_cap, layer.alibi_slopes_H, layer.sinks_H, layer.blocksparse)
     return any(value is not None for value in asked)
 
@@ -25,14 +25,14 @@ def softmax_attention(
     distance_xTS: Tensor,
     unseen: Tensor | None,
 ) -> Tensor:
-    """[x, K, G, T, V] float32; 0 for a query that sees no key.
+    """Returns [x, K, G, T, V] float32; 0 for a query that sees no key.
 
     Args:
         distance_xTS: key position minus query position.
-        unseen: [x, K, G, T, S] or what broadcasts to it; True where the query does not see the key.
+        unseen: [x, K, G, T, S], or a shape that broadcasts to it; True where the query does not see the key.
     """
     heads = q_xKGTD.shape[-4:-2]
-    # The query heads of a kv head take the place of queries, so that their keys need not be repeated.
+    # The query heads of a kv head are passed as queries, so that keys need not be repeated.
     scores_xKMS = (q_xKGTD.float() * layer.scale).flatten(-3, -2) @ k_xKSD.float().mT
     scores = scores_xKMS.unflatten(-2, (heads[1], -1))
     if layer.logits_soft_cap is not None:

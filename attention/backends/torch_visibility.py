@@ -1,4 +1,4 @@
-"""Which keys a query sees, from positions alone, in plain torch.
+"""Computes from positions alone which keys a query sees, in plain torch.
 
 Legend: H query heads, T queries, S keys.
 """
@@ -17,11 +17,12 @@ from attention.parameters import AttentionParameters, AttentionType
 
 @dataclass(frozen=True)
 class KeyVisibility:
-    """Which keys a layer's queries see. Layers with equal values share a plan.
+    """The rules that decide which keys a layer's queries see. Layers with equal rules share a plan.
 
     Attributes:
-        causal: no key after the query's own position. Else a window has as many keys after the query as before it.
-        own_keys: the keys are those of the call; no cache is read.
+        causal: a query sees no key after its own position. Otherwise a window has as many keys after the query as
+            before it.
+        own_keys: the call brings all keys; no cache is read.
     """
 
     causal: bool
@@ -43,7 +44,7 @@ class KeyVisibility:
         return not self.causal and self.sliding_window is None and self.attention_chunk_size is None
 
     def first_keys(self, positions_T: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first key that each query sees."""
+        """Returns the first key that each query sees."""
         first_T = np.zeros_like(positions_T)
         if self.sliding_window is not None:
             first_T = np.maximum(first_T, positions_T - (self.sliding_window - 1))
@@ -52,13 +53,13 @@ class KeyVisibility:
         return first_T
 
     def stop_key(self, position: int, num_keys: int) -> int:
-        """The key after the last one that the query at `position` sees."""
+        """Returns one past the last key that the query at `position` sees."""
         if self.causal:
             return position + 1
         return num_keys if self.sliding_window is None else min(num_keys, position + self.sliding_window)
 
     def unseen(self, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]) -> Tensor:
-        """[T, S] bool, True where the query does not see the key."""
+        """Returns [T, S] bool, True where the query does not see the key."""
         unseen_TS = key_positions_S < self.first_keys(positions_T)[:, None]
         if self.causal:
             unseen_TS |= key_positions_S > positions_T[:, None]
@@ -70,6 +71,6 @@ class KeyVisibility:
 def unseen_by_pattern(
     params: BlocksparseParams, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]
 ) -> Tensor:
-    """[H, T, S] bool, True where a block-sparse pattern or causality hides the key from the query."""
+    """Returns [H, T, S] bool, True where a block-sparse pattern or causality hides the key from the query."""
     seen_HTS = token_mask(params, positions_T, int(key_positions_S[-1]) + 1)
     return torch.from_numpy(~seen_HTS[:, :, key_positions_S])

@@ -1,7 +1,7 @@
 """TRITON_ATTN: attention over a paged key/value cache by our own kernels, for every feature but block sparsity.
 
-Decodes and prefills of a batch run different kernels; this module chooses them. Legend: R
-requests, T tokens, H heads, D key channels, V value channels.
+A batch's decodes and prefills run different kernels, which this module chooses. Legend: R requests, T tokens, H heads,
+D key channels, V value channels.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class TritonAttention:
         context_workspace_tokens: int,
         persistent_prefills: bool | None = None,
     ) -> None:
-        del context_workspace_tokens  # for MLA
+        del context_workspace_tokens  # only MLA uses it
         self._num_heads, self._head_size = needs.num_heads, needs.head_size
         self.builder = TritonAttentionBuilder(needs, platform, persistent_prefills=persistent_prefills)
 
@@ -112,7 +112,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales of numbers in 8 bits; None for others."""
+    """The scales of 8-bit queries, keys and values; None for other dtypes."""
 
     q: Tensor | None
     k: Tensor | None
@@ -185,7 +185,7 @@ def _attend_cache(
     out: Tensor,
     lse_HT: Tensor | None = None,
 ) -> None:
-    """Attends for decodes and prefills. `own_kv`: the call's own keys and values, if prefills need no others."""
+    """Attends for decodes and prefills. `own_kv` is the call's own keys and values if prefills need no others."""
     num_decodes = len(decodes.seq_lens)
     if num_decodes:
         decode_attention(

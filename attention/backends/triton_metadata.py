@@ -1,4 +1,4 @@
-"""TRITON_ATTN's metadata of a batch: which requests are decodes, how their keys are split, which prefix is shared.
+"""TRITON_ATTN's metadata of a batch: its decodes, the split of their keys, and the shared prefix.
 
 Legend: R requests.
 """
@@ -38,16 +38,16 @@ from baton.kvcache.tokens import WriteIndex
 # tokens, 0.91 for 40 of 8 to 2000, 1.01 for 8 of 2048 and 1.07 for 5 of 37 to 6007 (`bench.attention.ragged`).
 _LEAST_PROMPTS = 16
 _MOST_MEAN_TOKENS = 512
-# Rows that a tile of the Hopper kernels has.
+# Rows of a tile of the Hopper kernels.
 _TILE_ROWS = 128
 
 
 class DecodePlans:
-    """The decodes' split over the GPU: one plan for each window and chunk size, in memory that is allocated once and
+    """The split of decodes over the GPU: one plan for each window and chunk size, in memory that is allocated once and
     refilled for each batch.
 
     Args:
-        layers: layers whose plans are made with each batch; any other layer joins when it first asks.
+        layers: the layers whose plans are made with each batch; another layer's plan is added at its first call.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DecodePlans:
         self._seq_lens_R = torch.empty(0, dtype=torch.int32)
 
     def fill(self, seq_lens_R: Tensor) -> None:
-        """Plans the next batch, at once for all layers that are known."""
+        """Plans the next batch for all known layers."""
         self._seq_lens_R = seq_lens_R
         if seq_lens_R.shape[0]:
             for plan in self._plans.values():
@@ -77,14 +77,14 @@ def _visibility(layer: AttentionParameters) -> tuple[int | None, int | None]:
 
 
 class Decodes(NamedTuple):
-    """The first requests of a batch, one token each: [N] and [N, blocks]."""
+    """The decodes, which come first in a batch with one token each: [N] and [N, blocks]."""
 
     seq_lens: Tensor
     block_table: Tensor
 
 
 class TritonPrefills(NamedTuple):
-    """All other requests of a batch: [P + 1], [P] and [P, blocks]. `causal` as in `CommonAttentionMetadata`. `work`:
+    """The prefills of a batch: [P + 1], [P] and [P, blocks]. `causal` is as in `CommonAttentionMetadata`. `work` holds
     their tiles; None where no persistent kernel runs."""
 
     query_start_loc: Tensor
@@ -108,12 +108,12 @@ class TritonAttentionMetadata(AttentionMetadata):
 
     Attributes:
         query_start_loc: of all requests.
-        fresh_prefills: no prefill has context, so all its keys are among the call's own. Always False where results
-            must not depend on the batch, because this does.
-        prefill_query_len: query length that the prefills' tiles are chosen for: the longest, or more.
-        plans: of the decodes.
-        prefix: the keys that cascade attention reads once; None without one.
-        rest_plans: of the decodes' keys after that prefix.
+        fresh_prefills: no prefill has context, so the call brings all their keys. Always False where results must not
+            depend on the batch, because this flag does.
+        prefill_query_len: query length for which the prefills' tiles are chosen: the longest, or more.
+        plans: the split of the decodes.
+        prefix: the keys that cascade attention reads once; None without a shared prefix.
+        rest_plans: the split of the decodes' keys after that prefix.
     """
 
     query_start_loc: Tensor
@@ -201,7 +201,8 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         )
 
     def build_padded(self, batch: PaddedBatch) -> TritonAttentionMetadata:
-        # The decodes' kernel also writes rows of prompts' first tokens; the prefills' kernel follows and replaces them.
+        # The decode kernel also writes the rows of prompts' first tokens; the prefill kernel runs after it and
+        # overwrites them.
         decodes = Decodes(batch.decode_seq_lens, batch.decode_table)
         self._plans.fill(decodes.seq_lens)
         prefills = TritonPrefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True)

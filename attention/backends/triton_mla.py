@@ -1,6 +1,6 @@
 """TRITON_MLA: latent attention on a GPU by our own kernels.
 
-Decodes read the latent cache split over the GPU; prefills are attention over decompressed keys and values. Legend: R
+Decodes read the latent cache, split over the GPU; prefills attend over decompressed keys and values. Legend: R
 requests, T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
@@ -26,7 +26,8 @@ from baton.kvcache.layout import MLA_LAYOUTS
 from baton.kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.kvcache.tokens import WriteIndex
 
-# Queries of one launch over selected tokens: enough for any GPU, and few enough for a kernel that reads all lengths.
+# Queries of one launch over selected tokens: enough to fill any GPU, and few enough for a kernel that reads all
+# lengths.
 _SELECTING_QUERIES = 512
 
 
@@ -44,8 +45,8 @@ class TritonMLAMetadata(MLAMetadata):
 
 
 class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
-    """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device. So a
-    captured graph needs no refill."""
+    """Plans batches for latent attention. A decode step's metadata are views of the common metadata, and the kernel
+    splits its work on the device, so a captured graph needs no refill."""
 
     plans_on_device: ClassVar[bool] = True
 
@@ -177,7 +178,7 @@ class TritonMLA:
         out: Tensor,
     ) -> None:
         step = _SELECTING_QUERIES
-        if self._plan.split_tiles:  # every split of every query has its place
+        if self._plan.split_tiles:  # every split of every query has its own place
             splits = -(-queries.width // (self._plan.split_tiles * TILE))
             step = max(1, min(step, len(self._plan.partial_lse) // splits))
         for start in range(0, len(q_THC), step):

@@ -2,8 +2,8 @@
 
 xformers' own decode kernel splits a request's keys over the GPU and takes head sizes that are powers of two and blocks
 of multiples of 64 tokens; with blocks of multiples of 256 it uses flash-attn, a fifth faster. The unified kernel runs
-all other decodes, and those of layers with a window or a soft cap, which xformers' paged attention does not have.
-Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
+all other decodes, and the decodes of layers with a window or a soft cap, which xformers' paged attention lacks. Legend:
+R requests, T tokens, G query heads per kv head, H kv heads, D channels.
 """
 
 import importlib
@@ -30,17 +30,17 @@ from baton.kvcache.tokens import WriteIndex
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _SPLIT_K_BLOCK_MULTIPLE = 64
 _FLASH_BLOCK_MULTIPLE = 256
-# Head sizes that FLASH_ATTN has been verified with.
+# Head sizes for which FLASH_ATTN is verified.
 _FLASH_HEAD_SIZES = frozenset({64, 128, 192})
 _FLASH_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
 class UnifiedRequests:
-    """Requests that the unified kernel runs.
+    """The requests that the unified kernel computes.
 
     Attributes:
-        first_token: of these requests in the batch.
+        first_token: index of the first request's first token in the batch.
         query_start_loc: [R + 1] int32, from 0.
         seq_lens, block_table: of these requests.
     """
@@ -58,7 +58,7 @@ class XFormersMetadata(AttentionMetadata):
     """The plan of a batch for xformers.
 
     Attributes:
-        attn_bias: xformers' name for which slots of the cache each decode reads; None if it runs no decode.
+        attn_bias: the cache slots that each decode reads, under xformers' name; None if xformers runs no decode.
         prefills: all other requests; None without any.
         everything: all requests, for layers whose decodes xformers cannot run.
     """
@@ -103,7 +103,7 @@ class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
             page_size=self._block_size,
             device=block_table.device,
         )
-        # The batch's own tensor instead of a copy, so that a captured graph reads the new numbers.
+        # This is the batch's own tensor, not a copy, so that a captured graph reads the new numbers.
         bias.k_seqinfo.seqlen = common.seq_lens[:num_decodes]
         return bias
 
@@ -179,7 +179,7 @@ class XFormers:
 
 
 def _requests_from(common: CommonAttentionMetadata, first: int) -> UnifiedRequests:
-    """All requests from `first` on, before which every request has one token."""
+    """Returns the requests from `first` on; every request before it has one token."""
     return UnifiedRequests(
         first_token=first,
         query_start_loc=common.query_start_loc[first:] - first if first else common.query_start_loc,
@@ -194,7 +194,7 @@ def _is_plain(layer: AttentionParameters) -> bool:
 
 
 def _decode_op(fmha: Any, needs: AttentionNeeds) -> Any:
-    """xformers' operator for these decodes; None if it has none."""
+    """Returns xformers' operator for these decodes; None if it has none."""
     paged = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
     flash_attn_serves = (
         needs.block_size % _FLASH_BLOCK_MULTIPLE == 0

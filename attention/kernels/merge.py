@@ -1,4 +1,4 @@
-"""Merges attention over two sets of keys, in one pass over both outputs. Its plain-torch twin is `attention.lse`.
+"""Merges attention over two sets of keys in one pass over both outputs. The plain-torch twin is `attention.lse`.
 
 Legend: T tokens, H heads, V value channels.
 """
@@ -26,7 +26,7 @@ def merge_attn_states(
         prefix_lse_HT, suffix_lse_HT: float32; -inf or +inf: no keys on that side, whose output is then not read.
         out: [T, H, V] of any float type; 0 without keys on both sides.
         lse_HT: float32, merged; may be one of the two.
-        sinks_H: float32; a further score per head, counted here and in neither side.
+        sinks_H: float32; an extra score per head, which neither side includes.
     """
     num_tokens, num_heads, num_channels = out.shape
     if not num_tokens:
@@ -93,7 +93,7 @@ def _merge(
     BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token, BLOCK_H heads."""
+    """Merges BLOCK_H heads of one token."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -135,8 +135,8 @@ def _merge(
         other=0.0,
     ).to(tl.float32)
     merged = prefix_values * (prefix_weight * share)[:, None] + suffix_values * (suffix_weight * share)[:, None]
-    # NOTE: outputs may be written over inputs, and every warp reads the log-sum-exps: without the barrier a late warp
-    # would read the merged one as a side's.
+    # NOTE: outputs may overwrite inputs, and every warp reads the log-sum-exps: without the barrier a late warp would
+    # read the merged one as a side's.
     tl.debug_barrier()
     if merged_lse is not None:
         lse = tl.where(empty, minus_inf, tl.log(total) + highest)

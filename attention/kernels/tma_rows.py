@@ -1,4 +1,4 @@
-"""Keys or values as a matrix for the bulk tensor copy engine (TMA), for every cache layout.
+"""Describes keys or values of any cache layout as a matrix for the bulk tensor copy engine (TMA).
 
 Legend: B blocks, N tokens in a block, H kv heads, C channels.
 """
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class TmaPlaces(NamedTuple):
-    """Token n of block b and head h lies in row b * row_b + h * row_h + n, from column h * col_h on."""
+    """The strides of the matrix: token n of block b and head h lies in row b * row_b + h * row_h + n, from column h *
+    col_h on."""
 
     row_b: int
     row_h: int
@@ -24,11 +25,11 @@ class TmaRows:
 
 
 def as_rows(kv_BNHC: Tensor) -> TmaRows | None:
-    """The matrix; None where the copy engine cannot read it: address or strides are no multiples of 16 bytes, or there
-    are more rows than its 32-bit coordinates count."""
+    """Returns the matrix; None where the copy engine cannot read it, because address or strides are no multiples of 16
+    bytes or its 32-bit coordinates cannot count the rows."""
     num_blocks, block_size, num_heads, channels = kv_BNHC.shape
     stride_b, stride_n, stride_h, stride_c = kv_BNHC.stride()
-    # The stride of an axis of size 1 may be anything.
+    # An axis of size 1 may have any stride.
     stride_b, stride_h = stride_b if num_blocks > 1 else 0, stride_h if num_heads > 1 else 0
     in_one_row = stride_h < stride_n  # all heads of a token
     per_16_bytes = 16 // kv_BNHC.element_size()

@@ -1,5 +1,5 @@
-"""Model families, their configurations, and loading.
+"""Model families, their configurations and layers, and the loading of checkpoints.
 
-Reading a configuration (`config.reader`), a checkpoint's headers (`weights.checkpoint`) and a model's identity
-(`identity`) imports no torch.
+Reading a configuration (`families.reader`), a checkpoint's headers (`checkpoint.checkpoint`) and a model's identity
+(`loading.identity`) imports no torch.
 """

@@ -18,7 +18,7 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.kvcache.layout import KVCacheLayout
 from baton.kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from baton.models.layers.common import RMSNorm
+from baton.models.layers.norms import RMSNorm
 from baton.tritonlib import launch
 from tests.conformance.attention.oracle import relative_error
 

@@ -12,7 +12,7 @@ from baton.models.formats.packed import PackedWeight, pack_halves, stacked
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, hopper_step, run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import Product
 from baton.models.kernels.quantized.packed_many import PackedTile, multiply_many
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import run_experts, weighted_sum
 from baton.tritonlib.hopper_check import is_hopper
 

@@ -1,11 +1,11 @@
-"""Block-sparse attention of one query per request over the paged cache: reads the key blocks that its heads see.
+"""Block-sparse attention of one query per request over the paged cache; it reads only key blocks that the heads see.
 
 Legend: R requests, H query heads, G query heads of a kv head, N keys of
 a tile, D channels, P pieces.
 
 One program takes all query heads of one kv head, which share the local blocks, over a piece of the blocks that any of
 them sees. Their stripes differ: G heads that slide by `step` have `turns` different sets of stripes, and stripe block b
-belongs to the heads g with g % turns == b % turns. Each piece leaves a partial result; a second kernel merges them.
+belongs to heads g with g % turns == b % turns. Each piece leaves a partial result; a second kernel merges them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from attention.kernels.blocksparse.parts import cached_rows, dot, load_rows, sof
 from attention.kernels.blocksparse.pattern import LOG2E, kernel_pattern
 from baton.tritonlib.launch import bound, interpreted
 
-# Bytes of a tile of keys that keep enough loads in flight.
+# Bytes of a tile of keys; this size keeps enough loads in flight.
 _TILE_BYTES = 16384
 _PROGRAMS_PER_SM = 3
 _MAX_PIECES = 64
@@ -45,7 +45,7 @@ class SparseDecodePartials:
 def new_decode_partials(
     *, num_heads: int, num_kv_heads: int, head_size: int, num_sms: int, device: torch.device
 ) -> SparseDecodePartials:
-    """Room for the pieces that `decode_pieces` gives for any number of requests."""
+    """Allocates memory for the pieces that `decode_pieces` returns for any number of requests."""
     num_pieces = triton.cdiv(_MAX_WAVES * _PROGRAMS_PER_SM * num_sms, num_kv_heads)
     return SparseDecodePartials(
         out=torch.empty(num_pieces, num_heads, head_size, dtype=torch.float32, device=device),
@@ -54,8 +54,8 @@ def new_decode_partials(
 
 
 def decode_pieces(*, num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """The number of pieces that each request's keys are cut into: the smallest number with which the last wave of
-    programs leaves almost none of the GPU idle; otherwise as many as fit on the GPU at once.
+    """The number of pieces into which each request's keys are cut: the smallest number whose last wave of programs
+    leaves almost none of the GPU idle; otherwise as many as fit on the GPU at once.
 
     It depends on the batch's size alone, so that a captured CUDA graph may keep it. H200, 32/8 heads, 8192 keys, in us
     with this number and with the next best of 1 to 12 pieces: 12 requests 75 and 78, 16: 93 and 96, 32: 169 and 173,
@@ -85,12 +85,12 @@ def blocksparse_decode(
 ) -> None:
     """Attends with the last token of each request. A request of length 0 is padding: its output is 0.
 
-    Lengths are read on the device alone, so that a captured CUDA graph follows them.
+    Only the device reads the lengths, so that a captured CUDA graph follows them.
 
     Args:
         kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8.
-        pieces: of each request; `partials` must have room for the pieces of all requests.
-        params: None attends to all blocks.
+        pieces: number of pieces of each request; `partials` must have room for the pieces of all requests.
+        params: the pattern; None attends to all blocks.
         k_scale, v_scale: of an fp8 cache; None: 1.
     """
     num_reqs, num_heads, head_size = q_RHD.shape
@@ -225,7 +225,7 @@ def _decode_kernel(
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr)
 
-    # First the stripes before local_start, one for each turn in each period, then all blocks from local_start on.
+    # The stripes before local_start come first, one for each turn in each period, then all blocks from local_start on.
     last_block = tl.maximum(seq_len - 1, 0) // SPARSE_BLOCK
     local_start = tl.maximum(last_block - tl.maximum(local_blocks, 1) + 1, 0)
     offset = (first_offset + kv_head * GROUP // HEADS_PER_OFFSET) * step

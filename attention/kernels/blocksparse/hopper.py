@@ -1,6 +1,6 @@
-"""Block-sparse attention of prompts on Hopper: a warp that loads, two warpgroups that multiply.
+"""Block-sparse attention of prompts on Hopper, with one loading warp and two multiplying warpgroups.
 
-Computes what `attention.kernels.blocksparse.prefill` computes, in the same order, for 16-bit keys and values. Programs
+It computes the same as `attention.kernels.blocksparse.prefill`, in the same order, for 16-bit keys and values. Programs
 stay on their multiprocessor and take one tile of queries after another, so the loading warp fetches the next tile's
 keys while the last tile's results are written: with few blocks per tile, writing costs most. The legend is the same.
 H200, 8192 tokens, 32/8 heads of 128, block size 64, from the cache: 402 us here and 572 there with 16 local blocks and
@@ -19,15 +19,15 @@ from attention.kernels.blocksparse.hopper_load import load_tiles
 from attention.kernels.blocksparse.pattern import LOG2E, KernelPattern
 from attention.kernels.tma_rows import TmaRows, as_rows
 
-# 128 keys and 2 stages: 482 us where these take 402.
+# 128 keys and 2 stages take 482 us where these take 402.
 _BLOCK_N = 64
 _STAGES = 4
 _CONSUMER_REGISTERS = 232
 _LOADER_REGISTERS = 40
-# Requests that one step of the search for a tile's request compares.
+# Number of requests that one step of the search for a tile's request compares.
 _SEARCHED = 128
 _HEAD_SIZES = (64, 128)
-# Rows in one copy.
+# Rows of one copy.
 _PIECES = (16, 32, 64, 128)
 
 
@@ -46,11 +46,11 @@ def launch(
     block_n: int = _BLOCK_N,
     stages: int = _STAGES,
 ) -> bool:
-    """Launches the kernel. Does nothing and returns False unless heads have 64 or 128 channels of 16 bits, in rows that
-    the bulk copy engine can read.
+    """Launches the kernel. Returns False and launches nothing unless heads have 64 or 128 channels of 16 bits, in rows
+    that the bulk copy engine can read.
 
     Args:
-        block_table: None: all keys are in one block, each request's from the row of its first query on.
+        block_table: None if all keys are in one block, where each request's keys start at the row of its first query.
     """
     num_tokens, num_heads, head_size = q_THD.shape
     block_size, num_kv_heads = k_BNHD.shape[1:3]
@@ -68,7 +68,8 @@ def launch(
         return False
     dtype = gl.bfloat16 if q_THD.dtype == torch.bfloat16 else gl.float16
     num_reqs = seq_lens.shape[0]
-    # Two more tiles than full ones: a request's last may be partial, and its first need not begin with its first token.
+    # Two tiles more than full ones: a request's last tile may be partial, and its first need not begin with its first
+    # token.
     num_tiles = num_tokens // 128 + 2 * num_reqs
 
     def descriptor(rows: TmaRows) -> TensorDescriptor:

@@ -1,5 +1,5 @@
-"""The multiplying warpgroups of the Hopper kernel of block-sparse attention: while the tensor cores multiply one tile's
-weights with its values, the next tile's softmax is computed.
+"""The multiplying warpgroups of the Hopper kernel of block-sparse attention. They compute the next tile's softmax while
+the tensor cores multiply one tile's weights with its values.
 """
 
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ def attend_rows(
     PIECE: gl.constexpr,
     SEARCHED: gl.constexpr,
 ):
-    """One warpgroup: the first or second 64 positions of every tile."""
+    """Runs one warpgroup, which has the first or second 64 positions of every tile."""
     full_k, empty_k, full_v, empty_v = barriers
     q_stride_t, q_stride_h, out_stride_t, out_stride_h = strides
     local_blocks, vert_stride, _, _ = pattern
@@ -146,7 +146,7 @@ def _mask(
     SPARSE_BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Hides the keys that these queries do not see, if the tile has any."""
+    """Masks the keys that these queries do not see, if the tile has any."""
     first_stripe, num_stripes, vert_stride, local_start = order
     BLOCK_N: gl.constexpr = scores.shape[1]
     start = index * BLOCK_N

@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def find_tile(item, query_start_ptr, seq_lens_ptr, num_reqs, num_tiles, num_heads, SEARCHED: gl.constexpr):
-    """The head and the 128 positions of an item. Items go through all heads of a tile, the last tiles first. A tile
-    before the first request, where `query_start_ptr` does not begin with 0, has no valid positions."""
+    """Finds the head, the request and the 128 positions of an item. Items go through all heads of a tile, the last
+    tiles first. If `query_start_ptr` does not begin with 0, a tile before the first request has no valid positions."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile = num_tiles - 1 - item // num_heads
     before = 0
@@ -30,7 +30,8 @@ def find_tile(item, query_start_ptr, seq_lens_ptr, num_reqs, num_tiles, num_head
 
 @gluon.jit
 def order_keys(head, tile_start, context_len, seq_len, pattern, SPARSE_BLOCK: gl.constexpr, PER_OFFSET: gl.constexpr):
-    """(the head's offset, its first stripe and their number, the first local block, the number of keys to read)."""
+    """Returns (the head's offset, its first stripe, its number of stripes, the first local block, the number of keys to
+    read)."""
     local_blocks, vert_stride, step, first_offset = pattern
     offset = (first_offset + head // PER_OFFSET) * step
     stop = gl.minimum(tile_start + 128, seq_len)
@@ -44,7 +45,7 @@ def order_keys(head, tile_start, context_len, seq_len, pattern, SPARSE_BLOCK: gl
 
 @gluon.jit
 def key_at(place, first_stripe, num_stripes, vert_stride, local_start, SPARSE_BLOCK: gl.constexpr):
-    """The position of a key, or of several, by its place in the order of reading."""
+    """Returns the positions of keys, given their places in the order of reading."""
     block = place // SPARSE_BLOCK
     block = gl.where(block < num_stripes, first_stripe + block * vert_stride, local_start + block - num_stripes)
     return block * SPARSE_BLOCK + place % SPARSE_BLOCK

@@ -1,5 +1,5 @@
-"""The loading warp of the Hopper kernel of block-sparse attention: by the bulk tensor copy engine, it brings tiles of
-keys and values, as far ahead of the multiplying warpgroups as there are buffers.
+"""The loading warp of the Hopper kernel of block-sparse attention. It loads tiles of keys and values by the bulk tensor
+copy engine, as far ahead of the multiplying warpgroups as there are buffers.
 """
 
 from triton.experimental import gluon
@@ -33,7 +33,7 @@ def load_tiles(
     PIECE: gl.constexpr,
     SEARCHED: gl.constexpr,
 ):
-    """The tiles of all of the program's items."""
+    """Loads the tiles of all of the program's items."""
     full_k, empty_k, full_v, empty_v = barriers
     STAGES: gl.constexpr = tiles_k.shape[0]
     BLOCK_N: gl.constexpr = tiles_k.shape[1]
@@ -85,7 +85,7 @@ def _load_tile(
     SPARSE_BLOCK: gl.constexpr,
     PIECE: gl.constexpr,
 ):
-    """Loads one tile of keys or values, piece by piece; past the last key it reads any of the request's blocks."""
+    """Loads one tile of keys or values, piece by piece; past the last key it reads some block of the request."""
     first_stripe, num_stripes, vert_stride, local_start = order
     row_b, row_h, col_h = strides
     PIECES: gl.constexpr = tile.shape[0] // PIECE

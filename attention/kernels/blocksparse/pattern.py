@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attention.blocksparse import BlocksparseParams
 
 LOG2E = 1.4426950408889634
-# Stands for "all of them" where every block is local: no sequence has more.
+# The number of local blocks where every block is local: no sequence has more.
 _ALL_BLOCKS = 2**30
 _DENSE_BLOCK_SIZE = 64
 # Largest block of a pattern: larger blocks would not fit a tile. The cache's block size is independent of it.
@@ -14,8 +14,7 @@ SPARSE_BLOCK_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class KernelPattern:
-    """A pattern in the numbers that kernels take: the offset of local head h is
-    (first_offset + h // heads_per_offset) * step."""
+    """A pattern as numbers for kernels. The offset of local head h is (first_offset + h // heads_per_offset) * step."""
 
     block_size: int
     local_blocks: int
@@ -26,7 +25,7 @@ class KernelPattern:
 
 
 def kernel_pattern(params: BlocksparseParams | None) -> KernelPattern:
-    """The pattern in kernel form. None is a dense layer: all its blocks are local."""
+    """Converts a pattern to kernel form. None is a dense layer, whose blocks are all local."""
     if params is None:
         return KernelPattern(_DENSE_BLOCK_SIZE, _ALL_BLOCKS, vert_stride=1, step=0, first_offset=0, heads_per_offset=1)
     step, group = params.head_sliding_step, params.num_heads // params.num_kv_heads

@@ -30,7 +30,7 @@ from baton.tritonlib.launch import bound, interpreted
 
 @dataclass(frozen=True)
 class PrefillTiling:
-    """`block_n` is a multiple of the pattern's block size, or divides it."""
+    """The tile sizes of the kernel. `block_n` is a multiple of the pattern's block size, or divides it."""
 
     block_m: int
     block_n: int
@@ -39,7 +39,7 @@ class PrefillTiling:
 
 
 def prefill_tiling(head_size: int, dtype: torch.dtype, *, direct: bool) -> PrefillTiling:
-    """The tiling that fits the memories and keeps the tensor cores busiest: two programs of 64 queries on a
+    """Returns the tiling that fits the memories and keeps the tensor cores busiest. Two programs of 64 queries on a
     multiprocessor beat one of 128, because one multiplies while the other computes its softmax (H200, 8192 tokens at a
     density of 0.32: 408 us against 478; from the cache 572 against 610)."""
     if dtype == torch.float32:
@@ -67,18 +67,19 @@ def blocksparse_prefill(
     hopper_sms: int | None = None,
     tiling: PrefillTiling | None = None,
 ) -> None:
-    """Attends causally with each request's new tokens, which are its last; any context, including none.
+    """Attends causally with each request's new tokens, which are its last; the context may have any length, including
+    0.
 
     A request of length 0 is padding: nothing is read or written for it.
 
     Args:
         kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8.
-        k_THD, v_THD: the new tokens' own keys and values, read instead of the cache's copies: faster, and correct only
-            where no request has a context. See `can_read_directly`.
+        k_THD, v_THD: the new tokens' own keys and values, which are read instead of the cache's copies. That is faster,
+            and correct only where no request has a context. See `can_read_directly`.
         query_start_loc: [R + 1] int32.
-        params: None attends to all blocks.
+        params: the pattern; None attends to all blocks.
         k_scale, v_scale: of an fp8 cache; None: 1.
-        hopper_sms: the multiprocessors of a Hopper GPU; None on others.
+        hopper_sms: number of multiprocessors of a Hopper GPU; None on others.
         tiling: None takes the fastest.
     """
     pattern = kernel_pattern(params)
@@ -86,8 +87,8 @@ def blocksparse_prefill(
     direct = k_THD is not None and v_THD is not None
     if k_THD is not None and v_THD is not None:
         keys, values = k_THD.unsqueeze(0), v_THD.unsqueeze(0)
-    # Not for dense prompts read directly: they take 1145 us here and 1348 us by the Hopper kernel (H200, 8192 tokens,
-    # 32/8 heads of 128).
+    # Dense prompts that are read directly stay here: they take 1145 us, and 1348 us by the Hopper kernel (H200, 8192
+    # tokens, 32/8 heads of 128).
     dense_and_direct = params is None and direct
     by_hopper = tiling is None and not dense_and_direct and has_hopper_kernels(q_THD.device, _HOPPER)
     if hopper_sms is not None and by_hopper:
@@ -154,7 +155,7 @@ def _launch(
     block_channels = max(16, triton.next_power_of_2(head_size))
     block_n = min(tiling.block_n, pattern.block_size) if direct else tiling.block_n
     box = [block_n, 1, block_channels]
-    # Tiles begin at multiples of block_m, but a context shifts the queries: that takes up to one more tile.
+    # Tiles begin at multiples of block_m, but a context shifts the queries, which takes up to one more tile.
     num_tiles = triton.cdiv(max_query_len, tiling.block_m) + (0 if direct else 1)
     _prefill_kernel[(num_heads, num_tiles, seq_lens.shape[0])](
         q_THD,
@@ -194,7 +195,7 @@ def _launch(
 
 @triton.jit
 def key_at(place, first_stripe, num_stripes, vert_stride, local_start, SPARSE_BLOCK: tl.constexpr):
-    """The position of a key, or of several, by its place in the order of reading."""
+    """Returns the positions of keys, given their places in the order of reading."""
     block = place // SPARSE_BLOCK
     block = tl.where(block < num_stripes, first_stripe + block * vert_stride, local_start + block - num_stripes)
     return block * SPARSE_BLOCK + place % SPARSE_BLOCK
@@ -202,7 +203,7 @@ def key_at(place, first_stripe, num_stripes, vert_stride, local_start, SPARSE_BL
 
 @triton.jit
 def sees(positions, keys, offset, local_blocks, vert_stride, SPARSE_BLOCK: tl.constexpr):
-    """[M, N]: the pattern."""
+    """Returns [M, N], True where the pattern lets a query see a key."""
     query_blocks, key_blocks = positions // SPARSE_BLOCK, keys // SPARSE_BLOCK
     seen = query_blocks[:, None] - key_blocks[None, :] < local_blocks
     seen |= ((key_blocks + offset + 1) % vert_stride == 0)[None, :]
@@ -252,7 +253,7 @@ def _prefill_kernel(
     INTERPRETED: tl.constexpr,
 ):
     head, request = tl.program_id(0), tl.program_id(2)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: the short ones fill the gaps at the end
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first, so that short ones fill the gaps at the end
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + request)

@@ -1,4 +1,4 @@
-"""Small prompts for the Hopper kernel of block-sparse attention, and for the portable kernel."""
+"""Compares the Hopper and the portable kernel of block-sparse attention on small prompts."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 2, 1, 128
 _PARAMS = BlocksparseParams(
     max_seqlen=4096, num_heads=_HEADS, num_kv_heads=_KV_HEADS, block_size=64, local_blocks=2, vert_stride=3
 )
-# The second goes on after a context. Both have keys that some heads do not see.
+# The second prompt continues a context. Both have keys that some heads do not see.
 _QUERY_LENS, _SEQ_LENS = (300, 40), (300, 330)
 _NUM_PROGRAMS = 3  # each takes several tiles
 
@@ -25,7 +25,7 @@ def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
 
 
 def compare(device: torch.device, launch: Callable[..., bool]) -> Iterator[Pair]:
-    """Outputs by `launch`, whose signature is `hopper.launch`'s, and the portable kernel's."""
+    """Yields pairs of outputs: by `launch`, which has `hopper.launch`'s signature, and by the portable kernel."""
     numbers = torch.Generator(device).manual_seed(0)
     query_start_loc = torch.tensor([0, *_QUERY_LENS]).cumsum(0).to(device, torch.int32)
     seq_lens = torch.tensor(_SEQ_LENS, dtype=torch.int32, device=device)

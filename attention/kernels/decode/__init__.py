@@ -1,1 +1,1 @@
-"""Decodes over the paged cache: keys split among workers, then merged."""
+"""Decode attention over the paged cache: workers share the keys, and a second kernel merges their results."""

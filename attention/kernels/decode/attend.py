@@ -1,8 +1,8 @@
-"""Attention of few queries per request over the paged cache: a plan splits keys among workers, a kernel merges results.
+"""Attention of few queries per request over the paged cache. A plan splits keys among workers; a kernel merges results.
 
-Reading the cache is the bound. The query heads of a kv head share its keys, padded to the 16 rows of a tensor core's
-product, while the loads of the next tiles are in flight.
-Legend: R requests, H query heads, G query heads per kv head, N keys of a tile, D channels, L lines of L2.
+Its time is the time to read the cache. The query heads of a kv head share its keys, padded to the 16 rows of a tensor
+core's product, while the loads of the next tiles are in flight. Legend: R requests, H query heads, G query heads per kv
+head, N keys of a tile, D channels, L lines of L2.
 """
 
 import triton
@@ -15,9 +15,9 @@ from baton.tritonlib.launch import await_predecessors, bound, interpreted, overl
 from baton.tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Rows of one program, one per query head: more would not fit into its registers. Larger groups read keys again.
+# Rows of one program, one per query head. More would not fit into its registers, so larger groups read keys again.
 MAX_ROWS = 64
-# Prefetched while the previous kernel still runs: as many tiles as the loop over them has in flight.
+# Number of tiles prefetched while the previous kernel runs: as many as the loop has in flight.
 _TILES_AHEAD = tl.constexpr(2)
 
 
@@ -48,7 +48,7 @@ def decode_attention(
         kv_layer: [2, B, N, H, D], any strides but a last one of 1.
         q_scale, k_scale, v_scale: float32 scalars on the device, for 8-bit queries, keys and values; None: 1.
         seq_lens: [R] int32, the lengths that the plan was filled with.
-        block_table: [R, blocks] int32. Plan, lengths and table are read before the previous kernel has ended: they
+        block_table: [R, blocks] int32. Plan, lengths and table are read before the previous kernel has ended, so they
             must be complete before that kernel starts.
         lse_HR: float32, natural log-sum-exp, sinks included.
     """
@@ -119,9 +119,9 @@ def decode_attention(
 
 @triton.jit
 def _in_half(values):
-    """8-bit numbers as float16, four to an instruction pair."""
-    # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. There it
-    # would load byte by byte, because a column's numbers are not adjacent. The kernel takes 178 us instead of 271.
+    """Converts 8-bit numbers to float16, four per pair of instructions."""
+    # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. It would
+    # load byte by byte there, because a column's numbers are not adjacent. The kernel takes 178 us instead of 271.
     CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if values.dtype == tl.float8e4nv else "cvt.rn.f16x2.e5m2x2"
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }",
@@ -135,7 +135,7 @@ def _in_half(values):
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_lse_h", "stride_table_r"],
-    do_not_specialize_on_alignment=["block_table_ptr"],  # of a cascade's rest, which begins anywhere
+    do_not_specialize_on_alignment=["block_table_ptr"],  # a cascade's rest begins anywhere
 )
 def _decode_kernel(
     q_ptr,
@@ -185,7 +185,7 @@ def _decode_kernel(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One worker's run of units, for one kv head (or a part of the rows that read it)."""
+    """Computes one worker's run of units for one kv head, or for a part of the rows that read it."""
     start_dependents(OVERLAP)
     kv_head = tl.program_id(0) // group_blocks
     worker = tl.program_id(1)
@@ -234,7 +234,7 @@ def _decode_kernel(
 
     while unit < stop:
         run_stop = tl.minimum(unit + 1 if ONE_UNIT_EACH else stop, last_unit)
-        # Loaded early for the next request, because most programs reach it with no other load in flight.
+        # Loaded early for the next request: most programs reach it with no other load in flight.
         next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
         next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
         if unit < run_stop:
@@ -249,7 +249,7 @@ def _decode_kernel(
             )
             scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
             if IN_HALF and q_type == tl.bfloat16:
-                # Scaled to about 1 by powers of two, so that a query stays in float16's range.
+                # Powers of two scale a query to about 1, so that it stays in float16's range.
                 q_GD = q_GD.to(tl.float32)
                 size_G = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q_GD), 1), 2.0**-100))))
                 q_GD = q_GD / size_G[:, None]
@@ -267,12 +267,12 @@ def _decode_kernel(
                 keys_N = tile + tl.arange(0, TILE_KEYS)
                 seen_N = (keys_N >= first_key) & (keys_N < seq_len)
                 rows_N = blocks_N.to(tl.int64) * stride_kv_b + keys_N % BLOCK_SIZE * stride_kv_n
-                # Loaded one tile ahead: an address that is loaded in the same iteration would halve what is in flight.
+                # Loaded one tile ahead: loading the address in the same iteration would halve the loads in flight.
                 next_N = keys_N + TILE_KEYS
                 blocks_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < key_stop, other=0)
                 places_ND = rows_N[:, None] + offset_D[None, :]
                 mask_ND = seen_N[:, None] & in_head_D[None, :]
-                # NOTE: memory that no token was written to may be NaN, and 0 * NaN is NaN: both loads are masked to 0.
+                # NOTE: unwritten memory may hold NaN, and 0 * NaN is NaN, so both loads are masked to 0.
                 k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
                 scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
                 if SOFT_CAP:
@@ -334,7 +334,8 @@ def _keys_of(
     UNIT_KEYS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
 ):
-    """For the units from `unit` to `run_stop`: the first key that the query sees, the first to load, and the end."""
+    """Returns the first key that the query sees, the first key to load and the end, for the units from `unit` to
+    `run_stop`."""
     first_key = first_visible_key(seq_len, window, chunk)
     unit_keys = unit_keys_of(seq_len, first_key, UNIT_KEYS, MAX_UNITS) if MAX_UNITS else UNIT_KEYS
     unit_zero = first_key // unit_keys - first_unit
@@ -356,7 +357,7 @@ def _prefetch_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Loads the first tiles' keys and values into L2, including the newest token's, which may not be written yet."""
+    """Loads the first tiles' keys and values into L2. The newest token's may not be written yet."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
     lines_L = tl.arange(0, _TILES_AHEAD * TILE_KEYS * LINES)

@@ -1,4 +1,4 @@
-"""The last step of split decodes: merges each request's partial results.
+"""Merges each request's partial results, the last step of split decodes.
 
 Legend: R requests, H query heads, P partial results of a request, D channels.
 """
@@ -16,10 +16,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def merge_partials(
     plan: DecodePlan, *, queries_per_request: int, sinks_H: Tensor | None, out: Tensor, lse_HR: Tensor | None
 ) -> None:
-    """Writes the requests that several workers shared and those without keys; the workers wrote the others."""
+    """Writes the results of requests that several workers shared and of requests without keys; the workers wrote the
+    others."""
     num_rows, num_heads, head_size = out.shape
     # A result's bits depend on how many partial results are in flight at once, so with fixed splits that number is the
-    # same for every batch. Of many requests most have one worker and the others few, so few programs suffice.
+    # same for every batch. In large batches most requests have one worker and the rest few, so few programs suffice.
     many = not plan.one_unit_each and 4 * num_rows > plan.num_workers
     block_h, block_p = (min(8, triton.next_power_of_2(num_heads)), 4) if many else (1, 32)
     _merge_kernel[(triton.cdiv(num_heads, block_h), num_rows)](
@@ -70,7 +71,8 @@ def _merge_kernel(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges BLOCK_H heads of one query: its request's partial results in order, or the result without keys."""
+    """Merges the partial results of BLOCK_H heads of one query, in order; writes the result without keys if there are
+    none."""
     start_dependents(OVERLAP)
     row = tl.program_id(1)
     request = row // num_queries
@@ -85,7 +87,7 @@ def _merge_kernel(
         first_place = request + first_worker
         num_partials = tl.where(last_unit > first_unit, (last_unit - 1) // share - first_worker + 1, 0)
     await_predecessors(OVERLAP)
-    if num_partials == 1:  # its one worker has written the result
+    if num_partials == 1:  # the only worker has written the result
         return
 
     heads_H = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -21,19 +21,19 @@ from baton.core.errors import InternalError
 
 # Stands for "no limit" in a window or a chunk size: no sequence is longer.
 NO_LIMIT = 2**31 - 1
-# Bytes of a tile of keys. With three stages two such tiles of keys and two of values are on their way to each program.
+# Bytes of a tile of keys. With three stages, two such tiles of keys and two of values are in flight for each program.
 _TILE_BYTES = 16384
 
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """How decodes are cut into tiles.
+    """The tile sizes and launch options of the decode kernel.
 
     Attributes:
         tile_keys: keys that one program holds at a time.
         num_warps, num_stages: of a program.
         programs_per_sm: how many programs run on a multiprocessor at once.
-        max_registers: of a thread, where the compiler would take so many that fewer programs run.
+        max_registers: limit per thread, set where the compiler would otherwise use so many that fewer programs run.
     """
 
     tile_keys: int
@@ -44,15 +44,15 @@ class DecodeTiling:
 
 
 def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
-    """The tiling that reads fastest; a function of the cache's shape alone, never of a batch.
+    """Returns the tiling that reads fastest. It depends on the cache's shape alone, never on a batch.
 
     On an H200, 64 requests of 4096 tokens, 32/8 heads of 128 in bfloat16: 256 us, 4.2 TB/s; three programs per
     multiprocessor 262, one 304; tiles of 32 keys 262, of 128 264; two warps 266, eight 304.
     """
     channels = max(16, triton.next_power_of_2(head_size))
     tile_keys = min(128, max(16, _TILE_BYTES // (channels * cache_dtype.itemsize)))
-    # A third program pays where the tiles on their way are smaller and it fits. Channels that are padded load nothing:
-    # 80 of 128, 203 us instead of 224; 192 of 256 leaves no registers. 64 channels of fp8: 104 us instead of 119.
+    # A third program pays where the tiles in flight are smaller and it fits. Padded channels load nothing: with 80 of
+    # 128 it takes 203 us instead of 224; 192 of 256 leaves no registers. 64 channels of fp8 take 104 us instead of 119.
     if cache_dtype.itemsize == 1:
         three = channels <= 64
     else:
@@ -75,14 +75,14 @@ class DecodePartials:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Buffers for batches of up to `max_num_reqs` requests; `fill` makes them the plan of one batch.
+    """The plan of a batch of up to `max_num_reqs` requests, in buffers that `fill` overwrites for each batch.
 
     Attributes:
         unit_keys: a multiple of the tiling's tile_keys.
         one_unit_each: every unit leaves its own partial result, so that a request's result has the same bits alone and
             in any batch; otherwise a worker's share of a request leaves one partial result.
-        max_units: most units of the keys that a request's query sees, plus one where the first key is inside a unit.
-            Units of longer requests are a whole number of times longer. 0: any number.
+        max_units: largest number of units that a request's visible keys may have, plus one where the first key is
+            inside a unit. Longer requests get units that are a whole number of times longer. 0: no limit.
         sliding_window, attention_chunk_size: as in `attention.parameters`; they decide which keys are seen.
         unit_starts: [max_num_reqs + 1] int32, where each request's units begin among the batch's.
         first_requests: [W] int32, the request in which each worker begins.
@@ -126,20 +126,21 @@ class DecodePlan:
             self.attention_chunk_size or NO_LIMIT,
             UNIT_KEYS=self.unit_keys,
             MAX_UNITS=self.max_units,
-            # Equal for most batches, so that few kernels are compiled.
+            # The value is equal for most batches, so that few kernels are compiled.
             BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
         )
 
 
 def num_decode_workers(num_kv_heads: int, num_sms: int, tiling: DecodeTiling) -> int:
-    """The number of workers that the GPU runs at once."""
+    """Returns how many workers the GPU runs at once."""
     return max(1, num_sms * tiling.programs_per_sm // num_kv_heads)
 
 
 def new_partials(
     *, max_num_reqs: int, num_workers: int, num_heads: int, head_size: int, max_units: int = 0, device: torch.device
 ) -> DecodePartials:
-    """Memory for any batch. `max_units`: units of a whole batch, where every unit has its own result."""
+    """Allocates memory for any batch. `max_units` is the number of units of a whole batch where every unit has its own
+    result."""
     # A run of units begins either with a request or with a worker.
     places = max(max_num_reqs + num_workers, max_units)
     return DecodePartials(
@@ -159,7 +160,7 @@ def new_decode_plan(
     split_keys: int | None = None,
     max_splits: int = 0,
 ) -> DecodePlan:
-    """An empty plan.
+    """Allocates an empty plan.
 
     Args:
         split_keys: keys of a request that make one partial result, counted from its start and independent of the rest
@@ -183,13 +184,13 @@ def new_decode_plan(
 
 @triton.jit
 def first_visible_key(seq_len, window, chunk):
-    """The first key that a request's last token sees."""
+    """Returns the first key that a request's last token sees."""
     return tl.maximum(tl.maximum(seq_len - window, (seq_len - 1) // chunk * chunk), 0)
 
 
 @triton.jit
 def unit_keys_of(seq_len, first_key, UNIT_KEYS: tl.constexpr, MAX_UNITS: tl.constexpr):
-    """Keys of a unit of a request whose query sees keys from `first_key` on."""
+    """Returns the number of keys per unit of a request whose query sees keys from `first_key` on."""
     unit_keys = UNIT_KEYS + seq_len * 0
     if MAX_UNITS:
         unit_keys *= tl.maximum((seq_len - first_key + UNIT_KEYS * MAX_UNITS - 1) // (UNIT_KEYS * MAX_UNITS), 1)

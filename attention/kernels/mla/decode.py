@@ -1,9 +1,10 @@
-"""Decode over a latent cache: one query per request whose heads all share each token's latent, split over the keys.
+"""Decode attention over a latent cache: all heads of a request's query share each token's latent, and keys are split
+among workers.
 
 The latent's first channels are the values, so a token is read once, for all heads and for both products. The keys of
 all requests together are divided among a fixed number of workers in equal runs; each worker finds its own run from the
-lengths on the device, so that a captured CUDA graph stays balanced for other lengths. A worker's result for a request
-that others share goes into a slot of fixed memory, and a second kernel merges the slots.
+lengths on the device, so that a captured CUDA graph stays balanced for other lengths. For a request that several
+workers share, each writes its result to a slot of fixed memory, and a second kernel merges the slots.
 
 Legend: R requests, H heads, L latent channels (keys and values), P rotary channels (keys), C = L + P, B blocks,
 N tokens in a block.
@@ -30,13 +31,13 @@ def mla_decode_attention(
     out: Tensor,
     lse_HR: Tensor | None = None,
 ) -> None:
-    """Each request's query over its keys; a request of length 0 reads nothing and gets output 0.
+    """Attends with each request's query to its keys; a request of length 0 reads nothing and gets output 0.
 
     Args:
         kv_layer: [1, B, N, 1, C] with any strides; of the queries' type, or fp8.
         seq_lens: [R] int32.
         block_table: [R, blocks] int32; entries past a request's keys are not read.
-        selected: the table has a slot for each key in place of blocks.
+        selected: the table holds a slot per key instead of blocks.
         kv_scale: float32 scalar of an fp8 cache; ignored for other caches.
         out: [R, H, L]; the first L channels are the values.
         lse_HR: float32, natural; -inf where there are no keys.

@@ -1,7 +1,8 @@
-"""Decode over selected tokens of a latent cache on Hopper: four warps that gather, and two warpgroups that multiply.
+"""Decode attention over selected tokens of a latent cache on Hopper, with four gathering warps and two multiplying
+warpgroups.
 
-A selected token's latent lies anywhere, so threads copy rows by their own pointers, 16 bytes at a time and without
-registers, where `attention.kernels.mla.hopper` has its copy engine; the warps that multiply are the same
+A selected token's latent lies anywhere. So instead of the copy engine of `attention.kernels.mla.hopper`, threads copy
+rows by their own pointers, 16 bytes at a time and without registers. The multiplying warps are the same
 (`attention.kernels.mla.hopper_attend`). Legend as in `attention.kernels.mla.decode`; S keys of a tile.
 """
 
@@ -17,10 +18,10 @@ from attention.kernels.mla.hopper_attend import LATENT, ROTARY, STAGES, LatentRe
 from attention.kernels.mla.hopper_work import find_work, next_request, request_cost, tiles_with_keys
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
 
-# Registers of a thread that gathers: four rows' pointers and the next ones' slots.
+# Registers of a gathering thread, for four rows' pointers and the next rows' slots.
 _REGISTERS = 72
-# Registers of each thread of the eight warps of a program of few heads until they redistribute them: as `hopper`'s, so
-# that it does not take a multiprocessor's whole register file.
+# Registers of each thread until the warps redistribute them, for a program of few heads with eight warps. The limit is
+# as in `hopper`: without it a program takes a multiprocessor's whole register file.
 _MAX_REGISTERS = 168
 
 
@@ -50,7 +51,7 @@ def launch(
     out: Tensor,
     lse_HR: Tensor | None,
 ) -> None:
-    """Each query over the first `counts` of its slots [R, K] int32."""
+    """Launches the kernel: each query attends to the first `counts` of its slots [R, K] int32."""
     num_reqs, num_heads, _ = q_RHC.shape
     block_h = heads_of_a_program(num_heads)
     _decode_gathered[(plan.num_workers * triton.cdiv(num_heads, block_h),)](
@@ -118,7 +119,7 @@ def _decode_gathered(
     BLOCK_H: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    """Runs one worker for BLOCK_H heads. Workers of the same keys are neighbours, so that one finds the keys in L2."""
     dtype: gl.constexpr = kv.dtype.element_ty
     buffers = new_buffers(dtype, LATENT, ROTARY, TILE, STAGES, BLOCK_H)
     head_blocks = gl.cdiv(num_heads, BLOCK_H)
@@ -155,7 +156,7 @@ def _gather_tiles(
     slots_stride_R,
     SPLIT_TILES: gl.constexpr,
 ):
-    """Every tile of the worker's requests, as soon as a buffer is free."""
+    """Gathers every tile of the worker's requests as soon as a buffer is free."""
     tiles_L, tiles_P, full, empty = buffers.tiles_L, buffers.tiles_P, buffers.full, buffers.empty
     STAGES: gl.constexpr = tiles_L.shape[0]
     TILE: gl.constexpr = tiles_L.shape[1]
@@ -187,10 +188,10 @@ def _gather_tiles(
                 async_copy.async_copy_global_to_shared(part, rows + (LATENT + start))
             async_copy.commit_group()
             slots_S = _load_slots(row, tile + 1, keys_S, num_keys, TILE)
-            # The other buffer's tile is being multiplied meanwhile, which takes longer.
+            # Meanwhile the other buffer's tile is multiplied, which takes longer.
             async_copy.wait_group(0)
-            # NOTE: the tensor cores read by another path than the copies were written, so each thread orders its own
-            # writes before the one thread reports them all.
+            # NOTE: the tensor cores read by another path than the copies wrote, so each thread fences its own writes
+            # before one thread reports them all.
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(buffer), count=1)
@@ -200,5 +201,5 @@ def _gather_tiles(
 
 @gluon.jit
 def _load_slots(row, tile, keys_S, num_keys, TILE: gl.constexpr):
-    """A tile's slots; past the last the last again, because any row works where keys are masked."""
+    """Loads a tile's slots; past the last slot it repeats the last, because any row works where keys are masked."""
     return gl.load(row + gl.maximum(gl.minimum(tile * TILE + keys_S, num_keys - 1), 0))

@@ -1,9 +1,9 @@
-"""Each head's product of few rows with a weight that is read once: `x @ weight`, in 16 bits, summed in float32 and
-rounded once.
+"""Multiplies each head's few rows by a weight that is read once: `x @ weight` in 16 bits, summed in float32 and rounded
+once.
 
-The absorbed products of latent decodes are too short to be fast one after another. So a program loads its tile of the
-weight into shared memory while the previous kernel runs, and only then waits for its input. The twin is `torch.bmm`.
-Legend: H heads, T tokens, I inputs, O outputs.
+The absorbed products of latent decodes are so short that starting one after the other wastes time. So a program loads
+its tile of the weight into shared memory while the previous kernel runs, and only then waits for its input. The twin is
+`torch.bmm`. Legend: H heads, T tokens, I inputs, O outputs.
 
 On an H200, W_UK and W_UV of a layer, one product after the other: 16 heads and 1 token 1.4 and 1.7 us, torch's 3.4 and
 3.9; 32 tokens 2.0 and 2.4, torch's 3.5 and 3.9; 128 heads and 1 token 5.0 and 5.5, torch's 7.2 and 7.2; 32 tokens 6.6
@@ -22,10 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
-# torch multiplies if there are more tokens than this, or more inputs, whose tiles would be too narrow.
+# torch multiplies if there are more tokens than this, or more inputs, for which tiles would be too narrow.
 MAX_TOKENS = 32
 _MAX_INPUTS = 512
-# Largest tile in bytes, so that several programs share a multiprocessor.
+# Largest tile in bytes; several programs of this size share a multiprocessor.
 _MAX_BYTES = 64 << 10
 # A layer's attention of 1 token takes 16.1 us with these, 16.4 with tiles of 16 and twice as many programs.
 _MIN_OUTPUTS = 32
@@ -33,14 +33,14 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class HeadTile(NamedTuple):
-    """The part of the result that a program computes: some outputs of one head, from all of its inputs."""
+    """The part of the result that a program computes: some outputs of one head, over all inputs."""
 
     outputs: int
     num_warps: int
 
 
 def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> HeadTile:
-    """About one tile for each multiprocessor; more where tiles would be too large, fewer where too small."""
+    """Chooses about one tile per multiprocessor: more where tiles would be too large, fewer where too small."""
     outputs = triton.next_power_of_2(triton.cdiv(num_heads * num_outputs, num_sms))
     largest = _MAX_BYTES // (2 * triton.next_power_of_2(num_inputs))
     return HeadTile(max(_MIN_OUTPUTS, min(outputs, largest, triton.next_power_of_2(num_outputs))), num_warps=4)
@@ -48,16 +48,16 @@ def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> H
 
 @dataclass(frozen=True, eq=False)
 class HeadProducts:
-    """The kernel as a `MultiplyHeads` of `attention.mla`."""
+    """The kernel as an implementation of `attention.mla.MultiplyHeads`."""
 
     num_sms: int
 
     @classmethod
     def for_weight(cls, weight: Tensor) -> "HeadProducts | None":
-        """None where `torch.bmm` is as fast: not a Hopper GPU, or another dtype.
+        """Returns None where `torch.bmm` is as fast, which includes GPUs other than Hopper and other dtypes.
 
         Args:
-            weight: the memory of which all heads' weights are views.
+            weight: the memory that holds all heads' weights.
         """
         if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) != (9, 0):
             return None
@@ -78,14 +78,14 @@ def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: Hea
     """Launches the kernel for 1 to MAX_TOKENS tokens. A row's result is the same alone and among the rows of a block.
 
     Args:
-        weight_HIO: inputs or outputs are adjacent, and the copy engine can read it.
+        weight_HIO: adjacent along inputs or outputs, and readable by the copy engine.
     """
     num_heads, num_tokens, num_inputs = x_HTI.shape
     num_outputs = weight_HIO.shape[2]
     assert 0 < num_tokens <= MAX_TOKENS
     inputs_adjacent = weight_HIO.stride(1) == 1
     block_i = max(16, triton.next_power_of_2(num_inputs))
-    # A warpgroup multiplies 64 outputs, by 16 tokens at least; with fewer outputs a warp does, by 8.
+    # A warpgroup multiplies 64 outputs by at least 16 tokens; fewer outputs take one warp, with 8 tokens.
     least_tokens = 16 if tile.outputs >= 64 else 8
     multiply_few_rows_of_heads[(num_heads * triton.cdiv(num_outputs, tile.outputs),)](
         x_HTI,
@@ -142,8 +142,8 @@ def multiply_few_rows_of_heads(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes BLOCK_O outputs of one head. They are the product's rows: the tensor cores' rows come in 64s or 16s,
-    their columns in 8s."""
+    """Computes BLOCK_O outputs of one head. Outputs are the product's rows, because the tensor cores' rows come in 64s
+    or 16s and their columns in 8s."""
     start_dependents(OVERLAP)
     tiles: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
     head = tl.program_id(0) // tiles

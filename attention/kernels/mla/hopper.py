@@ -1,4 +1,4 @@
-"""Decode over a latent cache on Hopper: a warp that only loads, and one or two warpgroups that multiply
+"""Decode attention over a latent cache on Hopper, with one loading warp and one or two multiplying warpgroups
 (`attention.kernels.mla.hopper_attend`). Legend as in `attention.kernels.mla.decode`.
 
 On an H200, bfloat16, blocks of 64 tokens, with the merging, requests x keys: 16 heads 32 x 32768: 290 us, 4170 GB/s;
@@ -20,7 +20,7 @@ from attention.kernels.mla.hopper_work import find_work, next_request, request_c
 from attention.kernels.mla.plan import LOG2_E, TILE, MLADecodePlan, heads_of_a_program, requests_of_a_block
 from baton.tritonlib.launch import overlap
 
-# Registers of a thread, by a program's heads, until the warps redistribute them; this causes no further spills.
+# Registers of a thread until the warps redistribute them, by a program's heads; the limit causes no further spills.
 # NOTE: without this bound a program takes a multiprocessor's whole register file: it cannot start before the previous
 # kernel's programs end, and the next kernel's cannot start either. With 64 heads it takes all shared memory anyway:
 # overlapping would save 1 to 3 us there, and two in sequence over 8192 keys of 1 request would take 50 us, not 25.
@@ -58,7 +58,7 @@ def launch(
     num_reqs, num_heads, _ = q_RHC.shape
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]
-    # To the copy engine the cache is one table of tokens, with other layers' data between this layer's blocks.
+    # The copy engine sees the cache as one table of tokens, with other layers' data between this layer's blocks.
     rows_per_block = stride_B // stride_N
     rows = kv_layer.as_strided(((num_blocks - 1) * rows_per_block + block_size, channels), (stride_N, 1))
     piece = min(block_size, TILE)
@@ -135,7 +135,7 @@ def _decode(
     BLOCK_H: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    """Runs one worker for BLOCK_H heads. Workers of the same keys are neighbours, so that one finds the keys in L2."""
     dtype: gl.constexpr = kv_L.dtype
     buffers = new_buffers(dtype, LATENT, ROTARY, TILE, STAGES, BLOCK_H)
     head_blocks = gl.cdiv(num_heads, BLOCK_H)
@@ -147,7 +147,7 @@ def _decode(
         lse_stride_R,
     )  # fmt: skip
     if OVERLAP:
-        # Called here for all warps: the parts below start only now.
+        # All warps call it here, because the parts below start only now.
         gdc_wait()
     gl.warp_specialize(
         [
@@ -188,7 +188,7 @@ def _load_tiles(
     SPLIT_TILES: gl.constexpr,
     PIECE: gl.constexpr,
 ):
-    """Every tile of the worker's requests, in pieces of at most a block, as soon as a buffer is free."""
+    """Loads every tile of the worker's requests, in pieces of at most a block, as soon as a buffer is free."""
     tiles_L, tiles_P, full, empty = buffers.tiles_L, buffers.tiles_P, buffers.full, buffers.empty
     STAGES: gl.constexpr = tiles_L.shape[0]
     TILE: gl.constexpr = tiles_L.shape[1]
@@ -206,7 +206,7 @@ def _load_tiles(
         for tile in range(first, last):
             buffer = count % STAGES
             if PIECES == 1:
-                # Loaded before the wait, so that the number is there when the buffer is free.
+                # Loaded before the wait, so that the number has arrived when the buffer is free.
                 block = gl.load(row + tile * TILE // block_size)
                 mbarrier.wait(empty.index(buffer), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(buffer), TILE * (LATENT + ROTARY) * 2)

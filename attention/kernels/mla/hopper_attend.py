@@ -1,6 +1,6 @@
-"""The multiplying warps of the Hopper kernels of decode over a latent cache, whatever their loading warps do.
+"""The multiplying warps that both Hopper kernels of latent decodes share.
 
-With few heads scores and result are transposed, keys and channels in the rows and heads in the columns; otherwise two
+With few heads, scores and result are transposed: keys and channels are rows, heads are columns. Otherwise two
 warpgroups share them, each with half of the keys for the scores and half of the channels for the result. Legend as in
 `attention.kernels.mla.decode`; S keys of a tile.
 """
@@ -25,13 +25,13 @@ from attention.kernels.mla.hopper_work import request_cost
 LATENT = 512
 ROTARY = 64
 STAGES = 2
-# The tensor cores' rows come in 64s and their columns in 8s: fewer heads are in the columns, keys in the rows.
+# The tensor cores' rows come in 64s and their columns in 8s, so few heads are columns and keys are rows.
 KEYS_FIRST_BELOW = gl.constexpr(64)
 
 
 class LatentBuffers(NamedTuple):
-    """Shared memory: a ring of tiles of keys, which serve as keys and, without their rotary channels, as values; the
-    queries, a tile's weights, and the ring's barriers."""
+    """Shared memory of a program: a ring of tiles with its barriers, the queries, and a tile's weights. A tile serves
+    as keys and, without its rotary channels, as values."""
 
     tiles_L: gl.shared_memory_descriptor
     tiles_P: gl.shared_memory_descriptor
@@ -43,8 +43,8 @@ class LatentBuffers(NamedTuple):
 
 
 class LatentResults(NamedTuple):
-    """Where a program's results go: those of `num_heads` from `head_start` on, and of requests that workers share into
-    slots of the `worker`."""
+    """The places for a program's results, of heads [head_start, num_heads). Results of requests that workers share go
+    to slots of the `worker`."""
 
     out: gl.tensor
     lse: gl.tensor | None
@@ -68,7 +68,7 @@ def new_buffers(
     STAGES: gl.constexpr,
     BLOCK_H: gl.constexpr,
 ):
-    """Shared memory of a program, with its barriers initialised."""
+    """Allocates a program's shared memory and initialises its barriers."""
     weights_shape: gl.constexpr = [TILE, BLOCK_H] if BLOCK_H < KEYS_FIRST_BELOW else [BLOCK_H, TILE]
     layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
     layout_P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], dtype)
@@ -101,10 +101,10 @@ def attend(
     SPLIT_TILES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """This worker's parts of requests, one after another."""
+    """Computes this worker's parts of requests, one after another."""
     if OVERLAP:
-        # NOTE: not earlier. Only here have the warps redistributed their registers (`setmaxnreg`). With this at the
-        # kernel's start, where it saves no more time, a program hung at its first matrix product within 80 steps of
+        # NOTE: do not move this earlier. Only here have the warps redistributed their registers (`setmaxnreg`). At the
+        # kernel's start it saves no more time, and a program hung at its first matrix product within 80 steps of
         # DeepSeek-V2-Lite under torch's profiler, in 12 runs of 12; without a profiler never.
         gdc_launch_dependents()
     STAGES: gl.constexpr = buffers.tiles_L.shape[0]
@@ -155,12 +155,12 @@ def attend(
                 tile_P = tiles_P.index(buffer)
                 scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
                 acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
-                # NOTE: at once. Queueing the next scores after this product, and waiting only then, is slower by 3 to
-                # 10 %: the next tile is requested later.
+                # NOTE: wait at once. Queueing the next scores after this product and waiting only then is 3 to 10 %
+                # slower, because the next tile is requested later.
                 mbarrier.arrive(empty.index(buffer), count=1)
                 count += 1
             if last_full * TILE < gl.minimum(last * TILE, seq_len):
-                # The request's last tile, with fewer keys.
+                # The request's last tile has fewer keys.
                 buffer = count % STAGES
                 num_keys = seq_len - last_full * TILE
                 mbarrier.wait(full.index(buffer), (count // STAGES) & 1)
@@ -205,7 +205,7 @@ def _along_heads(x_H, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _across_heads(x, KEYS_FIRST: gl.constexpr):
-    """A vector of keys or channels with an axis for heads."""
+    """Adds an axis for heads to a vector of keys or channels."""
     return gl.expand_dims(x, 1 if KEYS_FIRST else 0)
 
 
@@ -237,8 +237,8 @@ def _scores(tile_L, tile_P, q_L, q_P, shape: gl.constexpr, layout: gl.constexpr,
 
 @gluon.jit
 def _add_tile(tile_L, weights_tile, scores, acc, highest_H, total, KEYS_FIRST: gl.constexpr):
-    """Adds a tile; returns (values, highest scores, weights) so far: the usual online softmax, except that weights are
-    summed over a tile's keys only at the end."""
+    """Adds a tile to the online softmax; returns (values, highest scores, weights) so far. Weights are summed over a
+    tile's keys only at the end."""
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
     new_highest_H = gl.maximum(highest_H, gl.max(scores, AXIS))
     shrink_H = gl.exp2(highest_H - new_highest_H)

@@ -1,5 +1,5 @@
-"""A worker's run of tiles on Hopper, as `attention.kernels.mla.plan` deals tiles out: Gluon cannot call functions that
-are written for Triton.
+"""Gluon's version of how `attention.kernels.mla.plan` deals tiles out to workers: Gluon cannot call functions written
+for Triton.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 
 class Work(NamedTuple):
-    """Tiles [position, stop_position) of the row of all requests' tiles. The first one is of `request`, whose own tiles
-    begin at `request_start`."""
+    """A worker's run: tiles [position, stop_position) of the sequence of all requests' tiles. The first tile belongs to
+    `request`, whose own tiles begin at `request_start`."""
 
     request: gl.tensor
     request_start: gl.tensor
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def request_cost(seq_len, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr):
-    """The number of tiles that a request takes in the row; with a fixed split, whole splits."""
+    """Returns the number of tiles that a request takes in the sequence; with a fixed split, whole splits."""
     tiles = (seq_len + TILE - 1) // TILE
     if SPLIT_TILES:
         tiles = (tiles + SPLIT_TILES - 1) // SPLIT_TILES * SPLIT_TILES
@@ -38,7 +38,7 @@ def _add(first, second):
 def find_work(
     seq_lens, num_reqs, worker, num_workers, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr, BLOCK_R: gl.constexpr
 ):
-    """The `Work` of a worker: equal runs for all workers."""
+    """Returns a worker's `Work`; all workers get equal runs."""
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([max(1, BLOCK_R // (32 * WARPS))], [32], [WARPS], [0])
     requests_R = gl.arange(0, BLOCK_R, layout=layout)
@@ -60,7 +60,8 @@ def find_work(
 
 @gluon.jit
 def tiles_with_keys(work, request_start, position, cost, seq_len, TILE: gl.constexpr):
-    """Tiles [first, last) of a request, counted from its own first one, that the worker loads from `position` on."""
+    """Returns tiles [first, last) of a request, counted from the request's first tile, that the worker loads from
+    `position` on."""
     first = position - request_start
     last = gl.minimum(gl.minimum(work.stop_position - request_start, cost), gl.cdiv(seq_len, TILE))
     return first, last
@@ -68,7 +69,7 @@ def tiles_with_keys(work, request_start, position, cost, seq_len, TILE: gl.const
 
 @gluon.jit
 def next_request(work, request, request_start, cost):
-    """The next request, where its tiles begin, and where the worker goes on."""
+    """Returns the next request, the start of its tiles, and the worker's next position."""
     position = gl.minimum(work.stop_position, request_start + cost)
     request_start += cost
     request += 1

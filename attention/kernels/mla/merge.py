@@ -12,10 +12,10 @@ from baton.tritonlib.launch import await_predecessors, bound, interpreted, overl
 
 
 def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:
-    """Writes the output of each request that several workers share, and 0 for those without keys."""
+    """Writes the output of each request that several workers share, and 0 for requests without keys."""
     num_reqs, num_heads, latent = out.shape
-    # Few requests are cut into many parts, so many programs share the merge of one request. Their number decides the
-    # order of the sums, so with a fixed split it is the same for any number of requests.
+    # A small batch is cut into many parts per request, so many programs share one request's merge. The number of
+    # programs decides the order of the sums, so with a fixed split it is the same for any batch.
     few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)

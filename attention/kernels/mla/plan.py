@@ -1,8 +1,8 @@
-"""Divides the keys of a decode step among workers: the host makes the plan, and each worker computes its share on the
+"""Divides the keys of a decode step among workers. The host makes the plan, and each worker computes its share on the
 device.
 
-Everything is counted in tiles of keys, all requests' tiles in one row, request after request. Legend: R requests, H
-heads, L latent channels.
+Everything is counted in tiles of keys, in one sequence of all requests' tiles, request after request. Legend: R
+requests, H heads, L latent channels.
 """
 
 import importlib
@@ -18,22 +18,23 @@ from baton.tritonlib.hopper_check import HopperKernels, has_hopper_kernels, prob
 
 TILE = 64
 LOG2_E = 1.4426950408889634
-# Whether selected tokens are attended to by the kernel for Hopper. Off until tests/gpu/test_gathered.py has passed.
+# Whether the Hopper kernel attends to selected tokens. Off until tests/gpu/test_gathered.py has passed.
 GATHERS_ON_HOPPER = True
 
 
 @dataclass(frozen=True)
 class MLADecodePlan:
-    """Made once for all steps and layers; holds for any lengths.
+    """The division of a decode step's keys among workers. It is made once for all steps and layers, and holds for any
+    lengths.
 
     Attributes:
-        num_workers: number of runs into which a step's keys are cut.
+        num_workers: number of equal runs into which a step's keys are cut.
         split_tiles: cut every request at multiples of this many of its own tiles, so that its result is the same in
             any batch; 0: cut the whole step evenly.
         partial_output: [slots, H, L] float32, shared by all layers; used by one stream at a time.
         partial_lse: [slots, H] float32.
         hopper: `attention.kernels.mla.hopper` where it can run; None elsewhere.
-        gathered: `attention.kernels.mla.gathered`, which attends to selected tokens, likewise.
+        gathered: `attention.kernels.mla.gathered`, for selected tokens, where it can run; None elsewhere.
     """
 
     num_workers: int
@@ -75,12 +76,13 @@ def make_mla_decode_plan(
 
 
 def heads_of_a_program(num_heads: int) -> int:
-    """Heads of one program: 64 keep the tensor cores busy; with fewer, memory is the bound."""
+    """Returns the number of heads of one program: 64 keep the tensor cores busy; with fewer, memory is the bound."""
     return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
 
 
 def requests_of_a_block(num_reqs: int) -> int:
-    """The requests rounded up to a power of two; equal for most batches, so that few kernels are compiled."""
+    """Returns the number of requests rounded up to a power of two; it is equal for most batches, so few kernels are
+    compiled."""
     return 128 if num_reqs <= 128 else 1 << (num_reqs - 1).bit_length()
 
 
@@ -95,7 +97,7 @@ _HOPPER = HopperKernels("decode over a latent cache", probe_of("attention.kernel
 
 @triton.jit
 def request_cost(seq_len, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr):
-    """The number of tiles that each request takes in the row; with a fixed split, whole splits."""
+    """Returns the number of tiles that each request takes in the sequence; with a fixed split, whole splits."""
     tiles = (seq_len + TILE - 1) // TILE
     if SPLIT_TILES:
         tiles = (tiles + SPLIT_TILES - 1) // SPLIT_TILES * SPLIT_TILES
@@ -106,7 +108,7 @@ def request_cost(seq_len, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr):
 def find_work(
     seq_lens, num_reqs, worker, num_workers, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """(first request, where its tiles begin, where this worker's tiles begin and end): equal runs for all workers."""
+    """Returns (first request, start of its tiles, start and end of this worker's tiles); all workers get equal runs."""
     requests_R = tl.arange(0, BLOCK_R)
     lens_R = tl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
     costs_R = request_cost(lens_R, SPLIT_TILES, TILE)

@@ -81,8 +81,8 @@ def launch(
 
 
 def _heads_that_fit(num_heads: int, device: torch.device) -> int:
-    """64 heads' queries and two steps of keys take up to 190 KB of shared memory, which Hopper and its successor of the
-    data centres have; 16 heads' take 75 KB, which all GPUs have."""
+    """Returns the number of heads whose tiles fit into shared memory. 64 heads' queries and two steps of keys take up
+    to 190 KB, which Hopper and data-center Blackwell have; 16 heads' take 75 KB, which all GPUs have."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
         return 16
     return heads_of_a_program(num_heads)
@@ -127,7 +127,7 @@ def _decode(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    """Runs one worker for BLOCK_H heads. Workers of the same keys are neighbours, so that one finds the keys in L2."""
     start_dependents(OVERLAP)
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     worker = tl.program_id(0) // head_blocks

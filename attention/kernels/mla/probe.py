@@ -1,4 +1,4 @@
-"""A small decode step for the Hopper kernel of latent attention, and for the portable kernel."""
+"""Compares the Hopper and the portable kernel of latent attention on a small decode step."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,10 +10,10 @@ from attention.kernels.mla.plan import MLADecodePlan
 from baton.tritonlib.hopper_check import Pair
 
 _LATENT, _CHANNELS, _BLOCK_SIZE = 512, 576, 64
-# Whole tiles and parts of them; requests that workers share, and workers with several requests.
+# The lengths give whole and partial tiles, requests that workers share, and workers with several requests.
 _SEQ_LENS = (200, 64, 1, 130)
 _NUM_WORKERS = 4
-# The kernel has heads in the tensor cores' columns, and with many heads in their rows.
+# Heads are the tensor cores' columns, or their rows where there are many heads.
 _HEADS = (16, 64)
 
 
@@ -24,7 +24,8 @@ def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
 
 
 def compare(device: torch.device, launch: Callable[..., None]) -> Iterator[Pair]:
-    """Outputs and log-sum-exps by `launch`, whose signature is `hopper.launch`'s, and the portable kernel's."""
+    """Yields pairs of outputs and log-sum-exps: by `launch`, which has `hopper.launch`'s signature, and by the portable
+    kernel."""
     numbers = torch.Generator(device).manual_seed(0)
     seq_lens = torch.tensor(_SEQ_LENS, dtype=torch.int32, device=device)
     blocks = -(-max(_SEQ_LENS) // _BLOCK_SIZE)

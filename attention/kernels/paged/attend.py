@@ -36,15 +36,16 @@ def unified_attention(
     lse_HT: Tensor | None = None,
     work: WorkList | None = None,
 ) -> None:
-    """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
+    """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows are
+    unchanged.
 
-    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. Without `causal`, a window is
-    that of an encoder, on both sides.
+    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. Without `causal`, a window
+    has two sides, as in an encoder.
 
     Args:
         kv_layer: [2, B, N, H, D], channels adjacent; may be fp8, whose scales are read on the device.
-        query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token; a request without queries is padding,
-            and nothing is read for it. The queries of a request of length 0 get outputs of 0.
+        query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token. A request without queries is padding,
+            and nothing is read for it. Queries of a request of length 0 get outputs of 0.
         max_query_len: an upper bound; too large a bound costs time.
         work: the tiles of these requests, if a persistent kernel may run them.
     """
@@ -100,13 +101,14 @@ def ragged_attention(
     lse_HT: Tensor | None = None,
     work: WorkList | None = None,
 ) -> None:
-    """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
+    """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows are
+    unchanged.
 
     Features are as `attention.parameters` defines them, with a request's last query at its last key's position; a
-    log-sum-exp includes the sinks. Without `causal`, a window is that of an encoder, on both sides.
+    log-sum-exp includes the sinks. Without `causal`, a window has two sides, as in an encoder.
 
     Args:
-        k_SHD, v_SHV: channels adjacent. NaN in a request's rows may reach all tokens of that request, and of no other.
+        k_SHD, v_SHV: channels adjacent. NaN in a request's rows may reach all tokens of that request, but of no other.
         query_start_loc, key_start_loc: [R + 1] int32, starting at any token and key.
         max_query_len: an upper bound; too large a bound costs time.
         work: the tiles of these requests, if a persistent kernel may run them; only if `key_start_loc` is

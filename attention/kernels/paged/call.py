@@ -1,5 +1,5 @@
-"""The arguments of one attention over a batch: tensors and features, derived shapes, and the groups in which both
-kernels take them.
+"""The arguments of one attention over a batch: tensors and features, derived shapes, and the tuples that both kernels
+take.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from attention.kernels.paged.work_list import WorkList
 
-# Keys and values that the programs running at one time may share through the L2 cache. On an H200 with 128 heads and
-# 8192 keys: 614 TFLOPS, and 500 without a limit.
+# Bytes of keys and values that the programs running at one time may share through the L2 cache. On an H200 with 128
+# heads and 8192 keys the limit gives 614 TFLOPS instead of 500.
 L2_KEY_BYTES = 16 * 2**20
 LOG2E = 1.4426950408889634
 
 
-# NOTE: Triton specialises every member of a kernel's tuple argument and ignores `do_not_specialize` there. So numbers
-# that change from batch to batch are separate arguments, and the kernels group them (`LogSumExps`, `Requests`,
-# `AttentionTiles`); otherwise a batch of other lengths would compile a kernel anew.
+# NOTE: Triton specialises every member of a kernel's tuple argument and ignores `do_not_specialize` there. Numbers in a
+# tuple would therefore compile a kernel anew for a batch of other lengths, so they are separate arguments, which the
+# kernels group (`LogSumExps`, `Requests`, `AttentionTiles`).
 
 
 class Rows(NamedTuple):
-    """Queries or outputs [T, H, channels], channels adjacent."""
+    """A matrix of queries or outputs [T, H, channels] with adjacent channels."""
 
     ptr: Tensor
     stride_t: int
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class LogSumExps(NamedTuple):
-    """[H, T] float32, or None."""
+    """The log-sum-exps [H, T] in float32; the pointer may be None."""
 
     ptr: Tensor | None
     stride_h: int
@@ -38,7 +38,7 @@ class LogSumExps(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Where each request's queries and keys lie."""
+    """The places of each request's queries and keys."""
 
     num_reqs: int
     query_start_ptr: Tensor
@@ -57,7 +57,8 @@ class AttentionTiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Constants; 0 is no window and no chunks. Without `causal`, a window has two sides."""
+    """Constants that decide which keys a query sees; 0 means no window or no chunks. Without `causal`, a window has two
+    sides."""
 
     causal: bool
     window: int
@@ -89,7 +90,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class KernelFeatures:
-    """As `attention.parameters` defines them, and the scales of fp8 numbers."""
+    """The features of a layer, as `attention.parameters` defines them, and the scales of fp8 numbers."""
 
     causal: bool = True
     sliding_window: int | None = None
@@ -107,8 +108,8 @@ class AttentionCall:
     """One attention of queries [T, H, D] into `out` [T, H, V]; a request has at most `max_query_len` queries.
 
     Attributes:
-        work: the batch's tiles, for a persistent kernel; without a block table, only if each request's keys are in the
-            same rows as its queries. None: one program for each tile.
+        work: the batch's tiles, for a persistent kernel; None: each tile gets its own program. Without a block table,
+            give it only if each request's keys are in the same rows as its queries.
     """
 
     q_THD: Tensor
@@ -156,7 +157,7 @@ class AttentionCall:
         return Mask(features.causal, features.sliding_window or 0, features.attention_chunk_size or 0)
 
     def tiles(self, rows: int, pack: int) -> AttentionTiles:
-        """Tiles of `rows` rows, which `pack` query heads of a kv head share.
+        """Returns tiles of `rows` rows, shared by `pack` query heads of a kv head.
 
         The number of tiles is an upper bound for any lengths of the requests.
         """
@@ -175,7 +176,8 @@ def rows_of(tensor_THC: Tensor) -> Rows:
 
 
 def split_channels(size: int) -> tuple[int, int]:
-    """`size` channels as one or two powers of two that hold them: 192 is 128 and 64, 80 is 64 and 16, 112 is 128."""
+    """Splits `size` channels into one or two powers of two that hold them: 192 is 128 and 64, 80 is 64 and 16, 112 is
+    128."""
     whole = max(16, triton.next_power_of_2(size))
     rest = max(16, triton.next_power_of_2(size - whole // 2)) if whole > 16 else whole
     return (whole, 0) if rest * 2 >= whole else (whole // 2, rest)

@@ -1,8 +1,8 @@
-"""The Hopper kernel of attention over a batch: one program for each tile of queries, with a warp that loads
-(`hopper_load`) and two warpgroups that multiply (`hopper_attend`).
+"""The Hopper kernel of attention over a batch: one program per tile of queries, with one loading warp (`hopper_load`)
+and two multiplying warpgroups (`hopper_attend`).
 
-It computes what `attention.kernels.paged.portable` computes, for 16-bit numbers; the legend is the same, with A and P
-for the two parts of the key channels.
+It computes the same as `attention.kernels.paged.portable`, for 16-bit numbers. The legend is the same, with A and P for
+the two parts of the key channels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from attention.kernels.tma_rows import TmaPlaces
 
 
 def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
-    """Launches the kernel. Does nothing and returns False if it does not support the sizes or the keys' addresses and
-    strides."""
+    """Launches the kernel. Returns False and launches nothing if it does not support the sizes or the keys' addresses
+    and strides."""
     tiling = tiling or choose_tiling(call)
     prepared = prepare(call, tiling)
     if prepared is None:
@@ -48,7 +48,7 @@ def launch(call: AttentionCall, tiling: HopperTiling | None = None) -> bool:
         "lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section", "block_size",
         "k_row_b", "k_row_h", "k_col_h", "v_row_b", "v_row_h", "v_col_h",
     ],
-    # After a batch's decodes these pointers may have any alignment.
+    # In a batch with decodes, which come first, these pointers may have any alignment.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )  # fmt: skip
 def attend_tile(
@@ -80,7 +80,7 @@ def attend_tile(
     sizes: gl.constexpr,
     mask: gl.constexpr,
 ):
-    """One program: finds its tile of queries and divides the work among its warps."""
+    """Runs one program: finds its tile of queries and divides the work among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
     tiles = AttentionTiles(num_tiles, num_packs, section)
@@ -125,7 +125,7 @@ def attend_tile(
 
 @gluon.jit
 def _find_tile(requests, tiles, TOKENS: gl.constexpr):
-    """The program's pack of query heads, its request and first token; ordered and found as by the portable kernel."""
+    """Finds the program's pack of query heads, its request and first token; the order is the portable kernel's."""
     BLOCK_R: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     num_tiles, num_packs, section = tiles.num_tiles, tiles.num_packs, tiles.section
@@ -152,7 +152,7 @@ def _find_tile(requests, tiles, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, sizes: gl.constexpr, PAGED: gl.constexpr):
-    """The loading warp."""
+    """Runs the loading warp."""
     load_keys(k_A, k_P, v_V, buffers, tile, keys, k_places, v_places, 0, sizes, PAGED)
 
 
@@ -169,5 +169,5 @@ def _attend(
     mask: gl.constexpr,
     PAGED: gl.constexpr,
 ):
-    """One warpgroup."""
+    """Runs one multiplying warpgroup."""
     attend(WARPGROUP, q, out, lse, scoring, buffers, tile, 0, sizes, mask, PAGED, False)

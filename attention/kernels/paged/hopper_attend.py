@@ -1,4 +1,4 @@
-"""The multiplying warpgroups of the Hopper kernels of attention over a batch: each has 64 rows of a tile, and computes
+"""The multiplying warpgroups of the Hopper kernels of attention over a batch. Each has 64 rows of a tile, and computes
 the softmax of one tile of keys while the tensor cores multiply the weights of the previous tile.
 
 The legend is that of `attention.kernels.paged.portable`, with A and P for the two parts of the key channels.
@@ -22,9 +22,10 @@ from attention.kernels.paged.hopper_tile import seen_by
 
 
 class ScoreOptions(NamedTuple):
-    """From products of queries and keys to scores, in powers of 2. None is not compiled.
+    """The values that turn products of queries and keys into scores, in powers of 2. A feature that is None is not
+    compiled.
 
-    With a soft cap, a hyperbolic tangent, `scale2` has the factor 2 of its exponent.
+    With a soft cap, `scale2` includes the factor 2 of the hyperbolic tangent's exponent.
     """
 
     scale2: float
@@ -34,7 +35,7 @@ class ScoreOptions(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """A warpgroup's rows, as its softmax needs them; no slopes without ALiBi."""
+    """A warpgroup's rows, as its softmax needs them; the slopes are None without ALiBi."""
 
     positions_M: gl.tensor
     slopes_M: gl.tensor | None
@@ -56,8 +57,8 @@ def attend(
     PAGED: gl.constexpr,
     GOES_ON: gl.constexpr,
 ):
-    """One warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on; with GOES_ON, the
-    last place is given back too, for another tile."""
+    """Computes one warpgroup's 64 of a tile's 128 rows. Keys and values are in the rings from place `turn` on. With
+    GOES_ON, the last place is released too, for the next tile."""
     PACK: gl.constexpr = sizes.pack
     BLOCK_A: gl.constexpr = sizes.block_a
     BLOCK_P: gl.constexpr = sizes.block_p
@@ -127,7 +128,7 @@ def attend(
             mbarrier.wait(full_v.index(stage), phase)
             _keep_rows(tiles_V.index(stage), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
-        # Tiles from the last to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
+        # From the last tile to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
         count = 0
         for part in gl.static_range(3):
             if part != 2 or LIMITED:
@@ -200,7 +201,7 @@ def _store(pointer, rows, acc, valid, VALUE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.constexpr):
-    """The scores, not waited for."""
+    """Starts the product of queries and keys, and does not wait for it."""
     ROWS: gl.constexpr = q_A.shape[0]
     BLOCK_N: gl.constexpr = tile_A.shape[0]
     scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
@@ -212,7 +213,8 @@ def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.constexpr, MASKED: gl.constexpr):
-    """A tile's weights, the rows' new maximum and sum, and the factor for earlier results; all in powers of 2."""
+    """Returns a tile's weights, the rows' new maximum and sum, and the factor for earlier results, all in powers of
+    2."""
     WINDOW: gl.constexpr = mask.window
     CHUNK: gl.constexpr = mask.chunk
     SOFT_CAP: gl.constexpr = scoring.soft_cap2 is not None

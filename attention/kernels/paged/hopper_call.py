@@ -1,5 +1,5 @@
-"""A call as both Hopper kernels of attention over a batch take it: the tiles' sizes, the matrices that the copy engine
-reads, and the constants.
+"""Prepares a call for both Hopper kernels of attention over a batch: tile sizes, matrices for the copy engine, and
+constants.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class HopperTiling:
-    """The tile of the kernels for Hopper.
+    """The tile sizes of the Hopper kernels.
 
     Attributes:
-        block_n: keys of a tile, of which `stages` are in flight.
+        block_n: keys of a tile; `stages` tiles are in flight.
         pack: query heads of a kv head that share a tile's rows.
     """
 
@@ -36,14 +36,15 @@ class HopperTiling:
 
 
 def choose_tiling(call: AttentionCall) -> HopperTiling:
-    """Measured on an H200: 128 keys and two buffers are best where they fit, and heads share tiles at no cost."""
+    """Chooses the tile by measurements on an H200: 128 keys and two buffers are best where they fit, and heads share
+    tiles at no cost."""
     channels = max(call.q_THD.shape[-1], call.keys.values.shape[-1])
     fits = channels <= 192 and call.keys.values.shape[-1] <= 128
     return HopperTiling(block_n=128 if fits else 64, stages=2, pack=min(call.group, TILE_ROWS))
 
 
 class HopperCall(NamedTuple):
-    """The arguments that both kernels have."""
+    """The arguments that both Hopper kernels share."""
 
     matrices: tuple[TensorDescriptor, TensorDescriptor | None, TensorDescriptor]
     scoring: ScoreOptions
@@ -52,7 +53,7 @@ class HopperCall(NamedTuple):
 
 
 def prepare(call: AttentionCall, tiling: HopperTiling) -> HopperCall | None:
-    """None if the kernels do not support the sizes or the keys' addresses and strides."""
+    """Returns None if the kernels do not support the sizes or the keys' addresses and strides."""
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     if max(head_size, value_size) > 256 or min(head_size, value_size) < 64 or not _are_blocks_of_tiles(keys.block_size):
@@ -93,7 +94,7 @@ def prepare(call: AttentionCall, tiling: HopperTiling) -> HopperCall | None:
 
 
 def _are_blocks_of_tiles(block_size: int) -> bool:
-    """Whether a tile is whole blocks, or a block whole tiles. True without blocks (0)."""
+    """Whether a tile consists of whole blocks, or a block of whole tiles. True without blocks (0)."""
     return block_size % 128 == 0 or block_size in (8, 16, 32, 64)
 
 

@@ -1,5 +1,5 @@
-"""The loading warp of the Hopper kernels of attention over a batch: by the bulk tensor copy engine, it brings tiles of
-keys and values into the rings in shared memory.
+"""The loading warp of the Hopper kernels of attention over a batch. It loads tiles of keys and values into the rings in
+shared memory by the bulk tensor copy engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 class HopperRequestKeys(NamedTuple):
-    """Where the loading warp finds one request's keys: from `key_start` on, or in the blocks of its table."""
+    """The places of one request's keys for the loading warp: from `key_start` on, or in the blocks of its table."""
 
     key_start: gl.tensor
     table_ptr: gl.tensor
@@ -66,7 +66,7 @@ def _load_tile(
         if not PAGED:
             row += keys.key_start
         else:
-            # Only blocks that hold seen keys are looked up; for masked keys any block works.
+            # Only blocks with visible keys are looked up; for masked keys any block works.
             place = gl.maximum(gl.minimum(row // keys.block_size, keys.last_block), keys.first_block)
             block = gl.load(keys.table_ptr + place)
             row = block * places.row_b + row % keys.block_size

@@ -1,5 +1,5 @@
-"""What a program of the Hopper kernels of attention over a batch works on: a tile of queries, the keys that it sees,
-and shared memory with rings for keys and values.
+"""The work of a program of the Hopper kernels of attention over a batch: a tile of queries, the keys that it sees, and
+shared memory with rings for keys and values.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Sizes(NamedTuple):
-    """Constants. Key channels are padded and split into `block_a` and `block_p`, which may be 0; the copy engine takes
-    `piece` keys at a time."""
+    """Constant sizes. Key channels are padded and split into `block_a` and `block_p`, which may be 0; the copy engine
+    copies `piece` keys at a time."""
 
     key_size: int
     value_size: int
@@ -28,8 +28,8 @@ class Sizes(NamedTuple):
 
 
 class AttentionTile(NamedTuple):
-    """A program's queries, and keys [first_key, stop_key) that some of them see. `heads_left` of the kv head's query
-    heads remain from `head` on."""
+    """A program's queries, and the keys [first_key, stop_key) that some of the queries see. From `head` on, the kv head
+    has `heads_left` query heads."""
 
     query_start: gl.tensor
     query_len: gl.tensor
@@ -43,7 +43,7 @@ class AttentionTile(NamedTuple):
 
 
 class TileBuffers(NamedTuple):
-    """Shared memory: the warpgroups' queries, the rings of keys and values, and their barriers."""
+    """Shared memory of a program: the warpgroups' queries, the rings of keys and values, and their barriers."""
 
     q_A: gl.shared_memory_descriptor
     q_P: gl.shared_memory_descriptor
@@ -58,7 +58,7 @@ class TileBuffers(NamedTuple):
 
 @gluon.jit
 def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr):
-    """Shared memory of a program, with its barriers initialised."""
+    """Allocates a program's shared memory and initialises its barriers."""
     ROWS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = sizes.block_n
     STAGES: gl.constexpr = sizes.stages
@@ -87,7 +87,8 @@ def new_buffers(dtype: gl.constexpr, sizes: gl.constexpr):
 
 @gluon.jit
 def seen_by(first_position, last_position, seq_len, BLOCK_N: gl.constexpr, mask: gl.constexpr):
-    """Keys [first, stop) that some query between the positions sees, and tiles [full_start, full_stop) that all see."""
+    """Returns keys [first, stop) that some query between the positions sees, and tiles [full_start, full_stop) that all
+    queries see."""
     CAUSAL: gl.constexpr = mask.causal
     WINDOW: gl.constexpr = mask.window
     CHUNK: gl.constexpr = mask.chunk

@@ -1,4 +1,4 @@
-"""The Hopper kernel as one program per multiprocessor, which takes tile after tile of a batch's list.
+"""The Hopper kernel with one program per multiprocessor, each of which takes tile after tile of a batch's list.
 
 The loading warp runs ahead into a program's next tile while the multiplying warpgroups finish the last one, and the
 list is dealt out so that all programs end together. Both matter where tiles are short: in batches of many prompts.
@@ -21,8 +21,8 @@ from attention.kernels.tma_rows import TmaPlaces
 
 
 class _Work(NamedTuple):
-    """A program's share of the list: of `num_items` pairs of a tile and a pack of heads, each round has one for each of
-    the `num_programs` programs."""
+    """A program's share of the list of `num_items` pairs of a tile and a pack of heads; each round gives one item to
+    each of the `num_programs` programs."""
 
     rows_ptr: gl.tensor
     num_items: gl.tensor
@@ -35,8 +35,8 @@ class _Work(NamedTuple):
 
 
 def launch(call: AttentionCall, work: WorkList) -> bool:
-    """Launches the kernel for the requests of the list, which are the call's. Does nothing and returns False if it does
-    not support the call, or the list was made for other tiles."""
+    """Launches the kernel for the call's requests, which the list must hold. Returns False and launches nothing if it
+    does not support the call, or the list was made for other tiles."""
     tiling = choose_tiling(call)
     if work.tokens != TILE_ROWS // tiling.pack or work.query_start_loc is not call.query_start_loc:
         return False
@@ -98,7 +98,7 @@ def attend_items(
     mask: gl.constexpr,
     numbers: gl.constexpr,
 ):
-    """One program: divides its share of the list's work among its warps."""
+    """Runs one program: divides its share of the list among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     k_places, v_places = TmaPlaces(k_row_b, k_row_h, k_col_h), TmaPlaces(v_row_b, v_row_h, v_col_h)
     PAGED: gl.constexpr = block_table_ptr is not None
@@ -134,7 +134,7 @@ def _attend_items(
     PAGED: gl.constexpr,
     NUMBERS: gl.constexpr,
 ):
-    """One warpgroup: its half of each tile."""
+    """Runs one warpgroup, which has half of each tile."""
     turn = 0
     for deal in range(0, gl.cdiv(work.num_items, work.num_programs)):
         item = _item_of(work, deal)
@@ -159,7 +159,7 @@ def _load_items(
     PAGED: gl.constexpr,
     NUMBERS: gl.constexpr,
 ):
-    """The loading warp."""
+    """Runs the loading warp."""
     turn = 0
     for deal in range(0, gl.cdiv(work.num_items, work.num_programs)):
         item = _item_of(work, deal)
@@ -172,7 +172,7 @@ def _load_items(
 
 @gluon.jit
 def _prefetch_queries(q, tile, sizes: gl.constexpr):
-    """Brings a tile's queries to the L2 cache, while the multiplying warpgroups are still at the tile before."""
+    """Loads a tile's queries into the L2 cache while the multiplying warpgroups still compute the previous tile."""
     PACK: gl.constexpr = sizes.pack
     CHANNELS: gl.constexpr = sizes.key_size
     LINE: gl.constexpr = 64  # channels in 128 bytes
@@ -191,14 +191,15 @@ def _prefetch_queries(q, tile, sizes: gl.constexpr):
 
 @gluon.jit
 def _item_of(work, deal):
-    """The program's item of a deal. Every other deal goes backwards, so that no program always gets the longest."""
+    """Returns the program's item of a round. Every other round goes backwards, so that no program always gets the
+    longest item."""
     last = work.num_programs - 1
     return deal * work.num_programs + work.program + (deal & 1) * (last - 2 * work.program)
 
 
 @gluon.jit
 def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.constexpr, NUMBERS: gl.constexpr):
-    """(Tile, RequestKeys) of an item."""
+    """Returns the tile and the places of the keys of an item."""
     PACK: gl.constexpr = sizes.pack
     TOKENS: gl.constexpr = 2 * 64 // PACK
     PACKS: gl.constexpr = (sizes.group + PACK - 1) // PACK
@@ -215,7 +216,7 @@ def _tile_of(work, item, sizes: gl.constexpr, mask: gl.constexpr, PAGED: gl.cons
     first_position = seq_len - query_len + first_token
     last_position = gl.minimum(first_position + TOKENS, seq_len) - 1
     first_key, stop_key, _, _ = seen_by(first_position, last_position, seq_len, sizes.block_n, mask)
-    # Without a table, a request's keys are those of its queries.
+    # Without a table, a request's keys are in the rows of its queries.
     table_ptr = work.table_ptr
     if PAGED:
         table_ptr += request.to(gl.int64) * work.table_stride

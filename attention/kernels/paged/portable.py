@@ -1,8 +1,8 @@
-"""The portable kernel of attention over a batch: how its tiles are cut, and its launch.
+"""The tiling and the launch of the portable kernel of attention over a batch.
 
-It has every feature; features that a call does not use are not compiled. Legend: R requests, M rows of a tile (tokens
-times the query heads that share a kv head), N keys of a tile, D and P the two parts of the key channels, V value
-channels.
+The kernel has every feature; it is compiled without those that a call does not use. Legend: R requests, M rows of a
+tile (tokens times the query heads that share a kv head), N keys of a tile, D and P the two parts of the key channels, V
+value channels.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tile of the portable kernel.
+    """The tile sizes of the portable kernel.
 
     Attributes:
         block_m, block_n: rows and keys of a tile; `pack` query heads of a kv head share the rows.
@@ -38,10 +38,10 @@ class Tiling:
 
 
 def choose_tiling(call: AttentionCall) -> Tiling:
-    """The first shape that fits, fastest first, as measured on an H200."""
+    """Chooses the first shape that fits from a list sorted by speed on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
     rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
-    # Products of float32 are unrolled into registers, and spill unless tiles are small.
+    # float32 products are unrolled into registers and spill unless tiles are small.
     block_m = min(rows, 32 if element_bytes > 2 else 128)
     key_channels = sum(split_channels(call.q_THD.shape[-1]))
     channels = key_channels + triton.next_power_of_2(call.keys.values.shape[-1])
@@ -59,14 +59,14 @@ def choose_tiling(call: AttentionCall) -> Tiling:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program's tiles may fill; the driver takes 1 KB, reductions 2 KB."""
+    """Returns the shared memory that a program's tiles may fill; the driver takes 1 KB, reductions 2 KB."""
     if device.type != "cuda":
         return 64 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 3 * 1024
 
 
 class _Scoring(NamedTuple):
-    """From products of queries and keys to scores, and from weights to outputs. None is not compiled."""
+    """The factors from products to scores, and from weights to outputs. A feature that is None is not compiled."""
 
     scale: float
     soft_cap: float | None
@@ -78,8 +78,8 @@ class _Scoring(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Constants. In a tile, `pack` query heads share `block_m` rows. Channels are padded; key channels are split into
-    `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks."""
+    """Constant sizes. In a tile, `pack` query heads share `block_m` rows. Channels are padded; key channels are split
+    into `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks."""
 
     key_size: int
     value_size: int
@@ -146,7 +146,7 @@ def launch(call: AttentionCall, tiling: Tiling | None = None) -> None:
 
 
 def _multiplied_as(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> _Types:
-    """The dtypes of both products. 8-bit numbers are multiplied in float16, which represents all of them."""
+    """Returns the dtypes of both products. 8-bit numbers are multiplied in float16, which represents all of them."""
     if interpreted():
         return _Types(tl.float32, tl.float32, interpreted=True)
     k_type = _TRITON_TYPES.get(q_dtype, _TRITON_TYPES.get(kv_dtype, tl.float16))

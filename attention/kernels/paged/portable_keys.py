@@ -1,4 +1,5 @@
-"""The portable kernel's pass over keys: a request's keys, tile after tile, into the online softmax of a tile's queries.
+"""The portable kernel's loop over keys, which adds a request's keys, tile by tile, to the online softmax of a tile's
+queries.
 
 Legend as in `attention.kernels.paged.portable`.
 """
@@ -15,7 +16,7 @@ from baton.tritonlib.math import tanh
 
 
 class KeyRows(NamedTuple):
-    """Keys or values [B, N, H, channels], channels adjacent."""
+    """A tensor of keys or values [B, N, H, channels] with adjacent channels."""
 
     ptr: Tensor
     stride_b: int
@@ -24,7 +25,7 @@ class KeyRows(NamedTuple):
 
 
 class PortableRequestKeys(NamedTuple):
-    """One kv head's keys of one request; `first_key` is the first that a query of the tile sees."""
+    """One kv head's keys of one request; `first_key` is the first key that a query of the tile sees."""
 
     k: KeyRows
     v: KeyRows
@@ -34,7 +35,7 @@ class PortableRequestKeys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A tile's queries, in two parts of channels; no slopes without ALiBi."""
+    """A tile's queries, in two parts of channels; the slopes are None without ALiBi."""
 
     q_MD: tl.tensor
     q_MP: tl.tensor
@@ -58,7 +59,7 @@ def attend_keys(
     types: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds keys [start, stop) to the online softmax; every query sees every one of them unless MASKED."""
+    """Adds keys [start, stop) to the online softmax. Without MASKED, every query sees all of them."""
     BLOCK_SIZE: tl.constexpr = sizes.block_size
     BLOCK_N: tl.constexpr = sizes.block_n
     BLOCK_D: tl.constexpr = sizes.block_d
@@ -91,7 +92,7 @@ def attend_keys(
             v_tile_ptr = v.ptr
             k_rows_N = blocks * k.stride_b + keys_N % BLOCK_SIZE * k.stride_n
             v_rows_N = blocks * v.stride_b + keys_N % BLOCK_SIZE * v.stride_n
-        # Looked up one tile ahead: an address that is loaded in the same iteration would halve the loads in flight.
+        # Looked up one tile ahead: loading the address in the same iteration would halve the loads in flight.
         blocks = _find_blocks(keys, tile + BLOCK_N, BLOCK_SIZE, BLOCK_N)
         k_ND = load_rows(k_tile_ptr, k_rows_N, exists_N, KEY_SIZE, BLOCK_D, MASKED)
         k_ND = in_type(k_ND, types.k, INTERPRETED)
@@ -141,8 +142,8 @@ def attend_keys(
 
 @triton.jit
 def _find_blocks(keys, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of a tile's keys: one number where a block holds whole tiles, else one for each key. A key that must
-    not be read gets the nearest block that may be read."""
+    """Returns the blocks of a tile's keys: one number where a block holds whole tiles, else one for each key. A key
+    that must not be read gets the nearest readable block."""
     if BLOCK_SIZE == 0:
         return 0
     elif BLOCK_SIZE % BLOCK_N == 0:  # noqa: RET505 (branches of the compiler)
@@ -155,7 +156,7 @@ def _find_blocks(keys, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_rows(pointer, places_N, mask_N, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """[N, BLOCK] channels of the given rows; 0 where there is nothing to read."""
+    """Loads [N, BLOCK] channels of the given rows; masked entries are 0."""
     channels = tl.arange(0, BLOCK)
     places = pointer + places_N[:, None] + channels[None, :]
     if MASKED:

@@ -1,4 +1,4 @@
-"""What a program of the portable kernel does: it finds its tile of queries and the keys that they see, and attends.
+"""One program of the portable kernel: it finds its tile of queries and the keys that they see, and attends.
 
 Legend as in `attention.kernels.paged.portable`.
 """
@@ -12,7 +12,8 @@ from attention.kernels.paged.portable_keys import KeyRows, PortableRequestKeys, 
 
 @triton.jit(
     do_not_specialize=["lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section"],
-    # After a batch's decodes these pointers may have any alignment, and a table is as wide as its longest request.
+    # In a batch with decodes, which come first, these pointers may have any alignment, and a table is as wide as its
+    # longest request.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )
 def attend_tile(
@@ -37,10 +38,11 @@ def attend_tile(
     mask: tl.constexpr,
     types: tl.constexpr,
 ):
-    """Attends for one tile. With a block table, keys are in the cache's blocks; else they begin at `key_start_ptr`.
+    """Attends for one tile. With a block table, keys are in the cache's blocks; else `key_start_ptr` holds their
+    starts.
 
-    Tiles go through few kv heads at a time, so that their keys stay in the L2 cache, and through a request's last
-    queries first, which have most to do.
+    Tiles go through few kv heads at a time, so that their keys stay in the L2 cache, and start with a request's last
+    queries, which see the most keys.
     """
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
@@ -91,7 +93,7 @@ def attend_tile(
     positions_M = seq_len - query_len + tokens_M
     last_position = tl.minimum(first_position + TOKENS, seq_len) - 1
 
-    # Keys [start, stop) are seen by some query of the tile, keys [full_start, full_stop) by all.
+    # Some query of the tile sees keys [start, stop); all queries see keys [full_start, full_stop).
     start = seq_len * 0
     full_start = start
     if WINDOW:
@@ -178,11 +180,11 @@ def attend_tile(
 
 @triton.jit
 def _find_tile(requests, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(request, where its queries start, how many it has, the tile's first token among them).
+    """Returns (request, start of its queries, their number, the tile's first token among them).
 
     Every request has one tile more than it fills, so that a tile's request follows from the query starts alone. A tile
-    may therefore begin past its request's last token; or below 0, before the first request, because the query starts
-    need not begin with 0.
+    may therefore begin past its request's last token. It may also begin below 0, before the first request, because the
+    query starts need not begin with 0.
     """
     before = 0
     start = 0

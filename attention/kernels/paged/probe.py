@@ -1,4 +1,4 @@
-"""A small batch for the Hopper kernels of attention over a batch, and for the portable kernel."""
+"""Compares the Hopper kernels of attention over a batch with the portable kernel, on a small batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from attention.kernels.paged.work_list import WorkList, list_work
 from baton.tritonlib.hopper_check import Pair
 
 _BLOCK_SIZE, _HEADS, _KV_HEADS, _CHANNELS = 16, 4, 2, 128
-# A prompt, one that goes on after a context, and a decode; no length fills its last block or tile.
+# A prompt, a prompt that continues a context, and a decode; no length fills its last block or tile.
 _QUERY_LENS = (100, 40, 1)
 _SEQ_LENS = (100, 333, 77)
 _TILE_TOKENS = 128 * _KV_HEADS // _HEADS
@@ -27,14 +27,14 @@ def compare_on_hopper(device: torch.device) -> Iterator[Pair]:
 
 
 def compare(device: torch.device, *launches: Callable[[AttentionCall], bool]) -> Iterator[Pair]:
-    """Outputs and log-sum-exps of each launch, and the portable kernel's."""
+    """Yields pairs of outputs and log-sum-exps: of each launch and of the portable kernel."""
     expected = _small_call(device)
     portable.launch(expected)
     for launch in launches:
         call = replace(
             expected, out=torch.zeros_like(expected.out), lse_HT=torch.zeros(_HEADS, sum(_QUERY_LENS), device=device)
         )
-        # Twice, so that what one launch leaves behind meets the next.
+        # Each runs twice, so that the second launch meets whatever the first left in memory.
         for _ in range(2):
             if not launch(call):
                 raise RuntimeError("a kernel does not take the call")

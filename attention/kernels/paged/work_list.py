@@ -1,8 +1,8 @@
-"""The tiles of a batch of prefills, listed on the device, those with the most keys first.
+"""Lists the tiles of a batch of prefills on the device, tiles with the most keys first.
 
 A persistent kernel deals the list out to as many programs as the GPU runs at once, so that none waits for a long prompt
-at the end. The list follows from tensors alone: it is made once per batch, within a captured step too, and serves all
-layers. Legend: R requests, N tiles.
+at the end. The list follows from tensors alone, so a captured step can make it. It is made once per batch and serves
+all layers. Legend: R requests, N tiles.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers of one tile in the list, padded to a power of two.
+# Numbers per tile in the list, padded to a power of two.
 ROW_NUMBERS = 8
 _BLOCK_TILES = 64
 _BLOCK_REQUESTS = 64
@@ -21,8 +21,8 @@ _BLOCK_RANKED = 256
 
 
 class WorkRow(NamedTuple):
-    """One tile: which request, its queries [query_start, query_start + query_len) of the batch, the tile's first token
-    among them, and the request's number of keys. Queries are a request's last tokens."""
+    """One tile: its request, the request's queries [query_start, query_start + query_len) of the batch, the tile's
+    first token among them, and the request's number of keys. Queries are a request's last tokens."""
 
     request: int
     query_start: int
@@ -39,8 +39,8 @@ class WorkList:
         tokens: tokens of a tile.
         rows: [N, 8] int32, `WorkRow`s; undefined after the first `count`.
         count: [1] int32.
-        query_start_loc: of the batch that is listed.
-        num_programs: how many programs share the list: as many as the GPU runs at once.
+        query_start_loc: the listed batch's query starts.
+        num_programs: number of programs that share the list, which is how many the GPU runs at once.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ def list_work(
 
     Args:
         query_start_loc, seq_lens: [R + 1] and [R] int32. The queries of a request of length 0 are listed too.
-        num_tokens: most tokens that `query_start_loc` counts to.
+        num_tokens: upper bound of the tokens that `query_start_loc` counts.
         tokens: tokens of a tile.
     """
     num_reqs = seq_lens.shape[0]
@@ -98,7 +98,7 @@ def _find_kernel(
     BLOCK_R: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
-    """Tiles in the order of requests, with a cost as last number: 0 for a tile that no request fills."""
+    """Writes the tiles in the order of requests, with the cost as last number; a tile that no request fills costs 0."""
     tiles_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     before_N = tl.zeros([BLOCK_N], tl.int32)
     start = 0
@@ -115,7 +115,7 @@ def _find_kernel(
     seq_lens_N = tl.load(seq_lens_ptr + requests_N, mask=exists_N, other=0)
     first_tokens_N = (tiles_N - (query_starts_N // TOKENS + requests_N)) * TOKENS
     filled_N = (first_tokens_N >= 0) & (first_tokens_N < query_lens_N)
-    # Keys up to the tile's last query. A tile also has a cost of its own, so that one without keys is not left out.
+    # The cost is the keys up to the tile's last query plus a constant, so that a tile without keys is not left out.
     last_keys_N = seq_lens_N - query_lens_N + tl.minimum(first_tokens_N + TOKENS, query_lens_N)
     costs_N = tl.where(filled_N, 1 + tl.maximum(last_keys_N, 0), 0)
     rows_N = rows_ptr + tiles_N * NUMBERS
@@ -137,7 +137,7 @@ def _order_kernel(
     BLOCK_S: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
-    """Each tile goes to the place that as many tiles precede: those with a higher cost, and equal ones before it."""
+    """Writes each tile to its place by descending cost; tiles of equal cost keep their order."""
     tiles_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists_N = tiles_N < num_tiles
     costs_N = tl.load(unordered_ptr + tiles_N * NUMBERS + NUMBERS - 1, mask=exists_N, other=0)

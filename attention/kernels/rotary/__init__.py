@@ -1,1 +1,1 @@
-"""Norm, rotary turn and cache write of new queries, keys and latents, in one launch."""
+"""Kernels that norm, rotate and write new queries, keys and latents to the cache, in one launch."""

@@ -1,6 +1,6 @@
 """Norms and turns queries and keys in place, and writes keys and values to the cache, in one launch.
 
-The twin is the CPU's half of `Attention.rotate_and_attend`. Legend: T tokens, X the channels of all heads, R rows (a
+The twin is the CPU branch of `Attention.rotate_and_attend`. Legend: T tokens, X the channels of all heads, R rows (a
 head of a token each), P pairs of rotary channels, C other channels, B N a block and a token in it.
 """
 
@@ -38,7 +38,7 @@ def rotate_qkv(
 ) -> None:
     """Norms and turns the queries and keys of each row in place; then writes keys and values to the cache, if given.
 
-    The first 2 P channels of each head turn, the others are only normed and written.
+    The first 2 P channels of each head turn; the others are only normed and written.
 
     Args:
         qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
@@ -147,7 +147,7 @@ def _rotate_qkv(
             ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, into_ptrs_R, written_R, k_scale_ptr, tokens_R, mask_R, k_eps,
             WEIGHT_OFFSET, HEAD_DIM, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
-    elif layer_ptr is not None:  # without a cache there are no such programs
+    elif layer_ptr is not None:  # programs for values exist only with a cache
         rows_R = (program - first_of_v) * ROWS + tl.arange(0, ROWS)
         tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
         into_R, written_R = cache_places(
@@ -183,8 +183,8 @@ def norm_and_turn(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """In place and, where there are places for it, into the cache; between norm and turn rounded to the rows' dtype, as
-    between two calls."""
+    """Norms and turns rows in place, and writes them to the cache if given. Rounds to the rows' dtype between norm and
+    turn, as two calls would."""
     dtype: tl.constexpr = ptrs_R.dtype.element_ty
     REST: tl.constexpr = HEAD_DIM - 2 * PAIRS
     if REST:

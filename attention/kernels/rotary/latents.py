@@ -1,7 +1,7 @@
 """Norms latents, turns their rotary keys and the queries' rotary parts, and writes the latents to the cache, in one
 launch.
 
-The twin is the CPU's half of `MLAAttention.rotate_and_attend`. Legend: T tokens, H query heads, D their channels, P
+The twin is the CPU branch of `MLAAttention.rotate_and_attend`. Legend: T tokens, H query heads, D their channels, P
 pairs of rotary channels, R rows (a head of a token each), L latent channels, C = L + 2 P, B N a block and a token in
 it.
 """
@@ -37,14 +37,14 @@ def rotate_latents(
     slot_mapping: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """In place: norms the latents, and turns the last 2 P channels of each latent row and of each query; then writes
-    the latent rows to the cache, if given.
+    """Norms the latents and turns the last 2 P channels of each latent row and each query in place; then writes the
+    latent rows to the cache, if given.
 
     Args:
         q_THD, latent_TC: any strides, channels adjacent.
-        multiplier: of normed latents.
-        decode_q_THC: memory that gets the turned part of the first tokens' queries instead, after L channels that stay
-            as they are; it has one row for each of those tokens.
+        multiplier: factor of normed latents.
+        decode_q_THC: memory that receives the turned part of the first tokens' queries instead, one row per token; its
+            first L channels are unchanged.
         kv_layer: [1, B, N, 1, C], of any dtype that caches have.
         slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
         scale: float32 scalar, for an fp8 cache, which stores numbers divided by it. None is 1.
@@ -184,7 +184,7 @@ def _normed(
     BLOCK_L: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A normed latent [1, L], in the row's dtype, rounded before it is multiplied and after."""
+    """Returns a normed latent [1, L] in the row's dtype, rounded before and after the multiplication."""
     channels_1L = tl.arange(0, BLOCK_L)[None, :]
     mask_1L = channels_1L < LATENT
     x_1L = tl.load(row_1[:, None] + channels_1L, mask=mask_1L, other=0.0).to(tl.float32)

@@ -1,4 +1,5 @@
-"""Parts of the kernels that turn queries and keys: pairs of channels, their turn, and each token's place in the cache.
+"""Parts of the kernels that turn queries and keys: loading and turning pairs of channels, and each token's place in the
+cache.
 
 Legend: R rows (a head of a token each), P pairs of channels, C channels.
 """
@@ -10,15 +11,15 @@ from baton.tritonlib.fp8 import to_fp8
 from baton.tritonlib.launch import prefetch
 from baton.tritonlib.rounding import round_to
 
-# Pairs in a program's tile: with 4 warps 8 per thread, so that each thread moves 16 bytes of bf16 at a time.
-# NOTE: never chosen by the number of tokens: the order in which a head's norm is summed follows from it.
+# Pairs in a program's tile. With 4 warps that is 8 per thread, so each thread moves 16 bytes of bf16 at a time.
+# NOTE: the number of tokens must not change it, because the order in which a head's norm is summed follows from it.
 TILE_PAIRS = 1024
 NUM_WARPS = 4
 
 
 @triton.jit
 def load_pairs(ptrs_R, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second channels of the pairs, float32 [R, P] each; 0 where there is nothing."""
+    """Loads the first and the second channels of the pairs, float32 [R, P] each; masked entries are 0."""
     if INTERLEAVED:
         channels_C = tl.arange(0, 2 * BLOCK_P)
         mask_RC = mask_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
@@ -37,7 +38,7 @@ def load_pairs(ptrs_R, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTER
 def store_pairs(
     ptrs_R, first_RP, second_RP, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The inverse of `load_pairs`, of numbers in the dtype that is stored."""
+    """Stores pairs, the inverse of `load_pairs`; the numbers have the stored dtype."""
     if INTERLEAVED:
         channels_C = tl.arange(0, 2 * BLOCK_P)
         mask_RC = mask_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
@@ -53,7 +54,7 @@ def store_pairs(
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Cosine and sine of each row's token, float32 [R, P] each."""
+    """Loads cosine and sine of each row's token, float32 [R, P] each."""
     pairs_P = tl.arange(0, BLOCK_P)
     mask_RP = mask_R[:, None] & (pairs_P < PAIRS)[None, :]
     at_RP = tokens_R.to(tl.int64)[:, None] * PAIRS + pairs_P[None, :]
@@ -62,7 +63,7 @@ def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P
 
 @triton.jit
 def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
-    """Loads the angles into L2: weights and keys have evicted them since the previous layer."""
+    """Loads the angles into L2, because weights and keys have evicted them since the previous layer."""
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(PAIRS, 32))
     at_RL = tl.where(mask_R, tokens_R, 0).to(tl.int64)[:, None] * PAIRS
     at_RL += tl.minimum(tl.arange(0, LINES) * 32, PAIRS - 1)[None, :]
@@ -72,7 +73,7 @@ def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
 
 @triton.jit
 def turn(first_RP, second_RP, cos_RP, sin_RP, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Both channels of each pair, turned; in `dtype`."""
+    """Turns each pair; returns both channels in `dtype`."""
     turned_first_RP = first_RP * cos_RP - second_RP * sin_RP
     turned_second_RP = second_RP * cos_RP + first_RP * sin_RP
     return round_to(turned_first_RP, dtype, INTERPRETED), round_to(turned_second_RP, dtype, INTERPRETED)
@@ -80,9 +81,9 @@ def turn(first_RP, second_RP, cos_RP, sin_RP, dtype: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE: tl.constexpr):
-    """Where in the cache each row's token begins (elements, int64), and whether it has a place there."""
+    """Returns each row's offset in the cache (in elements, int64), and whether its token has a place there."""
     slots_R = tl.load(slots_ptr + tokens_R, mask=mask_R & (tokens_R < num_slots), other=-1)
-    # A division of 32 bits is cheaper, and slots do not reach 2**31.
+    # Dividing 32-bit numbers is cheaper, and slots do not reach 2**31.
     blocks_R = slots_R.to(tl.int32) // BLOCK_SIZE
     offsets_R = slots_R.to(tl.int32) % BLOCK_SIZE
     return blocks_R.to(tl.int64) * stride_B + offsets_R.to(tl.int64) * stride_N, slots_R >= 0
@@ -90,7 +91,7 @@ def cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLO
 
 @triton.jit
 def for_cache(values, dtype: tl.constexpr, scale_ptr, INTERPRETED: tl.constexpr):
-    """Numbers of a model's dtype in the cache's dtype; without a pointer the scale is 1."""
+    """Converts numbers of a model's dtype to the cache's dtype; without a pointer the scale is 1."""
     values = values.to(tl.float32)
     if dtype == tl.float8e4nv or dtype == tl.float8e5:
         if scale_ptr is not None:

@@ -1,4 +1,4 @@
-"""Turns the heads of one tensor in place, in one launch: the queries and the key of an indexer. The twin is
+"""Turns the heads of one tensor in place, in one launch, for the queries and the key of an indexer. The twin is
 `attention.rotation.Rotation.apply`.
 
 Legend: T tokens, H heads, D channels of a head, P pairs of rotary channels, R rows (a head of a token each).

@@ -1,1 +1,1 @@
-"""Kernels of sparse latent attention: scores of the tokens in the cache, and the selection of the best."""
+"""Kernels of sparse latent attention, which score the tokens in the cache and select the best."""

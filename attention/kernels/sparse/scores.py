@@ -1,6 +1,6 @@
-"""Index scores of every token that a query sees, over paged index keys. The twin is `attention.sparse.index_scores`.
+"""Scores every token that a query sees, over paged index keys. The twin is `attention.sparse.index_scores`.
 
-Legend: T queries, S keys, H heads, D channels; of a program Q queries and X their heads.
+Legend: T queries, S keys, H heads, D channels, Q queries of a program, X heads of these queries.
 """
 
 import torch
@@ -14,18 +14,18 @@ from baton.tritonlib.fp8 import from_fp8
 from baton.tritonlib.launch import bound, interpreted
 
 _TILE = 64
-# Keys of a program: with few queries, many programs share one query's keys; with many, a program keeps its queries.
+# Keys of a program. With few queries, many programs share one query's keys; with many, a program keeps its queries.
 _KEYS_FEW, _KEYS_MANY = 512, 2048
 _MANY_QUERIES = 64
-# Queries that share the keys that a program reads, where there are many. For one query alone, a key of 256 bytes is
-# read for 16 KFLOP, and L2 is the bound.
+# With many queries, this many share the keys that a program reads. With one query, a key of 256 bytes is read for 16
+# KFLOP, and L2 is the bound.
 _QUERIES = 4
 
 
 def paged_index_scores(
     q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries, rows: range, *, out_TS: Tensor
 ) -> None:
-    """Writes the scores of the queries in `rows`; none for tokens that a query does not see.
+    """Writes the scores of the queries in `rows`, except for tokens that a query does not see.
 
     A score has the same bits for any number of queries.
 
@@ -38,7 +38,7 @@ def paged_index_scores(
     num_heads, channels = q_THD.shape[1:]
     is_many = num_rows >= _MANY_QUERIES
     tiles = (_KEYS_MANY if is_many else _KEYS_FEW) // _TILE
-    # Queries in float32 fill the shared memory alone.
+    # Queries in float32 alone fill the shared memory.
     together = _QUERIES if is_many and q_THD.dtype != torch.float32 else 1
     _index_scores[(triton.cdiv(num_rows, together), triton.cdiv(num_keys, tiles * _TILE))](
         q_THD[rows.start :],
@@ -97,8 +97,8 @@ def _index_scores(
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """QUERIES queries and TILES * TILE keys; queries of different requests, one after the other. Programs of the same
-    keys are neighbours, so that they find these in L2."""
+    """Scores QUERIES queries over TILES * TILE keys; different requests' queries one after the other. Programs of the
+    same keys are neighbours, so that they find the keys in L2."""
     first_row = tl.program_id(0) * QUERIES
     last_row = tl.minimum(first_row + QUERIES, num_rows) - 1
     if QUERIES > 1 and tl.load(requests + first_row) == tl.load(requests + last_row):
@@ -145,14 +145,14 @@ def _score_queries(
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Consecutive queries of one request: their heads lie next to each other in a product's columns. Keys are in its
-    rows, so that no warp needs another's heads."""
+    """Scores consecutive queries of one request. Their heads are a product's adjacent columns and keys its rows, so
+    that no warp needs another's heads."""
     request = tl.load(requests + first_row).to(tl.int64)
     heads_X = tl.arange(0, QUERIES * BLOCK_H) % BLOCK_H
     head_mask = heads_X < num_heads
     channels_D = tl.arange(0, BLOCK_D)
     channel_mask = channels_D < CHANNELS
-    # Past the last query the last again, whose scores are written twice.
+    # Rows past the last query repeat it, and its scores are written twice.
     rows_X = tl.minimum(first_row + tl.arange(0, QUERIES * BLOCK_H) // BLOCK_H, last_row).to(tl.int64)
     q_XD = tl.load(
         q + rows_X[:, None] * q_stride_T + heads_X[:, None] * q_stride_H + channels_D[None, :],
@@ -169,7 +169,7 @@ def _score_queries(
     stop = tl.minimum(tl.minimum(tl.load(seq_lens + last_row), num_keys), begin + TILES * TILE)
     for first in range(bound(begin, INTERPRETED), bound(stop, INTERPRETED), TILE):
         keys_S = first + tl.arange(0, TILE)
-        # Past the last key the last one, whose score is not written there.
+        # Places past the last key read the last key; nothing is written there.
         read_S = tl.minimum(keys_S, stop - 1)
         blocks_S = tl.load(block_table + request * table_stride_R + read_S // block_size)
         slots_S = keys + blocks_S.to(tl.int64) * keys_stride_B + (read_S % block_size) * keys_stride_N

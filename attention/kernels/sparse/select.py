@@ -1,8 +1,9 @@
-"""The slots of each query's best tokens, in the order of their positions. The twin is `attention.sparse.best_keys`.
+"""Selects the slots of each query's best tokens, in the order of their positions. The twin is
+`attention.sparse.best_keys`.
 
-A threshold per query, the least of its best scores, decides which tokens are kept: of those that equal it, the first.
-It is found by its bits, eight at a time: how many scores have which next eight bits. Programs share the scores of a
-query in pieces; those past a query's last token end at once, so that the cost is that of the actual lengths. Legend: T
+A threshold per query, the smallest of its best scores, decides which tokens are kept; among scores that equal it, the
+first are kept. It is a radix search: each pass counts the scores by their next eight bits. Programs share a query's
+scores in pieces. Programs past a query's last token end at once, so the cost follows the actual lengths. Legend: T
 queries, S keys, K selected keys, P pieces of keys, D values of eight bits.
 """
 
@@ -16,7 +17,7 @@ from attention.sparse import SparseQueries
 
 _TILE = 1024
 _TILES = 4
-# Scores in memory at once: 256 MiB.
+# Number of scores in memory at once, 256 MiB.
 _MAX_SCORES = 1 << 26
 _PASSES = 4
 _DIGITS = tl.constexpr(256)
@@ -24,9 +25,9 @@ _SIGN = tl.constexpr(-(2**31))
 
 
 def select_slots(q_THD: Tensor, weights_TH: Tensor, index_layer: Tensor, queries: SparseQueries) -> Tensor:
-    """[T, queries.width] int32; as `SparseMLABackend.select`."""
+    """Implements `SparseMLABackend.select`; returns [T, queries.width] int32."""
     num_queries, num_keys = len(queries.seq_lens_T), queries.max_keys
-    # Zeros, because scores that are NaN select nothing, and a slot must be one of the cache.
+    # Zeros, because NaN scores select nothing, and every slot must exist in the cache.
     slots_TK = torch.zeros(num_queries, queries.width, dtype=torch.int32, device=q_THD.device)
     step = max(1, _MAX_SCORES // num_keys)
     for start in range(0, num_queries, step):
@@ -77,7 +78,7 @@ def _write_slots(scores_TS: Tensor, queries: SparseQueries, rows: range, block_s
 
 @triton.jit
 def _found_digits(digits, row, num_rows, rank, PASSES: tl.constexpr):
-    """The first bits of the score that has this rank, as far as they are counted."""
+    """Returns the leading bits, as far as counted, of the score that has this rank."""
     digits_D = tl.arange(0, _DIGITS)
     found = tl.zeros([], tl.int32)
     for number in tl.static_range(PASSES):
@@ -101,7 +102,7 @@ def _count_digits(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Counts the next eight bits of those scores of one piece that begin as the threshold does."""
+    """Counts, by their next eight bits, the scores of one piece that share the threshold's leading bits."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (TILES * TILE)
     seq_len = tl.minimum(tl.load(seq_lens + row), num_keys)
@@ -112,7 +113,7 @@ def _count_digits(
             keys_S = first + tile * TILE + tl.arange(0, TILE)
             counted_S = keys_S < seq_len
             scores_S = tl.load(scores + row * num_keys + keys_S, mask=counted_S, other=0.0)
-            # Bits that, without a sign, are in the order of the scores.
+            # As unsigned integers these bits sort like the scores.
             bits_S = scores_S.to(tl.int32, bitcast=True)
             bits_S = tl.where(bits_S < 0, ~bits_S, bits_S ^ _SIGN)
             if PASS > 0:
@@ -137,7 +138,7 @@ def _count_kept(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """How many scores of one piece are above the threshold, and how many equal it. Writes the threshold."""
+    """Counts the scores of one piece above the threshold and equal to it, and writes the threshold."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     seq_len = tl.minimum(tl.load(seq_lens + row), num_keys)
@@ -178,7 +179,7 @@ def _compact(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Writes the slots of one piece's kept tokens: all above the threshold, and of the equal ones the first."""
+    """Writes the slots of one piece's kept tokens: all above the threshold, and the first of the equal ones."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     seq_len = tl.minimum(tl.load(seq_lens + row), num_keys)

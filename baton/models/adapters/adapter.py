@@ -1,7 +1,7 @@
 """One adapter on the host: read from a directory as PEFT saves it, and checked against a model's layers.
 
-The adapter's revision is a digest of its numbers and scales. Two nodes with one revision compute the same KV, whatever
-their directories are called.
+The adapter's revision is a digest of its numbers and scales. Two nodes with equal revisions compute the same KV,
+whatever the names of their directories.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _REVISION_CHARACTERS = 32
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of the whole model, on all ranks together."""
+    """The shape of a layer of the whole model, over all ranks."""
 
     inputs: int
     outputs: int
@@ -40,7 +40,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerDelta:
-    """What an adapter adds to one layer: (x a^T) b^T * scale.
+    """The matrices that an adapter adds to one layer: (x a^T) b^T * scale.
 
     Args:
         a: [rank, inputs]; b: [outputs, rank]; both of the whole layer.
@@ -64,7 +64,7 @@ class Adapter:
     layers: Mapping[str, LayerDelta]
 
     def to_bytes(self) -> bytes:
-        """For the other ranks of a node."""
+        """Serializes the adapter for the other ranks of a node."""
         buffer = io.BytesIO()
         plain = {name: (delta.a, delta.b, delta.scale) for name, delta in self.layers.items()}
         torch.save((self.revision, self.rank, plain), buffer)
@@ -80,10 +80,11 @@ def read_adapter(directory: Path, layers: Mapping[str, LayerShape], *, max_rank:
     """Reads the whole adapter.
 
     Args:
-        layers: those of the model that can have adapters, by their names in its checkpoint.
+        layers: the model's layers that can have adapters, by their names in its checkpoint.
 
     Raises:
-        ConfigError: a file is missing or damaged, the adapter needs what is not supported, or it is not for this model.
+        ConfigError: a file is missing or damaged, the adapter needs an unsupported feature, or it is not for this
+            model.
     """
     config, path = read_adapter_config(directory), directory / WEIGHTS_FILE
     if not path.exists():
@@ -125,8 +126,8 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
 
 
 def _own_name(name: str, layers: Mapping[str, LayerShape]) -> str:
-    """The model's name of a layer, which PEFT calls as transformers does: within a multimodal model, by the
-    publisher's name of a shared expert, or with `model.` where Nemotron-H's files have `backbone.`."""
+    """Translates PEFT's name of a layer, which is transformers', to the model's. The two differ within multimodal
+    models, for shared experts, and where Nemotron-H's files have `backbone.` for `model.`."""
     inner = renamed(name, LANGUAGE_MODEL)
     spellings = (name, inner, our_name(f"{inner}.").removesuffix("."), renamed(inner, _BACKBONE))
     return next((each for each in spellings if each in layers), name)
@@ -159,7 +160,7 @@ def _of_experts(
     *,
     max_rank: int,
 ) -> tuple[int, dict[str, LayerDelta]]:
-    """The rank of an adapter of all experts in one tensor, and what it adds to each expert's layers."""
+    """Returns the rank of an adapter that has all experts in one tensor, and its part for each expert's layers."""
     first = _own_name(f"{name}.0.gate_proj", layers)
     module, layer = first.removesuffix(".0.gate_proj"), layers.get(first)
     if layer is None:
@@ -242,7 +243,7 @@ _MODULE = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*")
 
 
 def experts_of(name: str) -> str | None:
-    """The module of experts that an adapter's layer of this name is for; None: it is for no such module."""
+    """Returns the module of experts that contains the adapter's layer of this name; None if no such module does."""
     matched = _MODULE.fullmatch(name)
     return None if matched is None else matched["experts"]
 
@@ -252,11 +253,11 @@ class FusedExperts:
     """The experts of one layer of the model, whose adapters PEFT may save as two tensors (`target_parameters`).
 
     PEFT saves one pair of matrices for such a tensor, with the ranks of all experts in one axis: expert by expert in A,
-    rank by rank in B. An adapter of both tensors of a layer has one pair under the name of the base of the other. Their
-    shapes say which tensor is meant. Legend: E expert, R rank, I input, O output.
+    rank by rank in B. In an adapter of both tensors of a layer, one pair's name is nested in the other's. The shapes
+    decide which tensor a pair belongs to. Legend: E expert, R rank, I input, O output.
 
     Args:
-        size, inner: channels of the model and between an expert's two products.
+        size, inner: the model's channels, and the channels between an expert's two products.
     """
 
     count: int
@@ -264,7 +265,7 @@ class FusedExperts:
     inner: int
 
     def parameter(self, channels: tuple[int, ...]) -> str | None:
-        """The tensor that a pair of matrices with these inputs and outputs is for; None: neither."""
+        """Returns the tensor that a pair of matrices with these inputs and outputs belongs to; None if neither fits."""
         known: dict[tuple[int, ...], str] = {
             (self.size, 2 * self.inner): "gate_up_proj",
             (self.inner, self.size): "down_proj",
@@ -272,7 +273,7 @@ class FusedExperts:
         return known.get(channels)
 
     def split(self, parameter: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(Name after that of the experts, A [R, I], B [O, R]) of each expert's layers."""
+        """Yields (name after the experts' name, A [R, I], B [O, R]) for each expert's layers."""
         a_ERI = a.unflatten(0, (self.count, -1))
         b_ORE = b.unflatten(1, (-1, self.count))
         for expert in range(self.count):

@@ -1,9 +1,9 @@
-"""All adapters of a model on its device, in a fixed number of slots, and the product that each linear layer adds.
+"""Holds all adapters of a model on its device, in a fixed number of slots, and adds their products to linear layers.
 
 A layer's slots are padded to one rank and never move, so captured steps stay valid while adapters come and go. The
 adapters of a step's tokens are in `CausalLM.adapter_rows`, tensors that a captured step computes again in each replay.
-A rank that has part of a layer's outputs has these rows of B and the whole A; one that has part of the inputs has these
-columns of A and the whole B, and the sum over ranks that follows the layer adds up the adapter's product too.
+A rank with part of a layer's outputs has the same rows of B and the whole A. A rank with part of the inputs has the
+same columns of A and the whole B; the sum over ranks after the layer then adds up the adapter's product too.
 
 Legend: as in `baton.models.kernels.adapter_products`.
 """
@@ -30,17 +30,17 @@ from baton.models.loading.shares import Shares
 
 # Ranks of slots are multiples of this, for the tensor cores.
 RANK_MULTIPLE = 16
-# The head, and OPT's layer before it.
+# The head, and OPT's projection before it.
 _OF_LOGITS = ("lm_head", "project_out")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One of a checkpoint's layers within a layer of the model.
+    """One of a checkpoint's layers inside a layer of the model.
 
     Args:
-        start: its first output there.
-        place: its expert's place in this rank's memory.
+        start: index of the part's first output in the model's layer.
+        place: the expert's place in this rank's memory.
     """
 
     layer: AdaptedLayer
@@ -52,12 +52,12 @@ class _Part:
 
 
 class AdapterBank:
-    """The slots of one model, or of one rank's part of it.
+    """The slots for adapters of one model, or of one rank's part of it.
 
     Attributes:
-        layers: shapes of the layers that can have adapters, by their names in the checkpoint, also of experts that
-            other ranks hold.
-        rank: the largest rank of an adapter.
+        layers: shapes of the layers that can have adapters, by their names in the checkpoint, including experts on
+            other ranks.
+        rank: the largest rank that an adapter may have.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class AdapterBank:
         parallel: TensorParallel = SINGLE,
         batch_invariant: bool = False,
     ) -> None:
-        """Allocates the slots, and makes the model's linear layers add their products.
+        """Allocates the slots and hooks the products into the model's linear layers.
 
         Args:
             model: loaded and post-processed.
             config: of the whole model.
-            experts: slots have matrices of routed experts, too.
+            experts: slots include matrices of routed experts.
         """
         self._model = model
         self.count, self.rank = count, rank
@@ -109,21 +109,21 @@ class AdapterBank:
         return sum(each.a_SQK.nbytes + each.b_SNR.nbytes for each in weights) // max(1, self.count)
 
     def rows_of(self, slots_T: Tensor) -> AdapterRows:
-        """What the layers' products need to know of a step's tokens: computed once, at the beginning of the step."""
+        """Computes what the layers' products need about a step's tokens; call it once at the beginning of the step."""
         if not slots_T.is_cuda:
             return AdapterRows(slots_T, None, None, 0)
         return group_by_adapter(slots_T, num_slots=self.count, batch_invariant=self._batch_invariant)
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Fills a slot. Steps that are queued already, and use it, still compute what it had.
+        """Fills a slot. Steps that are already queued still compute with its previous content.
 
         Args:
-            adapter: checked against `layers`, of at most `rank`.
+            adapter: already checked against `layers`, with a rank of at most `rank`.
         """
         for each in self._adapted:
             each.clear(slot, stride=self.count)
         for name, delta in adapter.layers.items():
-            for part in self._parts.get(name, ()):  # none: an expert of another rank
+            for part in self._parts.get(name, ()):  # empty for another rank's expert
                 self._fill_part(part, slot, delta)
 
     def _fill_part(self, part: _Part, slot: int, delta: LayerDelta) -> None:
@@ -136,7 +136,7 @@ class AdapterBank:
         weights.scale_SP[own, part.index] = delta.scale
 
     def _adapt_experts(self, rank: int, dtype: torch.dtype, shares: Shares) -> dict[str, LayerShape]:
-        """Makes routed experts add their products; the layers of all of them, also of other ranks."""
+        """Hooks products into routed experts; returns the layers of all experts, including other ranks'."""
         shapes: dict[str, LayerShape] = {}
         for path, module in self._model.named_modules():
             if type(module) is not Experts or module.down_proj.dtype != dtype:
@@ -182,8 +182,8 @@ class AdapterBank:
 
 
 def _adaptable(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """The linear layers with their paths, without those of the logits, which have other rows than a step's tokens, and
-    without those whose weights latent attention takes apart."""
+    """Yields the linear layers that can have adapters, with their paths. Layers of the logits are left out, because
+    their rows are not a step's tokens, and so are layers whose weights latent attention splits."""
     taken_apart = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     for path, module in model.named_modules():
         if isinstance(module, Linear) and path not in _OF_LOGITS and id(module) not in taken_apart:
@@ -191,7 +191,7 @@ def _adaptable(model: CausalLM) -> Iterator[tuple[str, Linear]]:
 
 
 def _names(model: CausalLM, path: str, layer: Linear) -> list[str]:
-    """The checkpoint's names of the layer's parts, without `.weight`."""
+    """Returns the checkpoint's names of the layer's parts, without `.weight`."""
     parent = path.rpartition(".")[0]
     paths = [f"{parent}.{part}" for part, _ in layer.parts] if isinstance(layer, FusedLinear) else [path]
     return [renamed(each, model.checkpoint_prefixes) for each in paths]
@@ -205,7 +205,7 @@ def _whole_shape(part: _Part) -> LayerShape:
 
 
 def _fill(target: Tensor, whole: Tensor, share: Share | None) -> None:
-    """Copies the rank's part; the rest of the target stays zero."""
+    """Copies the rank's part. The rest of the target is unchanged and must already be zero."""
     if share is None:
         target.copy_(whole)
         return

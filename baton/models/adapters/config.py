@@ -1,8 +1,8 @@
-"""An adapter's adapter_config.json as PEFT writes it: which scale each layer's product has. No torch.
+"""Reads the adapter_config.json that PEFT writes, which sets the scale of each layer's product. It imports no torch.
 
-A field that changes what is computed is read or refused by name, and so is one that this version does not know, unless
-it is null, false or empty. PEFT finds the alpha of a layer by the first key of `alpha_pattern` that is the layer's name
-or its end; a key may be a regular expression.
+Every field that changes the computation is read or refused by name. An unknown field is refused unless it is null,
+false or empty. PEFT finds the alpha of a layer by the first key of `alpha_pattern` that is the layer's name or its end;
+a key may be a regular expression.
 """
 
 import math
@@ -16,7 +16,7 @@ from baton.models.config.file import ConfigFile, shown
 from baton.models.config.patterns import may_hang
 
 CONFIG_FILE = "adapter_config.json"
-# They name the base, say how training began or which layers were trained, which the tensors say too.
+# These fields name the base, describe how training began, or list the trained layers, which the tensors show too.
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "base_model_class", "corda_config", "eva_config", "exclude_modules",
@@ -27,11 +27,12 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
-# Beginnings that change the base's weights. PEFT converts such adapters, and writes `true` into the config then.
+# Initializations that change the base's weights. PEFT can convert such adapters, and then writes `true` into the
+# config.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DAMAGED = "save the adapter again with PEFT"
 _NUMBER_MAX = 3e38  # scales are float32
-_FORKS_MAX = 3  # of a key; with so many, a layer takes milliseconds
+_FORKS_MAX = 3  # per key; matching a layer then takes milliseconds
 _CURES = {
     "use_dora": "train without DoRA, or merge it into the base",
     "modules_to_save": "train linear layers only, or merge the adapter into the base",
@@ -40,10 +41,10 @@ _CURES = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says.
+    """The content of `adapter_config.json` that affects results.
 
     Args:
-        rank, alpha: of layers that no pattern names.
+        rank, alpha: for layers that no pattern names.
         rslora: the scale is alpha / sqrt(rank), else alpha / rank.
     """
 
@@ -58,12 +59,12 @@ class AdapterConfig:
         """The adapter's rank in a layer.
 
         Args:
-            layer: its name in the base's checkpoint, without `.weight`; of a tensor of all experts, the tensor's.
+            layer: its name in the base's checkpoint, without `.weight`; for a tensor of all experts, the tensor's name.
         """
         return next((rank for key, rank in self.ranks.items() if key.match(layer)), self.rank)
 
     def scale_of(self, layer: str) -> float:
-        """What the layer's product is multiplied by."""
+        """The factor of the layer's product."""
         alpha = next((alpha for key, alpha in self.alphas.items() if key.match(layer)), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -73,7 +74,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """Reads a directory's `adapter_config.json`.
 
     Raises:
-        ConfigError: the file is missing or damaged, or asks for something that is not supported.
+        ConfigError: the file is missing or damaged, or needs an unsupported feature.
     """
     if not (directory / CONFIG_FILE).exists():
         cure = "give the directory of an adapter as PEFT saves it"
@@ -104,7 +105,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def _patterns(file: ConfigFile, name: str) -> list[tuple[str, re.Pattern[str]]]:
-    """The keys of a table, and what matches the layers that each one names."""
+    """Returns the keys of a table, each with a pattern that matches the layers it names."""
     return [(key, _pattern(file, name, key)) for key in file.table(name).values]
 
 

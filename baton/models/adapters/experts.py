@@ -1,8 +1,8 @@
-"""Adapters of routed experts: the product of each (expert, adapter) pair, for the tokens that the router sends there.
+"""Adapters of routed experts: computes the product of each (expert, adapter) pair for the tokens routed to it.
 
 A layer has a slot for each pair; a slot's number is place * count + adapter, with the expert's place in this rank's
-memory. The activation between an expert's two products needs the first one's sum with its adapter, so the products are
-launches of their own, and a token's row is copied for each of its experts.
+memory. The activation between an expert's two products needs the sum of the first product and its adapter. So the
+products are separate launches, and a token's row is copied for each of its experts.
 
 Legend: as in `baton.models.layers.moe.experts`; S assignment of a token to an expert.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from baton.models.adapters.layer import AdaptedLayer
 from baton.models.kernels.adapter_products import AdapterRows, group_by_adapter
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, multiply_by_expert
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 
 
 class AdaptedExperts:
-    """A layer's experts, or one rank's, with the matrices of `count` adapters.
+    """A layer's experts, or one rank's share of them, with the matrices of `count` adapters.
 
     Args:
         rows: the adapters of the step's tokens; None: no token has one.
@@ -44,14 +44,14 @@ class AdaptedExperts:
         self.down = AdaptedLayer(inner, (size,), slots=self._slots, rank=rank, dtype=dtype, device=device)
 
     def __call__(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
-        """The weighted sum of each token's experts; None in a step in which no token has an adapter."""
+        """Returns the weighted sum of each token's experts; None in a step in which no token has an adapter."""
         rows = self._rows()
         if rows is None or not len(x_TD):
             return None
         choices, places_TK = experts_TK.shape[1], self._experts.places(experts_TK)
         tokens_S = torch.arange(experts_TK.numel(), device=x_TD.device) // choices
         pairs_S = self._pairs(places_TK, rows.slots_T)
-        # NOTE: a kernel of torch, which must come between the sorting and the products (`group_by_adapter`).
+        # NOTE: this torch kernel must run between the sorting and the products (see `group_by_adapter`).
         x_SD = x_TD.index_select(0, tokens_S)
         gate_up_SI = self._multiply(x_SD, self._experts.gate_up_proj, places_TK)
         self.gate_up.add(x_SD, gate_up_SI, pairs_S, batch_invariant=self._batch_invariant)
@@ -73,7 +73,7 @@ class AdaptedExperts:
         return group_by_adapter(pairs_S, num_slots=self._slots, batch_invariant=self._batch_invariant)
 
     def _multiply(self, x_SC: Tensor, weights_ENC: Tensor, places_TK: Tensor) -> Tensor:
-        """Each assignment's product; those of other ranks' experts are undefined."""
+        """Returns each assignment's product; rows of other ranks' experts are undefined."""
         if x_SC.is_cuda:
             weights = ExpertWeights(weights_ENC)
             return multiply_by_expert(

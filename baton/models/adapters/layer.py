@@ -1,4 +1,4 @@
-"""One layer's part of every slot, and the product that it adds to the layer's result.
+"""One layer's part of every adapter slot, and the product that is added to the layer's result.
 
 Legend: as in `baton.models.kernels.adapter_products`.
 """
@@ -14,16 +14,16 @@ from baton.models.kernels.matmul.matmul import multiply_invariant
 from baton.models.layers.linear import Multiply
 from baton.tritonlib.launch import MOST_OVERLAPPING_ROWS
 
-# Up to this many tokens, shrink comes before the layer's own product, which overlaps with it.
+# Up to this many tokens, shrink runs before the layer's own product, so that the two overlap.
 MOST_SHRUNK_BEFORE = MOST_OVERLAPPING_ROWS
 
 
 class AdaptedLayer:
-    """One layer's part of every slot.
+    """One layer's part of every adapter slot.
 
     Args:
-        sizes: outputs of the parts of a layer that is computed as one.
-        slots: of the layer; those of an adapter are its slot and every `stride` after it.
+        sizes: outputs of each part of a fused layer.
+        slots: number of the layer's slots. An adapter owns its own slot and every `stride`-th slot after it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AdaptedLayer:
         self._sums_TQC: Tensor | None = None
 
     def begin(self, x_TK: Tensor, rows: AdapterRows) -> None:
-        """Before the layer is computed: its kernel loads weights while shrink runs, if they overlap."""
+        """Launches shrink, for few tokens, before the layer's own kernel, which loads its weights meanwhile."""
         early = x_TK.is_cuda and len(x_TK) <= MOST_SHRUNK_BEFORE
         self._sums_TQC = self._shrink(x_TK, rows) if early else None
 
@@ -68,7 +68,7 @@ class AdaptedLayer:
 def add_in_torch(
     x_TK: Tensor, out_TN: Tensor, slots_T: Tensor, weights: SlotWeights, multiply: Multiply = linear
 ) -> None:
-    """The reference of `add_products`, one adapter after the other. The host waits for the slots."""
+    """Computes the reference of `add_products`, one adapter after the other. The host waits for the slots."""
     for slot in slots_T.unique().tolist():
         if slot < 0:
             continue

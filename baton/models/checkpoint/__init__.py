@@ -1,1 +1,1 @@
-"""Files of a checkpoint and the tensors in them, read by name or by a rank's share."""
+"""Reads the files of a checkpoint and the tensors in them, by name or by a rank's share."""

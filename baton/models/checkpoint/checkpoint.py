@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights."""
+"""Finds a checkpoint's tensors from its files and their safetensors headers. It reads no weights."""
 
 import json
 import math
@@ -37,12 +37,12 @@ _INT64_MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """`name` is as in `file`; `start` and `stop` are byte offsets there; `dtype` is in the format's spelling, such as
-    "BF16".
+    """The place of a tensor. `name` is as in `file`; `start` and `stop` are byte offsets there; `dtype` is in the
+    format's spelling, such as "BF16".
 
     Attributes:
-        run_bytes, gap_bytes: for a part of a tensor, the length of each run of its bytes and of the gap after the run.
-            0: it lies in one piece.
+        run_bytes, gap_bytes: for a part of a tensor, the length of each run of its bytes and of the gap after the run;
+            0: it is contiguous.
     """
 
     name: str
@@ -55,7 +55,7 @@ class StoredTensor:
     gap_bytes: int = 0
 
     def part(self, dim: int, part: range) -> "StoredTensor":
-        """The entries of the range along axis `dim`, of a tensor that lies in one piece."""
+        """Returns the entries in the range `part` along axis `dim` of a contiguous tensor."""
         assert not self.gap_bytes, "a part of a part"
         shape = (*self.shape[:dim], len(part), *self.shape[dim + 1 :])
         entry_bytes = math.prod(self.shape[dim + 1 :]) * _DTYPE_BYTES[self.dtype]
@@ -70,10 +70,10 @@ class StoredTensor:
 
 
 def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
-    """Every tensor of the checkpoint in `directory`, by name, in the order of names.
+    """Returns every tensor of the checkpoint in `directory` by name, in the order of names.
 
     Raises:
-        ConfigError: no weights, a file is missing or damaged, or the index contradicts the files.
+        ConfigError: there are no weights, a file is missing or damaged, or the index contradicts the files.
     """
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
@@ -98,7 +98,7 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype of the largest tensor that is not quantized, in config.json's spelling; None where there is none.
+    """Returns the dtype of the largest tensor that is not quantized, in config.json's spelling; None if there is none.
 
     Raises:
         ConfigError: as `read_checkpoint`.
@@ -115,21 +115,21 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(path, "has no weight_map")
     for name, file in weight_map.items():
-        # NOTE: a name with a separator would read files outside of the checkpoint.
+        # NOTE: a name with a separator could point outside the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
             raise _damaged(path, f"maps {name} to {file!r}, which is no file name")
     return weight_map
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, by name. It begins with the header's length, 8 bytes little endian, and the
-    header, a JSON object.
+    """Returns the tensors of one safetensors file, by name. The file begins with the header's length, 8 bytes little
+    endian, and the header, a JSON object.
 
     Raises:
         ConfigError: the file cannot be read, or is damaged.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # waits for no pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a pipe must not block
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -157,7 +157,7 @@ def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         item_bytes = _DTYPE_BYTES.get(tensor.dtype)
         size = tensor.stop - tensor.start
-        # The size of a dtype that is unknown here is unknown too, but no tensor ends before it starts.
+        # A dtype unknown here has an unknown size, but no tensor ends before it starts.
         fits = size >= 0 if item_bytes is None else size == math.prod(tensor.shape) * item_bytes
         if tensor.start != stop or not fits:
             raise _damaged(
@@ -191,7 +191,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises: ValueError: two entries have one name, and only the last of them would be seen."""
+    """Builds a dict of JSON pairs. Raises ValueError if two entries share a name, because only the last would count."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

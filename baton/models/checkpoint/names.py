@@ -1,17 +1,17 @@
-"""Translates between the paths of our modules and the tensor names of checkpoints, by tables of prefixes."""
+"""Translates between our module paths and checkpoints' tensor names, by tables of prefixes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# As our modules have them; `checkpoint_prefixes` of some families rename them.
+# In our modules' spelling; `checkpoint_prefixes` of some families rename them.
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# What multimodal models have before the names of their language models.
+# The prefix of language models inside multimodal models.
 LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """`name` with the first of the prefixes that it begins with replaced. A `*` in a prefix is one part of the name,
-    such as a layer's number, and stays."""
+    """Replaces the first of the prefixes that `name` begins with. A `*` in a prefix stands for one part of the name,
+    such as a layer's number, and is kept."""
     for prefix, other in prefixes.items():
         before, star, after = prefix.partition("*")
         if not name.startswith(before):

@@ -35,15 +35,15 @@ TORCH_DTYPES = MappingProxyType(
     }
 )
 # For 0.84 GB, cold, two busy cores spend 0.64 s here; plain reads into memory that was used before take 0.47 s. Tried
-# and rejected: huge pages for the targets, 0.75 s; their pages mapped before each read, 0.70 s; O_DIRECT through a
-# buffer, 0.56 s, but more time in all; conversion in parts that stay in a core's cache, 0.58 s where it takes 0.51 s.
+# and rejected: huge pages for the targets, 0.75 s; mapping their pages before each read, 0.70 s; O_DIRECT through a
+# buffer, 0.56 s, but more time in all; converting in parts that stay in a core's cache, 0.58 s instead of 0.51 s.
 _PIECE_BYTES = 16 << 20
 _LONG_RUN_BYTES = 64 << 10
 _MAX_THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that belong in `target`, as numbers of `dtype`, except those in gaps (see `StoredTensor`)."""
+    """A run of a file's bytes for `target`, as numbers of `dtype`, without the bytes in gaps (see `StoredTensor`)."""
 
     file: Path
     start: int
@@ -53,7 +53,7 @@ class _Piece(NamedTuple):
     gap_bytes: int = 0
 
     def without_gaps(self, buffer: Tensor) -> Tensor:
-        """The numbers among `num_bytes` bytes that were read, in the target's shape."""
+        """Returns the numbers among the `num_bytes` bytes read, in the target's shape."""
         numbers = buffer.view(self.dtype)
         if not self.gap_bytes:
             return numbers.view(self.target.shape)
@@ -64,11 +64,11 @@ class _Piece(NamedTuple):
 def read_into(
     targets: Iterable[tuple[StoredTensor, Tensor]], progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Fills each target with its tensor's numbers, in the target's dtype; the targets' shapes are right.
+    """Fills each target with its tensor's numbers, in the target's dtype. The targets' shapes must match.
 
     Args:
-        targets: on the host or on one GPU. Of a part that lies in several runs, a run is contiguous in its target too.
-        progress: called in this thread, after each piece, with the bytes read so far and the bytes in all.
+        targets: on the host or on one GPU. For a part in several runs, each run must be contiguous in its target too.
+        progress: called in this thread after each piece, with the bytes read so far and the total bytes.
 
     Raises:
         ConfigError: a file cannot be read to the end.
@@ -99,7 +99,7 @@ def read_into(
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """One tensor, on the host, as it is stored."""
+    """Reads one tensor to the host, as it is stored."""
     tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device="cpu")
     read_into([(stored, tensor)])
     return tensor
@@ -111,7 +111,7 @@ def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
     if stored.gap_bytes:
         yield from _cut_runs(stored, target)
         return
-    # Contiguous memory is cut anywhere, other memory between its rows.
+    # Contiguous memory may be cut anywhere, other memory only between its rows.
     rows = target.view(-1) if target.is_contiguous() else target
     row_bytes = (stored.stop - stored.start) // len(rows)
     rows_per_piece = max(1, _PIECE_BYTES // row_bytes)
@@ -122,9 +122,9 @@ def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
 
 
 def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
-    """Cuts a part of a tensor into pieces. Short runs are read together with the gaps between them, and the ranks of a
-    host share its page cache: one of two ranks read 0.64 GB this way in 1.1 s from a cold disk, and 0.48 GB with one
-    call for each run in 3.7 s."""
+    """Cuts a part of a tensor into pieces. Short runs are read together with the gaps between them, because the ranks
+    of a host share its page cache: one of two ranks read 0.64 GB this way in 1.1 s from a cold disk, and 0.48 GB with
+    one call for each run in 3.7 s."""
     runs = target.view(-1, stored.run_bytes // TORCH_DTYPES[stored.dtype].itemsize)
     row_bytes, start = stored.run_bytes + stored.gap_bytes, stored.start
     if stored.run_bytes >= _LONG_RUN_BYTES:
@@ -140,7 +140,7 @@ def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
 
 
 def _read_all(pieces: deque[_Piece], finished: "SimpleQueue[int | None]") -> None:
-    """One thread's work: reads pieces until there are none, then puts None."""
+    """Runs in each thread: reads pieces until there are none, then puts None."""
     try:
         with closing(_Reader()) as reader:
             while pieces:
@@ -190,7 +190,7 @@ class _Reader:
         return buffer
 
     def close(self) -> None:
-        """Waits for copies to the GPU that are in flight."""
+        """Waits for pending copies to the GPU."""
         if self._ring is not None:
             self._ring.close()
         if self._file is not None:
@@ -220,23 +220,23 @@ class _Reader:
 
 @dataclass
 class _Slot:
-    """Pinned memory, and the event after the last copy from it."""
+    """Pinned memory with the event after the last copy from it."""
 
     memory: Tensor
     copied: torch.cuda.Event
 
 
 class _PinnedRing:
-    """Two buffers from which a GPU copies while the host continues, and the stream of these copies."""
+    """Two pinned buffers and a stream that copies them to a GPU while the host continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # NOTE: an event belongs to the device that is current when it is first recorded, so each belongs to one ring.
+        # NOTE: an event belongs to the device that is current at its first record, so each ring has its own events.
         self._slots = deque(_Slot(_pinned(_PIECE_BYTES), torch.cuda.Event(blocking=True)) for _ in range(2))
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """The buffer whose copy began first, after that copy has ended."""
+        """Waits for the older copy to end, and returns its buffer."""
         self._slots.rotate()
         slot = self._slots[0]
         slot.copied.synchronize()
@@ -249,7 +249,7 @@ class _PinnedRing:
         numbers = numbers.view(target.shape)
         with torch.cuda.stream(self._stream):
             if numbers.dtype != target.dtype:
-                numbers = numbers.to(self._device, non_blocking=True)  # converted on the GPU: on the host it would wait
+                numbers = numbers.to(self._device, non_blocking=True)  # on the host, converting would wait
             target.copy_(numbers, non_blocking=True)
             self._slots[0].copied.record(self._stream)
 

@@ -26,13 +26,13 @@ _LONGEST = "give the model's longest sequence in tokens; some files call it n_po
 
 
 class DecoderFields(Fields):
-    """Fields of every family. A family's class declares those that only the family has.
+    """The fields of every family. A family's class declares the fields that only the family has.
 
-    `read_config` fills in `architectures`, `dtype` and `eos_token_id`, which a file can also name elsewhere.
+    `read_config` fills in `architectures`, `dtype` and `eos_token_id`, which can also be set elsewhere.
 
     Attributes:
-        unsupported: fields that change what a model computes. They must be off in families that do not declare them.
-        partial_rotary: whether the family turns only the part of each head that `partial_rotary_factor` says.
+        unsupported: fields that change what a model computes. They must be off unless the family declares them.
+        partial_rotary: whether the family turns only the part of each head given by `partial_rotary_factor`.
     """
 
     partial_rotary: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class DecoderFields(Fields):
 
     @classmethod
     def read(cls, file: ConfigFile) -> Self:
-        """Also refuses features that the family does not compute."""
+        """Reads the fields, and refuses features that the family does not compute."""
         for name in cls.unsupported:
             if name not in cls.model_fields and file.raw(name):
                 raise file.refuse(name, "null", cure="this feature is not supported; choose another checkpoint")
@@ -94,11 +94,11 @@ class DecoderFields(Fields):
         switches: object = None,
         intermediate_sizes: tuple[int, ...] = (),
     ) -> ModelConfig:
-        """The model of these fields.
+        """Returns the config of a model with these fields.
 
         Args:
             intermediate_size: of dense layers.
-            norm_eps, mlp_bias: where the family does not have the fields `rms_norm_eps` and `mlp_bias`.
+            norm_eps, mlp_bias: for families without the fields `rms_norm_eps` and `mlp_bias`.
         """
         return ModelConfig(
             architecture=self.architectures[0],
@@ -139,12 +139,12 @@ class DecoderFields(Fields):
         qk_norm_of: QKNorm = QKNorm.HEAD,
         rotary_layers: tuple[bool, ...] = (),
     ) -> GQAConfig:
-        """Grouped-query attention.
+        """Returns the grouped-query attention of these fields.
 
         Args:
-            windows: of each layer; None: no layer has one.
-            num_kv_heads: where the family does not have the field `num_key_value_heads`.
-            scale: None: the head size's.
+            windows: each layer's window; None: no layer has one.
+            num_kv_heads: for families without the field `num_key_value_heads`.
+            scale: factor of the scores; None: head size ** -0.5.
         """
         num_heads = self.num_attention_heads
         num_kv_heads = num_kv_heads or self.num_key_value_heads or num_heads
@@ -173,21 +173,21 @@ class DecoderFields(Fields):
         )
 
     def types_of_layers(self, *allowed: str) -> tuple[str, ...]:
-        """`layer_types`, one of `allowed` for each layer; () when the file has none."""
+        """Returns `layer_types`, one of `allowed` for each layer; () if the file has none."""
         num_layers, types = self.num_hidden_layers, self.layer_types
         if types and (len(types) != num_layers or not set(types) <= set(allowed)):
             raise self.refuse("layer_types", f"{' or '.join(allowed)} for each of {num_layers} layers")
         return types
 
     def uniform_windows(self, window: int | None) -> tuple[int | None, ...]:
-        """One window for all layers, which `layer_types` must not contradict."""
+        """Returns one window for all layers; `layer_types` must not contradict it."""
         expected = "full_attention" if window is None else "sliding_attention"
         if not set(self.layer_types) <= {expected}:
             raise self.refuse("layer_types", f"{expected} for every layer of this architecture")
         return (window,) * self.num_hidden_layers
 
     def windows_by_type(self, window: int | None, *, every: int) -> tuple[int | None, ...]:
-        """Windows of the layers that `layer_types` names; without it, of all layers but each `every`-th.
+        """Returns windows for the layers that `layer_types` names; without it, for all layers but each `every`-th.
 
         Args:
             window: the field `sliding_window`.
@@ -201,8 +201,8 @@ class DecoderFields(Fields):
 
 
 class RotaryFields(DecoderFields):
-    """Fields of families with a rotary embedding, in both spellings: newer files have `rope_parameters` with the base
-    inside; older ones `rope_theta`, and `rope_scaling` where the frequencies are stretched."""
+    """The fields of families with a rotary embedding, in both spellings. Newer files have `rope_parameters` with the
+    base inside; older files have `rope_theta`, and `rope_scaling` where the frequencies are stretched."""
 
     rope_theta: Positive = 10_000.0
     rope_parameters: Table | None = None
@@ -210,16 +210,16 @@ class RotaryFields(DecoderFields):
     original_max_position_embeddings: Count | None = None
 
     def rope_table(self) -> ConfigFile:
-        """Whichever table the file has."""
+        """Returns the table that the file has, of either spelling."""
         if self.rope_parameters is not None and self.rope_scaling is not None:
             raise self.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
         return self.table("rope_scaling" if self.rope_parameters is None else "rope_parameters")
 
     def rope(self, *, dim: int, interleaved: bool = False) -> RopeConfig:
-        """The rotary embedding of a model that has one for all layers.
+        """Returns the rotary embedding of a model with one embedding for all layers.
 
         Args:
-            dim: channels of a head that can turn; with `partial_rotary`, a part of them does.
+            dim: channels of a head that can turn; with `partial_rotary`, only a part of them turns.
         """
         return read_rope(
             self.rope_table(),
@@ -232,8 +232,8 @@ class RotaryFields(DecoderFields):
         )
 
     def ropes_by_type(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers without and with a window. Newer files have a table for each; in older ones
-        `rope_scaling` is for layers without a window."""
+        """Returns the rotary embeddings of layers without and with a window. Newer files have a table for each; in
+        older files `rope_scaling` is for layers without a window."""
         table = self.rope_table()
         local = ConfigFile(table.where, {})
         if self.rope_parameters is not None:
@@ -257,10 +257,10 @@ class RotaryFields(DecoderFields):
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """How fast each head's scores fall with distance (ALiBi, arXiv 2108.12409).
+    """Returns how fast each head's scores fall with distance (ALiBi, arXiv 2108.12409).
 
-    A geometric sequence that ends at 1/256; heads beyond a power of two have every other member of the sequence for
-    twice as many heads.
+    The slopes are a geometric sequence that ends at 1/256. Heads beyond a power of two take every other member of the
+    sequence for twice as many heads.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]

@@ -1,7 +1,8 @@
-"""Where a layer's experts are when ranks hold whole ones: which rank has which, and which have copies. Pure.
+"""Places whole experts and their copies on ranks. Pure functions.
 
 Redundant experts are copies: a layer has `num_experts + redundant` places, divided over the ranks, and an expert that
-gets many tokens takes several of them, on different ranks. The plan follows from the tokens of each expert.
+gets many tokens takes several of them, on different ranks. The plan is computed from the number of tokens of each
+expert.
 """
 
 import heapq
@@ -12,18 +13,18 @@ from itertools import accumulate, pairwise
 from baton.core.errors import ConfigError
 from baton.core.expert_load import ExpertLoad
 
-# Of sums of equal numbers in another order.
+# Tolerance for sums of equal numbers in another order.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """Where the experts of one layer are. Places are numbered over all ranks, those of rank 0 first.
+    """The places of one layer's experts. Places are numbered over all ranks, rank 0 first.
 
     Attributes:
-        ranks: for each rank, the expert in each of its places; no expert is twice on a rank.
-        turns: for each expert, the places that take its tokens in turn, by the number of the token's row in the step.
-            A copy may be in no turn: where its rank would become the busiest one.
+        ranks: for each rank, the expert in each of its places. A rank never has an expert twice.
+        turns: for each expert, the places that take its tokens in turn, by the token's row in the step. A copy that
+            would make its rank the busiest takes no turn.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -34,19 +35,19 @@ class LayerPlaces:
         return sum(map(len, self.ranks))
 
     def first(self, rank: int) -> int:
-        """The number of the rank's first place."""
+        """Returns the number of the rank's first place."""
         return sum(map(len, self.ranks[:rank]))
 
     def of_experts(self, tokens_P: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each expert, given those of each place."""
+        """Returns the tokens of each expert, given the tokens of each place."""
         return tuple(sum(tokens_P[place] for place in places) for places in self.turns)
 
     def of_ranks(self, tokens_P: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each rank, given those of each place."""
+        """Returns the tokens of each rank, given the tokens of each place."""
         return tuple(sum(tokens_P[start:stop]) for start, stop in self._bounds())
 
     def expected(self, loads: Sequence[float]) -> tuple[float, ...]:
-        """Tokens of each rank, given those of each expert."""
+        """Returns the expected tokens of each rank, given the tokens of each expert."""
         tokens_P = [0.0] * self.num_places
         for load, places in zip(loads, self.turns, strict=True):
             for place in places:
@@ -54,17 +55,17 @@ class LayerPlaces:
         return tuple(sum(tokens_P[start:stop]) for start, stop in self._bounds())
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        """The first place of each rank, and the one after its last."""
+        """Yields each rank's first place, and the place after its last."""
         return pairwise(accumulate(map(len, self.ranks), initial=0))
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which rank holds which experts, layer by layer.
+    """The placement of experts on ranks, layer by layer.
 
     Attributes:
-        layers: by number; None: the layer has no experts.
-        redundant: copies in each layer.
+        layers: the places of each layer; None: the layer has no experts.
+        redundant: number of copies in each layer.
     """
 
     layers: tuple[LayerPlaces | None, ...]
@@ -76,26 +77,26 @@ class ExpertPlacement:
         return places
 
     def num_places(self, rank: int) -> int:
-        """Of one rank, in each layer."""
+        """Returns the number of places of one rank in each layer."""
         return next((len(places.ranks[rank]) for places in self.layers if places is not None), 0)
 
     @property
     def mixtures(self) -> Iterator[tuple[int, LayerPlaces]]:
-        """The layers with experts, and their numbers."""
+        """Yields the layers with experts, each with its number."""
         return ((index, places) for index, places in enumerate(self.layers) if places is not None)
 
 
 def place_experts(
     has_experts: Sequence[bool], num_experts: int, *, ranks: int, redundant: int = 0, load: ExpertLoad | None = None
 ) -> ExpertPlacement:
-    """The plan of all layers.
+    """Plans all layers.
 
     Args:
-        has_experts: of each layer.
-        load: the tokens of each expert; None: all get equally many.
+        has_experts: whether each layer has experts.
+        load: number of tokens of each expert; None: all get equally many.
 
     Raises:
-        ConfigError: there are more copies than places for them, or the load is that of another model.
+        ConfigError: there are more copies than places for them, or the load belongs to another model.
     """
     most = num_experts * (ranks - 1)
     if redundant > most:
@@ -121,11 +122,11 @@ def place_experts(
 
 
 def place_layer(loads: Sequence[float], *, ranks: int, redundant: int = 0) -> LayerPlaces:
-    """The plan of one layer: copies for the experts with the most tokens per copy, then the heaviest copies first, each
-    to the rank that has the least so far. No rank becomes busier than the busiest one of experts in order.
+    """Plans one layer. It copies the experts with the most tokens per copy, then assigns the heaviest copies first,
+    each to the least busy rank. No rank becomes busier than the busiest rank would be with consecutive experts.
 
     Args:
-        loads: of each expert.
+        loads: tokens of each expert.
         redundant: at most `len(loads) * (ranks - 1)`.
     """
     rooms = _rooms(len(loads) + redundant, ranks)
@@ -138,12 +139,12 @@ def place_layer(loads: Sequence[float], *, ranks: int, redundant: int = 0) -> La
 
 
 def _rooms(places: int, ranks: int) -> list[int]:
-    """Places of each rank; ranks differ by at most one."""
+    """Returns the number of places of each rank; ranks differ by at most one."""
     return [places * (rank + 1) // ranks - places * rank // ranks for rank in range(ranks)]
 
 
 def _copies(loads: Sequence[float], redundant: int, ranks: int) -> list[int]:
-    """How often each expert is there. Each further copy is of the expert with the most tokens per copy."""
+    """Returns how many copies each expert has. Each further copy goes to the expert with the most tokens per copy."""
     copies = [1] * len(loads)
     heap = [(-load, 1, expert) for expert, load in enumerate(loads)] if ranks > 1 else []
     heapq.heapify(heap)
@@ -165,7 +166,7 @@ def _pack(loads: Sequence[float], copies: Sequence[int], rooms: Sequence[int]) -
         free = [rank for rank, room in enumerate(rooms) if len(held[rank]) < room]
         fitting = [rank for rank in free if expert not in held[rank]]
         if not fitting:
-            # All ranks with room have the expert: a full one that lacks it gives one of its own to such a rank.
+            # All ranks with room have the expert, so a full rank without it moves an expert to one of them.
             fitting = [_make_room(expert, free[0], held, busy, parts)]
         rank = min(fitting, key=lambda each: (busy[each], each))
         held[rank].add(expert)
@@ -176,8 +177,8 @@ def _pack(loads: Sequence[float], copies: Sequence[int], rooms: Sequence[int]) -
 def _make_room(
     expert: int, free: int, held: list[set[int]], busy: list[float], parts: Sequence[tuple[float, int]]
 ) -> int:
-    """The rank that has room for the expert now. There is one: `free` has fewer experts besides this one than a full
-    rank has, and so lacks one of those."""
+    """Makes room for the expert on a full rank, and returns the rank. An expert to move exists: besides this expert,
+    `free` has fewer experts than a full rank, so it lacks one of the full rank's."""
     giver = min((rank for rank, own in enumerate(held) if expert not in own), key=lambda rank: (busy[rank], rank))
     moved = min(held[giver] - held[free])
     held[giver].remove(moved)
@@ -188,7 +189,7 @@ def _make_room(
 
 
 def _in_order(num_experts: int, rooms: Sequence[int], loads: Sequence[float] | None) -> LayerPlaces:
-    """Consecutive experts on each rank, and each expert's tokens in one place. The ranks with the most room have the
+    """Puts consecutive experts on each rank, and each expert's tokens in one place. Ranks with the most room get the
     most experts."""
     sizes = _rooms(num_experts, len(rooms))
     own: list[set[int]] = [set()] * len(rooms)
@@ -203,7 +204,7 @@ def _in_order(num_experts: int, rooms: Sequence[int], loads: Sequence[float] | N
 def _places(
     used: Sequence[set[int]], own: Sequence[set[int]], rooms: Sequence[int], loads: Sequence[float]
 ) -> LayerPlaces:
-    """The plan in which the ranks use these experts. Rooms that are left get copies that are in no turn."""
+    """Returns the plan in which ranks use these experts. Free places get copies that take no turn."""
     idle_first = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
     ranks = []
     for mine, room in zip(own, rooms, strict=True):
@@ -216,7 +217,7 @@ def _places(
             if expert in used[rank]:
                 turns[expert].append(place)
             place += 1
-    # The first turns, which steps of few tokens take, are spread over the ranks too.
+    # Steps of few tokens use only the first turns, so these are spread over the ranks too.
     rotated = ((*each[n % len(each) :], *each[: n % len(each)]) for n, each in enumerate(turns))
     return LayerPlaces(tuple(ranks), tuple(rotated))
 

@@ -13,17 +13,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, Valida
 from baton.core.errors import ConfigError
 from baton.models.config.file import ConfigFile
 
-# Upper limits are far above any model's numbers. Beyond them a loop or an allocation would not end, or bytes overflow.
+# The limits are far above any model's numbers. Beyond them a loop would not end, an allocation would fail, or bytes
+# would overflow.
 _INT32_MAX = 2**31 - 1
 CONTEXT_MAX = _INT32_MAX  # tokens
 Count: TypeAlias = Annotated[int, Ge(1), Le(_INT32_MAX)]
-SequenceTokens: TypeAlias = Annotated[int, Ge(2), Le(_INT32_MAX)]  # a prompt and an output of one token each, at least
+SequenceTokens: TypeAlias = Annotated[int, Ge(2), Le(_INT32_MAX)]  # room for at least one prompt and one output token
 CountOrZero: TypeAlias = Annotated[int, Ge(0), Le(_INT32_MAX)]
 Size: TypeAlias = Annotated[int, Ge(1), Le(2**20 - 1)]  # of one axis of a weight
 Heads: TypeAlias = Annotated[int, Ge(1), Le(2**14)]  # or experts: each is an axis of a weight with two others
 Layers: TypeAlias = Annotated[int, Ge(1), Le(2**12)]
 LayersOrZero: TypeAlias = Annotated[int, Ge(0), Le(2**12)]
-_FLOAT_MAX = 1e30  # and so much again in a product of two of them is no float32
+_FLOAT_MAX = 1e30  # the product of two such numbers overflows float32
 Positive: TypeAlias = Annotated[float, Gt(0), Le(_FLOAT_MAX)]
 AtLeastZero: TypeAlias = Annotated[float, Ge(0), Le(_FLOAT_MAX)]
 Fraction: TypeAlias = Annotated[float, Gt(0), Le(1)]
@@ -35,7 +36,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _one_as_tuple(value: object) -> object:
-    """Publishers write one number without its list."""
+    """Makes a tuple of a single number, which publishers write without a list."""
     return (value,) if isinstance(value, int) else _as_tuple(value)
 
 
@@ -45,18 +46,18 @@ Integers: TypeAlias = Annotated[tuple[CountOrZero, ...], BeforeValidator(_one_as
 
 
 class Cure(str):
-    """Metadata of a field: the last part of the error for a wrong value."""
+    """Metadata of a field: the cure that ends the error for a wrong value."""
 
 
 class Fields(BaseModel):
-    """Fields of one JSON object. Others in the object are ignored, unless a class forbids extra ones.
+    """The fields of one JSON object. Other fields in the object are ignored unless a class forbids them.
 
-    A null counts as absent, except in fields whose type has None.
+    A null counts as absent, except in fields whose type allows None.
 
     Attributes:
-        unmentioned: values of fields that the file does not mention. A null in the file overrides them, as it does in
+        unmentioned: values of fields that the file does not mention. A null in the file overrides them, as in
             transformers.
-        cure: the last part of errors for fields without a `Cure` of their own.
+        cure: the cure in errors for fields without a `Cure` of their own.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
@@ -66,7 +67,7 @@ class Fields(BaseModel):
 
     @classmethod
     def read(cls, file: ConfigFile) -> Self:
-        """The fields of `file`.
+        """Reads the fields of `file`.
 
         Raises:
             ConfigError: a field is missing, wrong or forbidden.
@@ -84,11 +85,11 @@ class Fields(BaseModel):
         return fields
 
     def refuse(self, name: str, *allowed: str, cure: str = "") -> ConfigError:
-        """The error to raise for a value that its type allows."""
+        """Returns the error for a value that its type allows."""
         return self._file.refuse(name, *allowed, cure=cure)
 
     def table(self, name: str) -> ConfigFile:
-        """A nested object; an empty one when null or absent."""
+        """Returns a nested object, or an empty one if it is null or absent."""
         return self._file.table(name)
 
     @classmethod
@@ -98,7 +99,7 @@ class Fields(BaseModel):
 
     @classmethod
     def refuse_value(cls, file: ConfigFile, name: str) -> ConfigError:
-        """The error to raise for a value that its type does not allow."""
+        """Returns the error for a value that its type does not allow."""
         field = cls.model_fields.get(name)
         if field is None:
             return file.refuse(name, "null", cure=cls.cure or f"known fields are {', '.join(cls.model_fields)}")
@@ -107,12 +108,12 @@ class Fields(BaseModel):
 
 
 def _has_surrogates(name: str) -> bool:
-    """JSON can write half of a character, which is no text."""
+    """Whether the name has half of a surrogate pair, which JSON can write but is no text."""
     return any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
-    """What values a type has, in words."""
+    """Describes the values of a type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _allowed(arguments[0], list(arguments[1:]))

@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files as raw values, and the one-line error that names file, field and allowed values."""
+"""Reads a checkpoint's JSON files as raw values, and makes one-line errors that name file, field and allowed values."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from reprlib import Repr
 from baton.core.errors import ConfigError
 from baton.core.regular_file import read_regular_file
 
-_FILE_BYTES_MAX = 256 << 20  # the largest index of published weights has 20 MB
+_FILE_BYTES_MAX = 256 << 20  # the largest published index has 20 MB
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
 _SHOWN.maxlevel = 3
@@ -17,7 +17,7 @@ _SHOWN.maxlevel = 3
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A JSON object, or one nested in it.
+    """A JSON file's object, or an object nested in it.
 
     Attributes:
         where: the path, and for a nested object its field.
@@ -31,7 +31,7 @@ class ConfigFile:
         """Reads `path`.
 
         Raises:
-            ConfigError: it cannot be read, is not JSON, or is not an object.
+            ConfigError: the file cannot be read, is not JSON, or is not an object.
         """
         try:
             values = json.loads(read_regular(path))
@@ -46,22 +46,22 @@ class ConfigFile:
         return cls(str(path), values)
 
     def raw(self, name: str) -> object:
-        """The unchecked value; None when absent."""
+        """Returns the unchecked value; None if absent."""
         return self.values.get(name)
 
     def table(self, name: str) -> "ConfigFile":
-        """A nested object; an empty one when null or absent."""
+        """Returns a nested object, or an empty one if it is null or absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(name, "an object")
         return ConfigFile(f"{self.where}: {name}", value or {})
 
     def with_values(self, values: Mapping[str, object]) -> "ConfigFile":
-        """The same file, with `values` in place of its own."""
+        """Returns the same file with `values` instead of its own."""
         return ConfigFile(self.where, {**self.values, **values})
 
     def refuse(self, name: str, *allowed: str, cure: str = "") -> ConfigError:
-        """The error to raise for the value of `name`."""
+        """Returns the error for the value of `name`."""
         value = self.raw(name)
         return ConfigError(
             f"{self.where}: {name} is {'missing' if value is None else shown(value)}",
@@ -73,10 +73,10 @@ class ConfigFile:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a checkpoint's file. It waits for no pipe and no device.
+    """Reads a checkpoint's file. It does not block on a pipe or device.
 
     Raises:
-        ConfigError: it cannot be read, is no regular file, or is too large for what it should be.
+        ConfigError: the file cannot be read, is no regular file, or is too large.
     """
     try:
         return read_regular_file(path, bytes_max=_FILE_BYTES_MAX)
@@ -87,5 +87,5 @@ def read_regular(path: Path) -> bytes:
 
 
 def shown(value: object) -> str:
-    """The value of a file in an error: short, however long or deep it is."""
+    """Formats a file's value for an error; the text is short however long or deep the value is."""
     return _SHOWN.repr(value)

@@ -1,6 +1,7 @@
-"""A model's configuration, in one spelling for all families: values only, so that model code sees no file or default.
+"""A model's configuration in one spelling for all families. It holds values only, so model code sees no files or
+defaults.
 
-`baton.models.families.reader` makes them from a checkpoint's config.json.
+`baton.models.families.reader` makes it from a checkpoint's config.json.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from baton.models.config.rope import LongRopeScaling, RopeConfig, YarnScaling
 
 
 class QKNorm(StrEnum):
-    """What the norms of queries and keys cover.
+    """The numbers that each norm of queries and keys covers.
 
     HEAD: each head, before it turns; one weight for all heads. TURNED_HEAD: the same, after it turns. ROW: all heads of
     a token together, before they turn. OWN_WEIGHTS: each head, before it turns; weights for each head, and the mean is
@@ -31,22 +32,22 @@ class GQAConfig:
     """Grouped-query attention; tuples have one entry per layer.
 
     Attributes:
-        qk_norm_of: what the norms cover, with `qk_norm`.
-        sliding_windows: number of tokens that each layer sees; None: all.
+        qk_norm_of: the numbers that the norms cover, if there is `qk_norm`.
+        sliding_windows: number of tokens that each layer sees; None: it sees all.
         scale: factor of the scores.
-        attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
+        attention_chunk_sizes: chunk size of layers that see only their own chunk; () if there are none.
         logits_soft_cap: scores become cap * tanh(score / cap).
-        sinks: every head has one more logit in its softmax.
+        sinks: every head has one extra logit in its softmax.
         alibi_slopes: one per head; () without ALiBi.
-        blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
-        rotary_layers: whether each layer's queries and keys turn; () when all do.
-        kv_shared_layers: how many layers at the end have no keys and values: each reads those of the last layer before
-            them that has the same window or also has none.
-        layer_heads: (kv heads, channels of a head) of each layer, where layers differ; num_kv_heads and head_dim are
-            then the largest, of which each number of kv heads is a divisor. () where all layers have these.
-        output_gate: the projection of queries also gives each head as many channels after them, whose sigmoids are
-            factors of the head's output.
-        v_head_dim: channels of a head's values, where they have fewer than its keys. Zeros follow them in the cache.
+        blocksparse: the pattern of layers that do not see all blocks; () if all layers see all.
+        rotary_layers: whether each layer's queries and keys turn; () if all turn.
+        kv_shared_layers: number of layers at the end without keys and values of their own. Each reads the KV of the
+            last layer before them that has the same window, or also has none.
+        layer_heads: (kv heads, channels of a head) of each layer, if layers differ; else (). num_kv_heads and head_dim
+            are then the largest, and each layer's kv heads divide num_kv_heads.
+        output_gate: the query projection also gives each head as many gate channels after the queries; their sigmoids
+            are factors of the head's output.
+        v_head_dim: channels of a head's values, if fewer than its keys'. Zeros follow them in the cache.
     """
 
     num_heads: int
@@ -71,35 +72,36 @@ class GQAConfig:
 
     @property
     def value_dim(self) -> int:
-        """Channels of a head's values and outputs."""
+        """The channels of a head's values and outputs."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def num_kv_layers(self) -> int:
-        """How many layers have keys and values of their own. They come first."""
+        """The number of layers with keys and values of their own. They come first."""
         return len(self.sliding_windows) - self.kv_shared_layers
 
     def kv_source(self, layer_index: int) -> int:
-        """The layer whose keys and values this layer reads: itself, unless it shares another's."""
+        """Returns the layer whose keys and values this layer reads: itself, unless it shares another's."""
         windows, owned = self.sliding_windows, self.num_kv_layers
         if layer_index < owned:
             return layer_index
         return max(index for index in range(owned) if windows[index] == windows[layer_index])
 
     def heads_of(self, layer_index: int) -> tuple[int, int]:
-        """(kv heads, channels of a head) of this layer."""
+        """Returns (kv heads, channels of a head) of this layer."""
         return self.layer_heads[layer_index] if self.layer_heads else (self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """Sparse attention (DeepSeek-V3.2): each query attends to the tokens that an indexer selects for it.
+    """Sparse attention (DeepSeek-V3.2), in which each query attends to the tokens that an indexer selects.
 
     Attributes:
-        num_heads, head_dim: of the indexer's queries; all share one key.
-        top_k: how many tokens a query attends to; all, where it sees no more.
-        interleaved: how the indexer's queries and keys turn.
-        layers: whether each layer has an indexer. Those without attend to what the last layer with one selected.
+        num_heads, head_dim: of the indexer's queries; all heads share one key.
+        top_k: number of tokens that a query attends to; all, if it sees no more.
+        interleaved: the indexer's queries and keys turn in interleaved pairs.
+        layers: whether each layer has an indexer. A layer without one uses the selection of the last layer that has
+            one.
     """
 
     num_heads: int
@@ -109,16 +111,16 @@ class IndexConfig:
     layers: tuple[bool, ...]
 
     def cache_layer(self, layer_index: int) -> int:
-        """The number of this layer among those with an indexer: where its keys are in the cache."""
+        """Returns this layer's index among the layers with an indexer, which is the place of its keys in the cache."""
         return sum(self.layers[:layer_index])
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Latent attention; without `q_lora_rank` queries come from one full projection.
+    """Latent attention. Without `q_lora_rank`, queries come from one full projection.
 
     Attributes:
-        index: None where every query attends to all tokens that it sees.
+        index: None if every query attends to all tokens that it sees.
         query_multiplier, latent_multiplier: factors of queries, and of latents after their norm.
     """
 
@@ -135,16 +137,16 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Layers that keep a state in place of KV. What they compute is in the family's `switches`.
+    """Layers that keep a state instead of KV. The family's `switches` define their computation.
 
     Attributes:
-        layers: for each layer, whether it is one.
-        num_heads: parts of equal size, by which ranks split the state.
-        head_channels: float32 numbers of one part in one layer.
-        has_kv: for each layer, whether it has KV, where that is not every layer without a state: there are layers with
-            neither (an MLP alone) and layers with both. () otherwise.
+        layers: whether each layer keeps a state.
+        num_heads: number of equal parts by which ranks split the state.
+        head_channels: number of float32 values of one part in one layer.
+        has_kv: whether each layer has KV, for models with layers that have neither a state nor KV (an MLP alone) or
+            both. () if exactly the layers without a state have KV.
         num_groups: groups of neighbouring heads that share some of their inputs; 0: heads share none.
-        ranks_per_group: how many ranks have parts of the same group of heads.
+        ranks_per_group: number of ranks that have parts of one group of heads.
     """
 
     layers: tuple[bool, ...]
@@ -160,12 +162,12 @@ class RecurrentConfig:
 
     @property
     def kv_layers(self) -> tuple[bool, ...]:
-        """For each layer, whether it has KV."""
+        """Whether each layer has KV."""
         return self.has_kv or tuple(not keeps for keeps in self.layers)
 
 
 class TopKMethod(StrEnum):
-    """How the experts of a token are chosen.
+    """The method that chooses a token's experts.
 
     GREEDY: the best of all. GROUP_LIMITED_GREEDY: the best within the groups with the best single experts. NOAUX_TC:
     like GROUP_LIMITED_GREEDY, but scores include a learnt correction, and a group ranks by its two best experts.
@@ -186,16 +188,16 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none.
+    """A mixture of experts; `layers` tells for each layer whether its MLP is one. A size of 0 means that the part does
+    not exist.
 
     Attributes:
-        mixer_threshold: of SPARSE_MIXER, how far below the best an expert's logit may be to be near it, as a part of
-            the larger of the best logit and the expert's own absolute value.
-        shared_gate: the shared experts' output is multiplied by the sigmoid of one more logit of each token.
-        own: numbers of the experts that this rank holds, or with a plan (`baton.models.config.expert_places`), by which
-        the model is
-            placed once it is made, of as many experts; None: all.
-        zero_experts: how many more experts, numbered after the others, give their input back.
+        mixer_threshold: for SPARSE_MIXER, how far below the best logit a near expert's may be, relative to the larger
+            of the best logit and the expert's own absolute value.
+        shared_gate: the shared experts' output is multiplied by the sigmoid of an extra logit per token.
+        own: numbers of the experts that this rank holds; None: all. With a plan (`baton.models.config.expert_places`)
+            only their count is right until the plan places them in the built model.
+        zero_experts: number of extra experts, numbered after the others, that return their input.
     """
 
     layers: tuple[bool, ...]
@@ -217,12 +219,12 @@ class MoEConfig:
 
     @property
     def held(self) -> range:
-        """Numbers of the experts in memory."""
+        """The numbers of the experts in memory."""
         return range(self.num_experts) if self.own is None else self.own
 
     @property
     def zero_numbers(self) -> range:
-        """Numbers of the experts that give their input back."""
+        """The numbers of the experts that return their input."""
         return range(self.num_experts, self.num_experts + self.zero_experts)
 
 
@@ -232,17 +234,17 @@ class ModelConfig:
 
     Attributes:
         norm_eps: of RMS norms, and of layer norms in the families that have those.
-        dtype: of the saved weights; float32 for float64.
+        dtype: dtype of the saved weights; float32 for float64.
         rope: None for models without rotary embedding.
-        local_rope: of the layers with a sliding window, where they have their own.
+        local_rope: the rotary embedding of layers with a sliding window, if they have their own.
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
-        mtp_layers: number of layers that checkpoints store after the last, for multi-token prediction.
-        quantization: None where weights are not quantized.
-        intermediate_sizes: of each layer's dense MLP, where they differ; intermediate_size is then the largest.
-        switches: values of this family alone, in a frozen dataclass of its own.
-        recurrent: None where every layer has KV.
-        shortcut_experts: every layer has two attentions and two dense MLPs by turns, and experts that read what its
-            first MLP reads and are added after its second one (arXiv 2404.05019).
+        mtp_layers: number of layers for multi-token prediction that checkpoints store after the last layer.
+        quantization: None if weights are not quantized.
+        intermediate_sizes: of each layer's dense MLP, if they differ; intermediate_size is then the largest.
+        switches: values that only this family has, in a frozen dataclass of its own.
+        recurrent: None if every layer has KV.
+        shortcut_experts: every layer has two attentions and two dense MLPs in turn. Its experts read the first MLP's
+            input and are added after the second MLP (arXiv 2404.05019).
     """
 
     architecture: str
@@ -270,29 +272,29 @@ class ModelConfig:
 
     @property
     def attentions_per_layer(self) -> int:
-        """Each has a place of its own in the cache."""
+        """The number of attentions of a layer; each has its own place in the cache."""
         return 2 if self.shortcut_experts else 1
 
     def cache_layer(self, layer_index: int) -> int:
-        """The number of this layer among those of its kind: where its state, or its KV if it has no state, is in the
-        cache."""
+        """Returns this layer's index among layers of its kind, which is the place in the cache of its state, or of its
+        KV if it has no state."""
         if self.recurrent is None:
             return layer_index
         keeps = self.recurrent.layers
         return sum((keeps if keeps[layer_index] else self.recurrent.kv_layers)[:layer_index])
 
     def kv_layer(self, layer_index: int) -> int:
-        """Where this layer's KV is in the cache, also if it has a state as well."""
+        """Returns the place of this layer's KV in the cache, also for a layer with a state."""
         return layer_index if self.recurrent is None else sum(self.recurrent.kv_layers[:layer_index])
 
     def mlp_size(self, layer_index: int) -> int:
-        """The channels of this layer's dense MLP."""
+        """Returns the channels of this layer's dense MLP."""
         return self.intermediate_sizes[layer_index] if self.intermediate_sizes else self.intermediate_size
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum;
-        with the short factors of LongRoPE the original one."""
+        """The longest prompt plus output. With YaRN it is the stretched context, which not every file repeats as the
+        maximum; with LongRoPE's short factors it is the original context."""
         scaling = None if self.rope is None else self.rope.scaling
         if isinstance(scaling, LongRopeScaling) and not scaling.long:
             return min(self.max_position_embeddings, scaling.original_max_position_embeddings)
@@ -301,10 +303,9 @@ class ModelConfig:
         return self.max_position_embeddings
 
     def for_context(self, max_context_tokens: int | None) -> Self:
-        """This model, for sequences of up to that many tokens; None: of any number up to its own limit.
+        """Returns this model for sequences of up to `max_context_tokens`; None: up to its own limit.
 
-        LongRoPE takes its long factors where sequences may be longer than its original context; others stay as they
-        are.
+        LongRoPE uses its long factors if sequences may be longer than its original context; other models are unchanged.
         """
         scaling = None if self.rope is None else self.rope.scaling
         if self.rope is None or not isinstance(scaling, LongRopeScaling) or max_context_tokens is None:
@@ -315,8 +316,8 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of attention scores. YaRN's stretched context and larger queries make that of latent attention
-        larger."""
+        """The factor of attention scores. YaRN's stretched context and larger queries enlarge it for latent
+        attention."""
         attention = self.attention
         if isinstance(attention, GQAConfig):
             return attention.scale

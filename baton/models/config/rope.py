@@ -1,6 +1,6 @@
-"""Rotary embeddings, and the tables of config.json that describe them.
+"""Rotary embeddings, and the reader of their tables in config.json.
 
-An unsupported type or field is an error.
+Unsupported types and fields are errors.
 """
 
 import math
@@ -16,8 +16,8 @@ from baton.core.errors import ConfigError
 from baton.models.config.fields import CONTEXT_MAX, AtLeastZero, Count, Fields, Fraction, Integers, Numbers, Positive
 from baton.models.config.file import ConfigFile
 
-_Weight: TypeAlias = Annotated[float, Ge(0), Le(1000)]  # of YaRN's factor of scores, which grows with its square
-_TURNS_MAX = 1e6  # YaRN's betas; far beyond it the place of the pair that turns so often is no number
+_Weight: TypeAlias = Annotated[float, Ge(0), Le(1000)]  # YaRN's factor of scores grows with its square
+_TURNS_MAX = 1e6  # of YaRN's betas; far beyond it the index of the pair that turns so often is not finite
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Wavelengths below `original / high_freq_factor` are kept, those above `original / low_freq_factor` stretched."""
+    """Llama 3's scaling. It keeps wavelengths below `original / high_freq_factor` and stretches those above `original /
+    low_freq_factor`."""
 
     factor: float
     low_freq_factor: float
@@ -37,8 +38,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071). Dimensions that turn more than `beta_fast` times over the original context are kept,
-    those that turn less than `beta_slow` times are stretched.
+    """YaRN's scaling (arXiv 2309.00071). It keeps dimensions that turn more than `beta_fast` times over the original
+    context, and stretches those that turn less than `beta_slow` times.
     """
 
     factor: float
@@ -61,7 +62,7 @@ class YarnScaling:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of MLA's softmax scale: the part that covers all dimensions, of queries and of keys."""
+        """Factor of MLA's softmax scale, which covers all dimensions of queries and keys."""
         return self._mscale(self.mscale_all_dim) ** 2
 
     def _mscale(self, weight: float) -> float:
@@ -70,23 +71,23 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class AlphaScaling:
-    """A base that is larger by a fixed factor: `theta * alpha ** (dim / (dim - 2))`."""
+    """A scaling that enlarges the base by a fixed factor: `theta * alpha ** (dim / (dim - 2))`."""
 
     alpha: float
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): each pair of channels turns more slowly by a factor of its own, for which there are
-    two sets.
+    """LongRoPE's scaling (arXiv 2402.13753). Each pair of channels turns more slowly by its own factor, and there are
+    two sets of factors.
 
-    transformers takes the long set for sequences of more than `original_max_position_embeddings` tokens, and computes
-    all keys again when a sequence grows past them. Here all tokens of all requests have one set, because keys in a
-    cache, or from another node, are of no use to queries that turn by the other.
+    transformers uses the long set for sequences of more than `original_max_position_embeddings` tokens, and recomputes
+    all keys when a sequence grows past that length. Here all tokens of all requests use one set, because keys in a
+    cache or from another node do not fit queries that turn by the other set.
 
     Attributes:
         short_scale, long_scale: factors of cosines and sines.
-        long: which set. `ModelConfig.for_context` chooses.
+        long: whether the long set is used; `ModelConfig.for_context` chooses.
     """
 
     short_factors: tuple[float, ...]
@@ -108,8 +109,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class ProportionalScaling:
-    """Only the first `turning` pairs of channels turn, as fast as in a rotary embedding of all channels, divided by
-    `factor`."""
+    """A scaling in which only the first `turning` pairs of channels turn, at their speed in a rotary embedding of all
+    channels divided by `factor`."""
 
     factor: float
     turning: int
@@ -122,7 +123,7 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling 
 class RopeConfig:
     """A rotary embedding of the first `dim` channels of each head; the others do not turn.
 
-    `interleaved`: channels 2i and 2i+1 turn together; otherwise channels i and i + dim/2.
+    With `interleaved`, channels 2i and 2i+1 turn together; otherwise channels i and i + dim/2.
     """
 
     dim: int
@@ -132,10 +133,10 @@ class RopeConfig:
 
 
 class _RopeFields(Fields):
-    """Fields of every rope type; those of another type are refused.
+    """The fields of every rope type. A type's class refuses the fields of other types.
 
-    `mrope_section` says which pairs of channels turn by the time, the height and the width of a token's place in an
-    image. All three are the position of a token of text, so it turns as without sections.
+    `mrope_section` assigns pairs of channels to the time, height and width of a token's place in an image. For a text
+    token all three are its position, so sections change nothing.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -148,7 +149,7 @@ class _RopeFields(Fields):
     mrope_interleaved: bool = False
 
     def scaling(self, *, dim: int, max_position_embeddings: int) -> Scaling | None:
-        """How frequencies are stretched; None where they are not."""
+        """Returns how frequencies are stretched; None if they are not."""
         del dim, max_position_embeddings
         return None
 
@@ -166,9 +167,10 @@ class _LinearFields(_RopeFields):
 
 
 class _DynamicFields(_RopeFields):
-    """transformers enlarges the base for sequences longer than `max_position_embeddings`, by their length at each step.
-    Keys in a cache were turned with another base then, so no such sequence is served, and `factor` changes nothing.
-    With `alpha` the base is always the same. The other fields are YaRN's: Hunyuan's files have them unused.
+    """The fields of type dynamic. transformers enlarges the base for sequences longer than `max_position_embeddings`,
+    by their length at each step. Cached keys would then have turned with another base, so such sequences are not
+    served, and `factor` has no effect. With `alpha` the base is constant. The other fields are YaRN's; Hunyuan's files
+    have them unused.
     """
 
     factor: Positive = 1.0
@@ -286,19 +288,19 @@ def read_rope(
     original_max_position_embeddings: int | None = None,
     partial_rotary_factor: float | None = None,
 ) -> RopeConfig:
-    """The rotary embedding that `table` describes.
+    """Returns the rotary embedding that `table` describes.
 
     Args:
         dim: channels of a head that can turn.
         theta: the base, unless the table has one.
         max_position_embeddings: the original context, unless the table has one.
         original_max_position_embeddings: the original context that some files have next to the table. It takes
-            precedence over the table, as it does in transformers.
-        partial_rotary_factor: the part of `dim` that turns, unless the table has one; None: all of it, and a table that
-            says otherwise is refused.
+            precedence over the table's, as in transformers.
+        partial_rotary_factor: the part of `dim` that turns, unless the table has one; None: all of it turns, and a
+            table with another value is refused.
 
     Raises:
-        ConfigError: an unsupported type or field, or a wrong value.
+        ConfigError: a type or field is unsupported, or a value is wrong.
     """
     fields_class = _fields_class(table)
     name = "original_max_position_embeddings"
@@ -313,7 +315,7 @@ def read_rope(
     fields.check_sections(dim)
     scaling = fields.scaling(dim=dim, max_position_embeddings=max_position_embeddings)
     theta = fields.rope_theta or theta
-    if isinstance(scaling, YarnScaling) and theta <= 1:  # all pairs turn alike, so none is the first to be stretched
+    if isinstance(scaling, YarnScaling) and theta <= 1:  # no pair is the first to be stretched, since all turn alike
         where = f"{table.where}: yarn"
         raise ConfigError(where, field="rope_theta", value=theta, allowed=("a number above 1",))
     return RopeConfig(dim, theta, interleaved, scaling)

@@ -1,1 +1,1 @@
-"""One file per family, read from embedding to logits; `table` lists them."""
+"""The model families, one file each, which reads from embedding to logits; `table` lists them."""

@@ -1,6 +1,6 @@
-"""The supported architecture that is most like a refused one, by name and by the fields of its config.json.
+"""Finds the supported architecture most similar to a refused one, by name and by the fields of its config.json.
 
-Pure: names and raw values in, a sentence out. It knows no checkpoint and no other library.
+Pure functions from names and raw values to a sentence. They know no checkpoint and no other library.
 """
 
 import re
@@ -25,17 +25,17 @@ _ENCODER = re.compile(
 )
 _AUDIO = re.compile(r"audio|codebook|codec")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# Letters of a whole name that begins another, of a beginning that two names share, and of a name that ends another.
+# Minimum letters of a name that begins another, of a beginning that two names share, and of a name that ends another.
 _BEGINNING_MIN, _SHARED_MIN, _END_MIN = 3, 7, 5
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the fields of a config.json say of its layers.
+    """The properties of a model's layers, read from the fields of config.json.
 
     Attributes:
-        encoder: why it is no decoder of text alone.
-        unlike: what some of its layers have and those of no supported architecture.
+        encoder: the reason why the model is no text-only decoder.
+        unlike: a property of some layers that no supported architecture has.
     """
 
     experts: bool
@@ -51,11 +51,11 @@ class Traits:
 def nearest(
     architecture: str, fields: Mapping[str, object], supported: Iterable[str], features: Mapping[str, ModelFeatures]
 ) -> str:
-    """One sentence, without a full stop: which of `supported` is nearest to `architecture`, and in what they differ;
-    or why none is near. "" where the fields do not say.
+    """Returns one sentence, without a full stop, that names the architecture in `supported` nearest to `architecture`
+    and the differences, or says why none is near. Returns "" if the fields do not decide it.
 
     Args:
-        fields: of the model's config.json, as they are; they may have wrong types.
+        fields: raw fields of the model's config.json; they may have wrong types.
         features: of the supported architectures; one without an entry has `ModelFeatures()`.
     """
     if not architecture.endswith(_CAUSAL):
@@ -72,14 +72,14 @@ def nearest(
     if traits.unlike:
         return f"no supported architecture is near: this one has {traits.unlike}"
     if architecture.endswith("ForConditionalGeneration") and "text_config" not in fields:
-        return ""  # which fields are the language model's?
+        return ""  # the language model's fields are unknown
     candidates, likeness = _typical(traits)
     best = next((name for name in candidates if name in known), "")
     return best and f"the nearest supported one is {best}: as in this config.json, {likeness}"
 
 
 def traits_of(fields: Mapping[str, object]) -> Traits:
-    """Reads the language model's fields, also where they are in a table of their own."""
+    """Reads the language model's fields, also from their own table."""
     nested = fields.get("text_config")
     values = {**fields, **nested} if isinstance(nested, Mapping) else dict(fields)
     present = {name for name, value in values.items() if isinstance(name, str) and value not in (None, False, 0, "")}
@@ -115,7 +115,7 @@ def _unlike(values: Mapping[str, object], present: set[str]) -> str:
 
 
 def _names(architecture: str, fields: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """What the model is called, and what to say where another has a name like that."""
+    """Yields the model's names, each with the words for a match by that name."""
     text_config, model_type = fields.get("text_config"), fields.get("model_type")
     nested = text_config.get("model_type") if isinstance(text_config, Mapping) else None
     if isinstance(nested, str):
@@ -126,14 +126,15 @@ def _names(architecture: str, fields: Mapping[str, object]) -> Iterator[tuple[st
 
 
 def _word(name: str) -> str:
-    """The letters that a family's members share: `qwen` of Qwen3MoeForCausalLM. Of GPTs, which share only these three
-    letters, the whole name."""
+    """Returns the letters that a family's members share, such as `qwen` of Qwen3MoeForCausalLM; for GPTs, which share
+    only these three letters, the whole name."""
     letters = re.sub(r"[^a-z0-9]", "", _HEAD.sub("", name).lower())
     return letters if letters.startswith("gpt") else re.split(r"\d", letters, maxsplit=1)[0]
 
 
 def _akin(one: str, other: str) -> bool:
-    """Phimoe and Phi, HunYuanDense and HunYuanMoE, VaultGemma and Gemma; but GPT-Neo is no GPT-NeoX."""
+    """Whether two names are related, such as Phimoe and Phi, HunYuanDense and HunYuanMoE, or VaultGemma and Gemma.
+    GPT-Neo and GPT-NeoX are not."""
     common, shorter = _common(one, other), min(len(one), len(other))
     ends = shorter >= _END_MIN and (one.endswith(other) or other.endswith(one))
     begins = shorter >= (_SHARED_MIN if one.startswith("gpt") else _BEGINNING_MIN) and common == shorter
@@ -141,12 +142,12 @@ def _akin(one: str, other: str) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """How many letters both begin with."""
+    """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _alike(traits: Traits, features: ModelFeatures) -> bool:
-    """Whether a name that is the same means the same kind of layer."""
+    """Whether the traits fit the features, so that equal names mean equal kinds of layers."""
     norms_differ = traits.rms_norm if features.layer_norm else traits.layer_norm and not traits.rms_norm
     return traits.attention and not norms_differ and traits.latent == features.latent
 
@@ -158,7 +159,7 @@ def _distance(said: str, traits: Traits, name: str, features: ModelFeatures) -> 
 
 
 def _version(said: str) -> float:
-    """3.5 of Qwen3_5ForCausalLM; 1 without a number."""
+    """Returns the version in a name, such as 3.5 of Qwen3_5ForCausalLM; 1 without a number."""
     found = re.search(r"(\d)(?:_(\d))?", _HEAD.sub("", said))
     return float(f"{found[1]}.{found[2] or 0}") if found else 1.0
 
@@ -171,7 +172,7 @@ def _differences(traits: Traits, features: ModelFeatures) -> str:
 
 
 def _typical(traits: Traits) -> tuple[tuple[str, ...], str]:
-    """The architectures that stand for all of their kind, and what makes the kind."""
+    """Returns the typical architectures of a kind, and the properties that define it."""
     if not (traits.attention and traits.rotary):
         return (), ""
     if traits.latent:

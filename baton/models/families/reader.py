@@ -1,7 +1,7 @@
 """`read_config` reads a checkpoint's config.json of any supported family.
 
-The families' readers handle all differences between field names and defaults, of families and of transformers'
-versions. A feature that is switched on and not supported is an error.
+The families' readers handle all differences in field names and defaults, between families and between versions of
+transformers. An enabled feature that is not supported is an error.
 """
 
 from pathlib import Path
@@ -14,10 +14,10 @@ from baton.models.config.model_config import ModelConfig
 from baton.models.families.nearest import nearest
 from baton.models.families.table import FAMILIES, FEATURES, Family, find_family
 
-# Fields that publishers keep outside of the language model's table.
+# Fields that publishers keep outside the language model's table.
 _OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
-# transformers ties the whole model by this, whatever the language model's table has.
+# transformers ties the whole model by this field and ignores the language model's table.
 _OF_THE_WHOLE = "tie_word_embeddings"
 
 
@@ -30,7 +30,7 @@ class _EndOfText(Fields):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration of the checkpoint in `directory`.
+    """Reads the configuration of the checkpoint in `directory`.
 
     Raises:
         ConfigError: a file cannot be read, a field is missing or wrong, or the model needs an unsupported feature.
@@ -72,8 +72,8 @@ def _text_config(file: ConfigFile) -> ConfigFile:
 
 
 def _dtype(directory: Path, file: ConfigFile) -> str:
-    """The file's dtype; the weights' dtype if it names none, as BLOOM's published files do. Models run in float32 at
-    most, so float64 weights are converted to that."""
+    """Returns the file's dtype, or the weights' dtype if it names none, as in BLOOM's published files. Models run in
+    float32 at most, so float64 becomes float32."""
     name = "torch_dtype" if file.raw("dtype") is None else "dtype"
     if file.raw(name) is None:
         file = file.with_values({name: stored_dtype(directory) or "float32"})
@@ -86,8 +86,9 @@ def _dtype(directory: Path, file: ConfigFile) -> str:
 
 
 def _eos_token_ids(directory: Path, file: ConfigFile) -> tuple[int, ...]:
-    """The ids in generation_config.json, which publishers keep current; else those in config.json; else ()."""
-    of_config = _EndOfText.read(file).eos_token_id  # a wrong value is an error also where it is not used
+    """Returns the ids in generation_config.json, which publishers keep current; else the ids in config.json; else
+    ()."""
+    of_config = _EndOfText.read(file).eos_token_id  # a wrong value is an error even if unused
     path = directory / "generation_config.json"
     of_generation = _EndOfText.read(ConfigFile.read(path)).eos_token_id if path.exists() else ()
     return of_generation or of_config

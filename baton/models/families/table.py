@@ -1,7 +1,7 @@
 """The table of model families: for each architecture, its config reader and its model class.
 
-Other distributions register a `Family` by an entry point of the group `baton.model_families`, which has
-the architecture's name.
+Other distributions register a `Family` by an entry point of the group `baton.model_families`, named after the
+architecture.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,11 +76,10 @@ class Family:
     """One architecture.
 
     Attributes:
-        model: "module:class" of its `baton.models.layers.causal_lm.CausalLM`, imported on first use because reading a
-        config must
-            not import torch.
-        text_config: table of config.json that holds the language model's fields, as in multimodal models.
-        or_flat: older files of the architecture have these fields outside of that table.
+        model: "module:class" of its `baton.models.layers.causal_lm.CausalLM`. It is imported on first use, because
+            reading a config must not import torch.
+        text_config: table of config.json with the language model's fields, as in multimodal models.
+        or_flat: the architecture's older files have these fields outside that table.
         overflows_float16: published weights exceed float16's 65504 in the residual stream, so outputs would be NaN.
     """
 
@@ -93,14 +92,14 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelFeatures:
-    """What docs/models.md says of an architecture, and what `baton.models.families.nearest` compares.
+    """The features of an architecture, which docs/models.md lists and `baton.models.families.nearest` compares.
 
     Attributes:
         special: parts that Llama does not have.
-        attention: of `attention.backend.AttentionFeature`, which layers have it.
-        experts: most of its models have a mixture of experts.
-        latent: its KV cache is MLA's.
-        layer_norm: its layers have layer norms in place of RMS norms.
+        attention: words for the `attention.backend.AttentionFeature`s it uses, and in which layers.
+        experts: whether most of its models have a mixture of experts.
+        latent: whether its KV cache is MLA's.
+        layer_norm: whether its layers have layer norms instead of RMS norms.
     """
 
     special: str = ""
@@ -232,7 +231,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# A family without a row has Features(). Of a row without a family nothing is read.
+# A family without a row has ModelFeatures(). A row without a family is never read.
 FEATURES: Mapping[str, ModelFeatures] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFeatures("rotary embedding plain, linear, llama3 or YaRN"),
@@ -393,7 +392,7 @@ FEATURES: Mapping[str, ModelFeatures] = MappingProxyType(
 
 
 def find_family(architecture: str) -> Family | None:
-    """The family of that architecture, ours or a plug-in's; None if there is none.
+    """Returns the architecture's family, ours or a plug-in's; None if there is none.
 
     Raises:
         ConfigError: two register the architecture, or the plug-in is broken.
@@ -402,7 +401,7 @@ def find_family(architecture: str) -> Family | None:
 
 
 def family_of(architecture: str) -> Family:
-    """The family of a model whose config was read, so it has one."""
+    """Returns the family of a model whose config was read, so it exists."""
     family = find_family(architecture)
     assert family is not None, architecture
     return family

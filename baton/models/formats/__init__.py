@@ -1,1 +1,1 @@
-"""Quantized numbers in plain torch: packing, unpacking, and the products that kernels are compared with."""
+"""Quantized numbers in plain torch: packing, unpacking, and reference products for the kernels."""

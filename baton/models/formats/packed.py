@@ -1,4 +1,4 @@
-"""Packed integers in plain torch: out of a publisher's words, into the form that products read, and back to weights.
+"""Packed integers in plain torch: converts a publisher's words to the form that products read, and back to weights.
 
 That form has two numbers of 4 bits in a byte. Of every 32 inputs, the low halves of 16 bytes hold the first 16 and the
 high halves the others, so a kernel reads whole runs of activations for each half.
@@ -19,15 +19,15 @@ RUN = 16  # inputs in the low halves of adjacent bytes, before those in the high
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight of one layer; with a leading axis [E, ...] in every tensor, of all experts.
+    """The weight of one layer, or of all experts with a leading axis [E, ...] in every tensor.
 
     Attributes:
         stored_NB: uint8, contiguous, inputs padded with zeros to a multiple of 32.
         scales_GN: (number - zero) * scale is the weight.
-        zeros_GN: uint8; None: the middle of the numbers.
+        zeros_GN: uint8; None: the zero is the middle of the numbers.
         columns: K.
         group_size: inputs that share a scale.
-        order_K: which input each column of `stored_NB` multiplies; None: they are in order.
+        order_K: the input that each column of `stored_NB` multiplies; None: they are in order.
         groups_K: each column's group; None: groups are runs of `group_size` columns.
     """
 
@@ -45,7 +45,7 @@ class PackedWeight:
         return replace(self, **{name: each[index] for name, each in tensors.items() if each is not None})
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], inputs in their own order, each product rounded once."""
+        """Returns [N, K] with inputs in their own order, each product rounded once."""
         numbers_NK = unpack_halves(self.stored_NB, self.bits)[:, : self.columns]
         groups_K = self.groups_K
         if groups_K is None:
@@ -56,7 +56,7 @@ class PackedWeight:
 
 
 def numbers_of(tensors: Mapping[TensorRole, Tensor], config: PackedConfig, rows: int, columns: int) -> PackedWeight:
-    """The weight that a layer's stored tensors hold."""
+    """Returns the weight in a layer's stored tensors."""
     layout = config.tensors
     numbers_NK = unpack_words(tensors[TensorRole.NUMBERS], layout[TensorRole.NUMBERS], config.bits)[:rows, :columns]
     scales_NG = _outputs_first(tensors[TensorRole.SCALES], layout[TensorRole.SCALES])
@@ -82,7 +82,7 @@ def numbers_of(tensors: Mapping[TensorRole, Tensor], config: PackedConfig, rows:
 
 
 def unpack_words(words: Tensor, layout: StoredPart, bits: int) -> Tensor:
-    """uint8 [N, K] or [N, G] of the stored words."""
+    """Unpacks stored words to uint8 [N, K] or [N, G]."""
     assert layout.packed_dim is not None
     places = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
     numbers = ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).to(torch.uint8)
@@ -98,7 +98,7 @@ def _outputs_first(tensor: Tensor, layout: StoredPart) -> Tensor:
 
 
 def pack_halves(numbers_NK: Tensor, bits: int) -> Tensor:
-    """[N, B], contiguous, of uint8 [N, K], which files that have inputs first leave transposed."""
+    """Packs uint8 [N, K] to contiguous [N, B]; the input may be transposed, as from files with inputs first."""
     rows, columns = numbers_NK.shape
     padded_NK = torch.nn.functional.pad(numbers_NK, (0, -columns % (2 * RUN))).contiguous()
     if bits == 8:
@@ -108,7 +108,7 @@ def pack_halves(numbers_NK: Tensor, bits: int) -> Tensor:
 
 
 def unpack_halves(stored_NB: Tensor, bits: int) -> Tensor:
-    """uint8 [N, padded K] of [N, B]."""
+    """Unpacks [N, B] to uint8 [N, padded K]."""
     if bits == 8:
         return stored_NB
     runs = stored_NB.unflatten(-1, (-1, RUN))
@@ -116,7 +116,7 @@ def unpack_halves(stored_NB: Tensor, bits: int) -> Tensor:
 
 
 def stacked(weights: list[PackedWeight]) -> PackedWeight:
-    """The weights of all experts as one [E, ...]. An order of inputs is given for all of them or for none."""
+    """Stacks the weights of all experts to one [E, ...]. Either all of them have an order of inputs or none."""
     first, count = weights[0], weights[0].columns
     device = first.stored_NB.device
     zeros = [each.zeros_GN for each in weights if each.zeros_GN is not None]

@@ -1,6 +1,6 @@
-"""The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype, as two calls would round it.
+"""The activation of gated MLPs: f(gate) * up. It rounds f(gate) to the tensor's dtype, as two calls would.
 
-The twins are in `baton.models.layers.common`. Legend: T rows, I channels of the gate, and of the up after it.
+The twins are in `baton.models.layers.mlp`. Legend: T rows, I channels of the gate, which the up's follow.
 """
 
 import triton
@@ -16,18 +16,18 @@ _NUM_WARPS = 4
 
 
 def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
-    """[T, I] of [T, 2 I] with rows at any stride; silu(gate) * up."""
+    """Returns silu(gate) * up [T, I] of [T, 2 I] with rows at any stride."""
     return _launch(gate_up_TI, tanh_gelu=False)
 
 
 def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
-    """[T, I] of [T, 2 I] with rows at any stride; gelu(gate), approximated by tanh, * up."""
+    """Returns gelu(gate), approximated by tanh, * up [T, I] of [T, 2 I] with rows at any stride."""
     return _launch(gate_up_TI, tanh_gelu=True)
 
 
 def clamp_and_gate(gate_up_TI: Tensor, *, limit: float, alpha: float) -> Tensor:
-    """[T, I] of contiguous [T, 2 I], gate and up in turns: gate * sigmoid(alpha * gate) * (up + 1), with the gate at
-    most `limit` and up between -limit and limit. Rounded once."""
+    """Returns gate * sigmoid(alpha * gate) * (up + 1) [T, I] of contiguous [T, 2 I] with gate and up in turns. The gate
+    is clamped to at most `limit` and up to between -limit and limit. Rounds once."""
     num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
     out_TI = gate_up_TI.new_empty(num_rows, size)
     _clamp_and_gate[(num_rows, triton.cdiv(size, _TILE))](
@@ -72,7 +72,7 @@ def _activate(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """TILE channels of one row."""
+    """Computes TILE channels of one row."""
     start_dependents(OVERLAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -102,7 +102,7 @@ def _clamp_and_gate(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """TILE channels of one row."""
+    """Computes TILE channels of one row."""
     start_dependents(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -1,12 +1,13 @@
-"""(x A^T) B^T * scale of each token's own adapter, added to a layer's result: two launches, shrink and expand.
+"""Adds (x A^T) B^T * scale of each token's own adapter to a layer's result, in two launches: shrink and expand.
 
-Tokens are sorted by adapter once a step (`AdapterRows`), and a program computes tokens of one adapter, so that they
-share what it reads. The order stays on the device: a captured step serves any mix of adapters. Tokens without an
-adapter are neither read nor written. The twin is `baton.models.adapters.layer.add_in_torch`.
+Tokens are sorted by adapter once a step (`AdapterRows`). A program computes tokens of one adapter, which share the
+matrices it reads. The order stays on the device: a captured step serves any mix of adapters. Tokens without an adapter
+are neither read nor written. The twin is `baton.models.adapters.layer.add_in_torch`.
 
-Few tokens, which are decodes: the time is that of reading A and B. So several programs share a token's sum, each reads
-its whole part of A at once, before it waits for the layer's input, and expand reads B while shrink runs. The layer's
-shape alone says which parts a sum has, so a token's bits depend neither on the number of tokens nor on the others.
+With few tokens, as in decodes, reading A and B takes most of the time. So several programs share a token's sum, each
+reads its whole part of A at once before it waits for the layer's input, and expand reads B while shrink runs. The
+layer's shape alone says which parts a sum has, so a token's bits depend neither on the number of tokens nor on the
+others.
 
 Legend: T token, K input, N output, S slot, P part of a fused layer, R rank of a slot, Q = P * R, C split of K, W warp.
 """
@@ -24,9 +25,9 @@ from baton.models.kernels.moe.expert_order import sort_assignments
 from baton.tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from baton.tritonlib.rounding import round_to
 
-# Up to this many tokens, their sums are shared among programs.
+# Up to this many tokens, programs share a token's sum.
 MOST_SHARED_TOKENS = 256
-# The kernel that sorts by slot counts up to this many; pairs of experts and adapters may be more.
+# The kernel that sorts by slot supports up to this many; there may be more pairs of experts and adapters.
 _MOST_COUNTED_SLOTS = 1024
 # Tokens of a program: columns of a product, which come in 8s.
 FEW_TOKENS = 8
@@ -37,7 +38,7 @@ _MANY_TOKENS_NUMBERS = 2048
 _MOST_RANKS_AT_ONCE = 64
 # Columns of A of a program.
 _SHRINK_COLUMNS = 16
-# Inputs of a program, 16 KiB of A; more where there would be more splits than this. A warp has 128 of them.
+# Inputs of a program, 16 KiB of A; more if there would be more splits than this. A warp has 128 of them.
 FEWEST_INPUTS = 512
 MOST_SPLITS = 16
 _WARP_INPUTS = 128
@@ -71,7 +72,7 @@ class AdapterRows:
     Attributes:
         slots_T: int32; negative: the token has no adapter.
         order_T, groups_3G: tokens sorted by slot, and the groups of them, as in `ExpertOrder`; None on a CPU.
-        group_tokens: most tokens of a group.
+        group_tokens: largest number of tokens of a group.
     """
 
     slots_T: Tensor
@@ -81,8 +82,8 @@ class AdapterRows:
 
 
 def group_by_adapter(slots_T: Tensor, *, num_slots: int, batch_invariant: bool = False) -> AdapterRows:
-    """Launches the sorting. The products read its result before they wait for the kernel before them, so a launch that
-    does not overlap must come between.
+    """Launches the sorting. The products read its result before they wait for the previous kernel, so a launch that
+    does not overlap must come in between.
 
     Args:
         batch_invariant: a token's bits must not depend on the number of tokens, however many there are.
@@ -96,7 +97,8 @@ def group_by_adapter(slots_T: Tensor, *, num_slots: int, batch_invariant: bool =
 
 
 def _group_by_sorting(slots_T: Tensor, group_tokens: int) -> AdapterRows:
-    """For more slots than a program can count: a group may begin at any token, so most groups are unused."""
+    """Groups tokens by sorting, for more slots than a program can count. A group may begin at any token, so most groups
+    are unused."""
     sorted_T, order_T = slots_T.sort(stable=True)
     places_T = torch.arange(len(slots_T), dtype=torch.int32, device=slots_T.device)
     starts_T = torch.searchsorted(sorted_T, sorted_T, out_int32=True)
@@ -107,7 +109,7 @@ def _group_by_sorting(slots_T: Tensor, group_tokens: int) -> AdapterRows:
 
 
 def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWeights) -> None:
-    """Adds to `out_TN` in place, rounding each sum once.
+    """Adds the products to `out_TN` in place, rounding each sum once.
 
     Args:
         x_TK, out_TN: channels adjacent; rows at any stride.
@@ -116,7 +118,7 @@ def add_products(x_TK: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotW
 
 
 def shrink(x_TK: Tensor, rows: AdapterRows, weights: SlotWeights) -> Tensor:
-    """x A^T as sums [T, Q, C] of the splits of K, of which those of tokens without an adapter are not written."""
+    """Returns x A^T as sums [T, Q, C] over the splits of K. Sums of tokens without an adapter are not written."""
     assert rows.order_T is not None
     assert rows.groups_3G is not None
     inputs, columns, num_groups = x_TK.shape[1], weights.a_SQK.shape[1], rows.groups_3G.shape[1]
@@ -175,13 +177,13 @@ def expand(sums_TQC: Tensor, out_TN: Tensor, rows: AdapterRows, weights: SlotWei
 
 
 def _common(rows: AdapterRows, device: torch.device) -> dict[str, Any]:
-    # Expand follows shrink, so it gains by overlapping at any number of tokens.
+    # Expand follows shrink, so overlapping helps at any number of tokens.
     overlapping = overlap(device, rows=1) if rows.group_tokens == FEW_TOKENS else {"OVERLAP": False}
     return {"TILE_T": rows.group_tokens, "INTERPRETED": interpreted(), **overlapping}
 
 
 def _inputs_of_program(inputs: int, dtype: torch.dtype) -> int:
-    """A power of two. In float32 fewer, for the registers."""
+    """Returns the number of inputs of a program, a power of two; smaller in float32, to fit the registers."""
     least = FEWEST_INPUTS if dtype.itemsize == 2 else 64
     enough: int = triton.next_power_of_2(max(16, min(least, inputs), triton.cdiv(inputs, MOST_SPLITS)))
     return enough
@@ -206,9 +208,9 @@ def _shrink(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """TILE_R columns of a group's tokens.
+    """Computes TILE_R columns for a group's tokens.
 
-    WARPS: programs share a sum, and so do this many warps of a program. 0: a program computes a whole sum.
+    WARPS is how many of a program's warps share a sum that programs share too; 0: a program computes a whole sum.
     """
     start_dependents(OVERLAP)
     group, split = tl.program_id(0), tl.program_id(1)
@@ -261,7 +263,7 @@ def _expand(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """TILE_N outputs, of one part, of a group's tokens. ALIGNED: divides the SIZES of the parts."""
+    """Computes TILE_N outputs of one part for a group's tokens. ALIGNED divides the SIZES of the parts."""
     start_dependents(OVERLAP)
     group = tl.program_id(0)
     slot = tl.load(groups_ptr + group).to(tl.int64)
@@ -296,7 +298,7 @@ def _expand(
 
 @triton.jit
 def _tokens(group, order_ptr, groups_ptr, num_groups, TILE_T: tl.constexpr):
-    """The group's tokens, and which of them exist."""
+    """Returns the group's tokens, and which of them exist."""
     places_T = tl.load(groups_ptr + num_groups + group) + tl.arange(0, TILE_T)
     exists_T = places_T < tl.load(groups_ptr + 2 * num_groups + group)
     return tl.load(order_ptr + places_T, mask=exists_T, other=0).to(tl.int64), exists_T
@@ -304,7 +306,7 @@ def _tokens(group, order_ptr, groups_ptr, num_groups, TILE_T: tl.constexpr):
 
 @triton.jit
 def _outputs(tile, SIZES: tl.constexpr, TILE_N: tl.constexpr):
-    """The tile's first output, the end of its part's outputs, and the part."""
+    """Returns the tile's first output, the end of its part's outputs, and the part."""
     first, stop, part = tile * 0, tile * 0, tile * 0
     before = tile * 0
     start: tl.constexpr = 0
@@ -320,7 +322,7 @@ def _outputs(tile, SIZES: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _product(x, y, INTERPRETED: tl.constexpr):
-    """x y in float32."""
+    """Multiplies x and y in float32."""
     if INTERPRETED:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
     return tl.dot(x, y, input_precision="ieee")

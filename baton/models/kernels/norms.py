@@ -1,7 +1,7 @@
-"""RMS norms, alone or together with the addition to the residual stream before them.
+"""RMS norms, optionally fused with the preceding addition to the residual stream.
 
-The twins are in `baton.models.layers.common`. A row's result depends on that row only: its size alone decides the
-program and the order of its sum. Legend: T tokens, D channels.
+The twins are in `baton.models.layers.norms`. A row's result depends on that row only: the row's size alone decides the
+program and the order of the sum. Legend: T tokens, D channels.
 """
 
 import torch
@@ -18,7 +18,7 @@ _CHANNELS_PER_THREAD = 16
 
 
 def rms_norm(x_TD: Tensor, norm: RowNorm) -> Tensor:
-    """[T, D], contiguous. Rows of `x_TD` at any stride."""
+    """Returns contiguous [T, D]. Rows of `x_TD` may have any stride."""
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     _launch(x_TD, None, None, norm, out_TD)
     return out_TD
@@ -75,7 +75,7 @@ def _norm(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row."""
+    """Computes one row."""
     start_dependents(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

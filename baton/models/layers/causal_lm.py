@@ -18,10 +18,10 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import ModelConfig
 from baton.models.kernels.adapter_products import AdapterRows
-from baton.models.layers.blocks import CenteredNorm
-from baton.models.layers.common import Embedding, RMSNorm
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule, TensorParallel
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
@@ -29,11 +29,12 @@ from baton.models.layers.token_exchange import ExchangingModule, TokenExchange
 
 
 class DecoderLayer(ExchangingModule):
-    """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
-    a rank's part of a sum; with attention data parallelism, attention returns all of it, of the rank's own tokens.
+    """Llama's layer: attention and an MLP, each after a norm and added to the residual stream. Families make the parts,
+    which return a rank's part of a sum. With attention data parallelism, attention returns the whole sum for the rank's
+    own tokens.
 
     Attributes:
-        residual_multiplier: of what is added to the stream.
+        residual_multiplier: factor of the updates of the stream.
     """
 
     residual_multiplier: float = 1.0
@@ -50,7 +51,8 @@ class DecoderLayer(ExchangingModule):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
+        """Adds the previous layer's update and this layer's attention to the stream; returns this layer's MLP's
+        update."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
         attended_TD = self.update(attended_TD) if self.exchange is None else self._scaled(attended_TD)
@@ -58,7 +60,7 @@ class DecoderLayer(ExchangingModule):
         return self.update(self.mlp(self.of_all_ranks(normed_TD)))
 
     def update(self, part_TD: Tensor) -> Tensor:
-        """What is added to the stream, given this rank's part of it."""
+        """Returns the update of the stream, given this rank's part of it."""
         return self._scaled(self.sum_of_ranks(part_TD))
 
     def _scaled(self, whole_TD: Tensor) -> Tensor:
@@ -84,17 +86,18 @@ class CausalLM(ExchangingModule):
     tensors.
 
     Args:
-        norm: after the last layer; None: an RMS norm.
+        norm: the norm after the last layer; None: an RMS norm.
 
     Attributes:
-        adapter_rows: the adapters of the step that `compute` computes, for the hooks of `AdapterBank`.
-        find_adapters: makes them from the slots of a step's tokens; None: the model has no slots for adapters.
-        checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place, as
-            `baton.models.checkpoint.names` translates them.
-        config: of this rank, where several ranks compute the model together.
-        expert_counts: tokens of experts, where ranks hold whole ones.
+        adapter_rows: the adapters of the current step, for the hooks of `AdapterBank`.
+        find_adapters: makes `adapter_rows` from the slots of a step's tokens; None: the model has no slots for
+            adapters.
+        checkpoint_prefixes: maps prefixes of module paths to checkpoints' prefixes, for
+            `baton.models.checkpoint.names`.
+        config: this rank's config, if several ranks compute the model together.
+        expert_counts: counters of experts' tokens, if ranks hold whole experts.
         vocab_size: of the whole model.
-        rotary: None where the config has no rotary embedding.
+        rotary: None if the config has no rotary embedding.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -115,20 +118,20 @@ class CausalLM(ExchangingModule):
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
     def adapters_of(self, slots_T: Tensor | None) -> AdapterRows | None:
-        """The adapters of a step's tokens, for its context. May launch kernels: a kernel of torch must follow before
-        `compute`.
+        """Returns the adapters of a step's tokens, for its context. It may launch kernels; a torch kernel must follow
+        before `compute`.
 
         Args:
-            slots_T: int32, of each token, negative for none; None: no token has an adapter.
+            slots_T: int32, the adapter slot of each token, negative for none; None: no token has an adapter.
         """
         find = self.find_adapters
         return None if slots_T is None or find is None else find(slots_T)
 
     def compute(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
-        """Hidden states [T,D] of a step's tokens; writes their KV into `kv_cache`.
+        """Computes hidden states [T,D] of a step's tokens, and writes their KV into `kv_cache`.
 
-        With attention data parallelism, token ids and hidden states are those of all ranks, as `exchange` has them, and
-        all else is of this rank's own tokens.
+        With attention data parallelism, token ids and hidden states cover all ranks' tokens, in the order of
+        `exchange`; everything else covers this rank's own tokens.
 
         Args:
             positions_T: below `config.max_context_tokens`.
@@ -138,7 +141,7 @@ class CausalLM(ExchangingModule):
         if self.expert_counts is not None:
             slots_T = context.slots_T
             if self.exchange is not None and slots_T is not None:
-                # Experts see all ranks' tokens; the padding between them is 0 in a gathering.
+                # Experts see all ranks' tokens, and a gather leaves 0 in the padding between them.
                 slots_T = self.exchange.gather(slots_T + 1) - 1
             self.expert_counts.slots_T = slots_T
         self.adapter_rows = context.adapters
@@ -146,7 +149,7 @@ class CausalLM(ExchangingModule):
         return hidden_TD
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
-        """A family's own computation of a step. Call `compute`, which prepares what layers share."""
+        """Computes a step in the family's own way. Callers use `compute`, which prepares what layers share."""
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
@@ -157,7 +160,7 @@ class CausalLM(ExchangingModule):
         return self.of_all_ranks(self.model.norm.add_and_norm(stream_TD, update_TD))
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
-        """Makes this model, of one rank's config, a part of the model that all ranks compute together.
+        """Makes this model, built from one rank's config, a part of the model that all ranks compute together.
 
         Args:
             vocab_size: of the whole model.
@@ -171,7 +174,8 @@ class CausalLM(ExchangingModule):
                 module.exchange = exchange
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R,V], float32, of the rows to sample: the same bits on every rank, so each rank samples by itself."""
+        """Returns logits [R,V] in float32 of the rows to sample. Every rank gets the same bits, so each can sample by
+        itself."""
         head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
         logits_RV: Tensor = head(hidden_RD)
         logits_RV = self._whole_vocabulary(logits_RV) if self.parallel.size > 1 else logits_RV.float()
@@ -179,7 +183,7 @@ class CausalLM(ExchangingModule):
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     def _whole_vocabulary(self, logits_RV: Tensor) -> Tensor:
-        """All ranks' logits in one tensor, float32, without the padding."""
+        """Gathers all ranks' logits in one float32 tensor without padding."""
         out_RV = logits_RV.new_empty(len(logits_RV), self.vocab_size, dtype=torch.float32)
         ranks = self.parallel.all_gather(logits_RV)
         for own_RV, rank_RV in zip(out_RV.split(logits_RV.shape[1], dim=1), ranks, strict=False):
@@ -188,6 +192,6 @@ class CausalLM(ExchangingModule):
 
 
 class ModelClass(Protocol):
-    """How the loader makes a model of any family."""
+    """The constructor that the loader calls for a model of any family."""
 
     def __call__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> CausalLM: ...

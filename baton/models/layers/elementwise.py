@@ -1,8 +1,9 @@
-"""Functions of single numbers in plain torch whose bits do not depend on where in a tensor a number is.
+"""Elementwise functions in plain torch whose bits do not depend on a number's place in the tensor.
 
-torch's own round differently where they take numbers one by one, as at the end of a tensor, so a token's result would
-depend on the number of tokens. exp, log1p, tanh and erf do not. (Measured on a CPU with AVX-512: 4 to 20 % of random
-numbers.) Functions compute in float32 and round once. On a GPU, where each number is computed alike, they are torch's.
+torch's own functions round differently where they compute numbers one by one, as at the end of a tensor, so a token's
+result would depend on the number of tokens (on a CPU with AVX-512, 4 to 20 % of random numbers differ). exp, log1p,
+tanh and erf do not. The functions here compute in float32 and round once. On a GPU, which computes each number alike,
+they are torch's.
 """
 
 import math
@@ -15,7 +16,7 @@ _TANH_CUBE = 0.044715  # of gelu's approximation
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, or in the dtype that it has if that is wider."""
+    """Converts to float32 unless the dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -33,7 +34,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Gaussian error linear units, computed in float32 on a CPU.
+    """Computes Gaussian error linear units, in float32 on a CPU.
 
     Args:
         approximate: "none", or "tanh".
@@ -50,5 +51,5 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), without overflow."""
+    """Returns log(1 + exp(x)) without overflow."""
     return torch.exp(-x.abs()).log1p_().add_(x.clamp(min=0))

@@ -1,4 +1,4 @@
-"""Counts on the device how many tokens each place of each layer's experts gets, within captured steps too.
+"""Counts on the device how many tokens each place of each layer's experts gets, also within captured steps.
 
 Every rank routes every token, so each rank has the whole counts. Legend: L layer with experts, P place on some rank, T
 token of the step.
@@ -22,9 +22,9 @@ class ExpertCounts:
         num_places: of each layer, over all ranks.
 
     Attributes:
-        tokens_LP: int64; they only rise, until `reset`.
-        slots_T: of the step that is computed or captured, below 0 for padding; None: it is not counted. The memory that
-            a captured step reads stays where it is.
+        tokens_LP: int64; the counts only rise until `reset`.
+        slots_T: slots of the step's tokens, below 0 for padding; None: the step is not counted. A captured step's
+            memory must not move.
     """
 
     def __init__(self, layers: Sequence[int], num_places: int, device: torch.device | str) -> None:
@@ -39,7 +39,7 @@ class ExpertCounts:
         self.tokens_LP.zero_()
 
     def fetch(self) -> "FetchedCounts":
-        """The counts after the steps that are queued by now. The host does not wait."""
+        """Starts copying the counts after the steps queued so far. The host does not wait."""
         return FetchedCounts(self.layers, self.tokens_LP)
 
 
@@ -65,14 +65,15 @@ class FetchedCounts:
             self._event.record()
 
     def wait(self) -> Mapping[int, tuple[int, ...]]:
-        """Tokens of each place, by layer. Call it on any thread. Raises device errors."""
+        """Waits for the counts and returns the tokens of each place, by layer. Any thread may call it. Raises device
+        errors."""
         if self._event is not None:
             self._event.synchronize()
         return {layer: tuple(row) for layer, row in zip(self._layers, self._host_LP.tolist(), strict=True)}
 
 
 def expert_load(placement: ExpertPlacement, counts: Mapping[int, Sequence[int]], *, model: str) -> ExpertLoad:
-    """What the counts say of experts and ranks.
+    """Summarizes the counts as the load of experts and ranks.
 
     Args:
         counts: tokens of each place, by layer.

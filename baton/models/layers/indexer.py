@@ -1,9 +1,9 @@
 """The indexer of sparse attention (DeepSeek-V3.2): scores every token that a query sees and selects the best.
 
-Its keys, one head per token, are a cache beside that of KV. All ranks compute all of it, so all select the same tokens.
-The published code turns queries and keys by a Hadamard matrix before it rounds them to fp8: products are the same
-without both, and as exact as the model's dtype. Shapes: T token, D hidden channel, X channel of the queries' latent, H
-head of the indexer, C its channel.
+Its keys, one head per token, have a cache next to the KV cache. All ranks compute the whole indexer, so all select the
+same tokens. The published code multiplies queries and keys by a Hadamard matrix before it rounds them to fp8. Without
+both the products are the same, and as exact as the model's dtype. Shapes: T token, D hidden channel, X channel of the
+queries' latent, H head of the indexer, C its channel.
 """
 
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ from baton.core.errors import ConfigError
 from baton.kvcache.access import store_latent
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import IndexConfig
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.norms import LayerNorm
 
-# NOTE: the models were trained so, whatever their `rms_norm_eps`.
+# NOTE: the models were trained with this value, whatever their `rms_norm_eps`.
 _KEY_NORM_EPS = 1e-6
 
 
 @dataclass
 class Selection:
-    """What the last layer with an indexer selected in the step that is computed; shared by a model's layers."""
+    """The selection of the last layer with an indexer in the current step, shared by a model's layers."""
 
     keys: Selected = NOTHING_SELECTED
 
@@ -86,7 +86,8 @@ class Indexer(nn.Module):
     def forward(
         self, x_TD: Tensor, q_a_TX: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: MLAMetadata
     ) -> Selected:
-        """Writes the new tokens' keys into the cache; then selects, for queries that do not attend to all they see.
+        """Writes the new tokens' keys into the cache, then selects tokens for queries that do not attend to all they
+        see.
 
         Args:
             q_a_TX: the latent of the queries, normed.
@@ -114,7 +115,7 @@ class Indexer(nn.Module):
 
 
 def _turned(x_THC: Tensor, rotation: Rotation) -> Tensor:
-    """The heads, turned; on a GPU in place."""
+    """Turns the heads, on a GPU in place."""
     if not x_THC.is_cuda:
         return rotation.apply(x_THC)
     turn_heads(x_THC, rotation)

@@ -1,6 +1,6 @@
 """Linear layers: one layer of a checkpoint, or several that read the same input and are computed as one.
 
-Parameters are allocated and not initialized: the loader fills every one.
+Parameters are allocated but not initialized; the loader fills every one.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ class Linear(nn.Linear):
 
     Attributes:
         multiply: computes `x @ weight.T + bias`; replaced where a product must not depend on the batch.
-        has_adapters: products of adapters are added to its result (`baton.models.adapters.bank`).
+        has_adapters: whether products of adapters are added to its result (`baton.models.adapters.bank`).
     """
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
@@ -35,10 +35,10 @@ class Linear(nn.Linear):
 
 
 class InputsFirstLinear(Linear):
-    """A linear layer whose weight is [in, out] in the checkpoint, as GPT-2's are."""
+    """A linear layer whose weight is [in, out] in the checkpoint, as in GPT-2."""
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(Tensor name, relative to this layer; the memory that it fills.)"""
+        """Yields (tensor name, relative to this layer; the memory that it fills)."""
         for name, parameter in self.named_parameters():
             yield name, parameter.data.t() if name == "weight" else parameter.data
 
@@ -57,11 +57,11 @@ class FusedLinear(Linear):
         self.parts = parts
 
     def keep_in_one(self, name: str) -> None:
-        """For checkpoints that keep all parts in one tensor of that name."""
+        """Reads all parts from one tensor of that name, for checkpoints that store them so."""
         self.parts = ((name, self.out_features),)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(Tensor name in the checkpoint, relative to this layer's parent; the rows of this layer that it fills.)"""
+        """Yields (checkpoint's tensor name, relative to this layer's parent; the rows of this layer that it fills)."""
         sizes = [rows for _, rows in self.parts]
         for parameter_name, parameter in self.named_parameters():
             for (part, _), view in zip(self.parts, torch.split(parameter.data, sizes), strict=True):

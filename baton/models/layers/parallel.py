@@ -1,11 +1,11 @@
-"""Tensor parallelism: which part of a model each rank holds, and how the ranks' results are combined.
+"""Tensor parallelism: splits a model over ranks and combines their results.
 
 A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
 vocabulary; everything else is whole on each rank. Experts are split by channels, so all ranks have equal work for any
-choice of experts; or, with `whole_experts`, each rank has some of them whole: larger products and no limits on channels
-for unequal work. Either way a rank computes its part for all tokens, which every rank has after attention, and the
-ranks' sum is the all-reduce that the layer has anyway: no tokens are exchanged. With `own_attention`, attention is
-whole on each rank, for its own tokens only (`baton.models.layers.token_exchange`).
+choice of experts. With `whole_experts` each rank has some whole experts instead: products are larger and channels have
+no limits, but work is unequal. Either way a rank computes its part for all tokens, which every rank has after
+attention, and the layer's usual all-reduce adds up the parts, so no tokens are exchanged. With `own_attention`,
+attention is whole on each rank, for its own tokens only (`baton.models.layers.token_exchange`).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from baton.models.config.model_config import ModelConfig
 
 # Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
 _VOCABULARY_ROWS = 16
-_NO_TEXT = 1 << 62  # above every number of a text
+_NO_TEXT = 1 << 62  # above every number that stands for a text
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TensorParallel:
             raise ConfigError(f"rank is {self.rank} of {self.size}", field="rank", value=self.rank, allowed=allowed)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place, with the same bits on each rank, so all ranks choose the same experts.
+        """Sums over ranks in place, with the same bits on each rank, so that all ranks choose the same experts.
 
         Args:
             x: contiguous. On a GPU the sum can be part of a CUDA graph once one was computed outside of graphs.
@@ -60,7 +60,7 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[rank, *x.shape]."""
+        """Gathers all ranks' tensors as [rank, *x.shape]."""
         out = x.new_empty(self.size, *x.shape)
         # One function with two names: torch 2.13 warns about the older one.
         gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -68,7 +68,8 @@ class TensorParallel:
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part, of equal parts by rank along the first axis, of the sum over ranks."""
+        """Sums over ranks and returns this rank's part of the result, which is cut into equal parts along the first
+        axis."""
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
         scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
         scatter(out, x.contiguous(), group=self.group)
@@ -76,11 +77,11 @@ class TensorParallel:
 
     @property
     def num_owners(self) -> int:
-        """How many ranks have requests of their own; 1: all ranks have all of them."""
+        """The number of ranks with requests of their own; 1: all ranks compute all requests."""
         return self.size if self.own_attention else 1
 
     def smallest(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values. The host waits.
+        """Returns the smallest of the ranks' values. The host waits.
 
         Args:
             device: of tensors that the group takes.
@@ -92,10 +93,10 @@ class TensorParallel:
         return int(smallest.item())
 
     def agree(self, text: str | None, device: torch.device) -> bool:
-        """Whether all ranks have this text. All get the same answer. The host waits.
+        """Whether all ranks have this text. All get the same result. The host waits.
 
         Args:
-            text: None: this rank has none and agrees with all; some rank has one.
+            text: None if this rank has no text and agrees with any; at least one rank must have a text.
             device: of tensors that the group takes.
         """
         low = high = _NO_TEXT
@@ -119,13 +120,14 @@ class ParallelModule(nn.Module):
 
 
 def query_heads(num_heads: int, parallel: TensorParallel) -> range:
-    """A rank's query heads. All ranks have the same number; only with a single kv head some may have one more."""
+    """Returns a rank's query heads. All ranks have equal numbers, except that with a single kv head some may have one
+    more."""
     return _equal_part(num_heads, parallel)
 
 
 def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
-    """A rank's kv heads. With fewer heads than ranks, several ranks hold the same one; MLA's one latent is on every
-    rank."""
+    """Returns a rank's kv heads. With fewer heads than ranks, several ranks hold the same head; MLA's latent is on
+    every rank."""
     if num_kv_heads >= parallel.size:
         return _equal_part(num_kv_heads, parallel)
     head = parallel.rank * num_kv_heads // parallel.size
@@ -133,7 +135,7 @@ def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
 
 
 def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range:
-    """A rank's intermediate channels of an MLP.
+    """Returns a rank's intermediate channels of an MLP.
 
     Args:
         block: number of channels that share a scale and stay together; ranks then differ by at most one block.
@@ -146,14 +148,14 @@ def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range
 
 
 def experts(num_experts: int, parallel: TensorParallel) -> range:
-    """A rank's experts, where it holds whole ones without a plan; ranks differ by at most one."""
+    """Returns a rank's experts if ranks hold whole experts without a plan; ranks differ by at most one."""
     return _equal_part(num_experts, parallel)
 
 
 def with_experts_placed(
     parallel: TensorParallel, config: ModelConfig, *, redundant: int, load: ExpertLoad | None
 ) -> TensorParallel:
-    """The rank with the plan of its experts, where ranks hold whole ones.
+    """Returns the rank with a plan of its experts, if ranks hold whole experts.
 
     Args:
         config: of the whole model, which `local_config` could split.
@@ -184,20 +186,21 @@ def with_experts_placed(
 
 
 def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
-    """The tokens whose rows the rank holds, before its padding."""
+    """Returns the tokens whose rows the rank holds, without padding."""
     rows = padded_rows(vocab_size, parallel)
     return range(min(parallel.rank * rows, vocab_size), min((parallel.rank + 1) * rows, vocab_size))
 
 
 def padded_rows(vocab_size: int, parallel: TensorParallel) -> int:
-    """Rows of the vocabulary in each rank's memory, padding included."""
+    """Returns the number of vocabulary rows in each rank's memory, padding included."""
     if parallel.size == 1:
         return vocab_size
     return -(-vocab_size // (parallel.size * _VOCABULARY_ROWS)) * _VOCABULARY_ROWS
 
 
 def channel_block(config: ModelConfig) -> int | None:
-    """Number of intermediate channels that share a scale and must stay together; None: channels have no scales."""
+    """Returns the number of intermediate channels that share a scale and must stay together; None: channels have no
+    scales."""
     quantization = config.quantization
     return None if quantization is None else quantization.channel_block
 

@@ -1,5 +1,5 @@
-"""Which method each matrix product of a loaded model uses: the library's, one that does not depend on the batch, or the
-one for few rows.
+"""Chooses the method of each matrix product of a loaded model: the library's, the batch-invariant one, or the one for
+few rows.
 
 Linear layers, embeddings, routers and experts multiply by their attribute `multiply`, latent attention by
 `multiply_heads`; the functions here replace these attributes.
@@ -13,7 +13,7 @@ from attention.mla import MLAAttention, library_heads_product
 from baton.core.errors import InternalError
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.matmul.matmul import multiply_heads_invariant, multiply_invariant
-from baton.models.layers.common import Embedding
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import Linear
 
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from baton.models.config.model_config import GQAConfig, QKNorm
-from baton.models.layers.common import RMSNorm
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import TensorParallel
 
 
 def norm_rows(q_TX: Tensor, k_TX: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, parallel: TensorParallel) -> None:
-    """RMS norms, in place, over the queries of all heads, and the keys of all heads, of each token.
+    """Norms each token's queries of all heads together, and its keys likewise, by RMS norms in place.
 
     With several ranks these are the heads of all ranks. All have equal numbers of them, and a kv head that several
     ranks hold counts as often for each, so the mean over the whole row is the mean of the ranks' means.
@@ -46,10 +46,10 @@ class OwnWeightsNorm(nn.Module):
 def make_norms(
     gqa: GQAConfig, norm: type[RMSNorm], *, eps: float, dtype: torch.dtype
 ) -> tuple[RMSNorm | OwnWeightsNorm | None, RMSNorm | OwnWeightsNorm | None]:
-    """Those of queries and of keys, which may be none.
+    """Returns the norms of queries and of keys; both may be None.
 
     Args:
-        norm: class of the norms, but for OWN_WEIGHTS.
+        norm: class of the norms, except for OWN_WEIGHTS.
     """
     if not gqa.qk_norm:
         return None, None

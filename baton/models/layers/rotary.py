@@ -45,7 +45,7 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each pair of channels [dim/2].
+    """Returns radians per position of each pair of channels [dim/2].
 
     NOTE: float32 throughout, as models are trained with; at position 100,000 the rounding is 0.006 radians, so a more
     exact table would be another model.

@@ -1,4 +1,4 @@
-"""Everything a model needs to know of the step that it computes, besides tokens, positions and cache."""
+"""The context of a step: everything a model needs besides tokens, positions and cache."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from baton.models.layers.token_exchange import TokenShares
 
 @dataclass(frozen=True)
 class StepContext:
-    """One step, as its model sees it. Contexts of captured steps hold the graphs' own buffers, which never move.
+    """The context of one step. Contexts of captured steps hold the graphs' own buffers, which never move.
 
     Attributes:
         metadata: the step's plan, by the attention backend that the model was loaded with.
-        slots_T: int64, the KV slot of each of this rank's tokens; below 0 for padding. Experts count the tokens of the
-            others. None: tokens are not counted.
+        slots_T: int64, the KV slot of each of this rank's tokens, below 0 for padding. Experts do not count padding.
+            None: no tokens are counted.
         adapters: the adapters of the tokens, by `CausalLM.adapters_of`; None: no token has one.
         states: the recurrent states of the requests; None: the model has none.
-        shares: how many tokens each rank has, with attention data parallelism; else None.
+        shares: the number of tokens of each rank with attention data parallelism; else None.
     """
 
     metadata: AttentionMetadata

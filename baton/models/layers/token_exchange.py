@@ -1,5 +1,5 @@
-"""Attention data parallelism: each rank computes the attention of its own tokens, and all ranks' tokens meet at what is
-split among ranks, the experts and the vocabulary.
+"""Attention data parallelism: each rank computes the attention of its own tokens, and the experts and the vocabulary,
+which are split among ranks, see all ranks' tokens.
 
 Before such a layer ranks gather their tokens, after it the ranks' parts are summed and each rank keeps its own tokens.
 Shapes: T this rank's token, A token of any rank in the order of ranks, D hidden channel.
@@ -15,7 +15,7 @@ from baton.models.layers.parallel import ParallelModule, TensorParallel
 
 @dataclass(frozen=True)
 class TokenShares:
-    """How many tokens of a step each rank has, at least one; and where they lie in the tensors of all ranks' tokens.
+    """The number of tokens of each rank in a step, at least one, and their places in tensors of all ranks' tokens.
 
     Attributes:
         width: each rank's tokens are padded to this many, so that collectives take equal parts; 0: they lie one after
@@ -27,7 +27,7 @@ class TokenShares:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> "TokenShares":
-        """Padded, unless the padding costs more than it saves: a sum sends twice as much as the gathering or scattering
+        """Makes padded shares unless padding costs more than it saves: a sum sends twice as much as a gather or scatter
         of equal parts, and experts compute padding too."""
         width = max(counts)
         return cls(tuple(counts), width if width * len(counts) <= 2 * sum(counts) else 0)
@@ -38,20 +38,21 @@ class TokenShares:
 
     @property
     def num_places(self) -> int:
-        """Tokens of all ranks, with padding."""
+        """The number of tokens of all ranks, with padding."""
         return self.width * len(self.counts) or sum(self.counts)
 
     def start(self, rank: int) -> int:
-        """Place of the rank's first token."""
+        """Returns the place of the rank's first token."""
         return self.width * rank or sum(self.counts[:rank])
 
 
 class TokenExchange:
-    """Of one model on one rank. All ranks make the same calls in the same order, with the same shares.
+    """Exchanges tokens for one model on one rank. All ranks make the same calls in the same order, with the same
+    shares.
 
     Attributes:
         parallel: the ranks.
-        shares: of the step that is computed or captured; `CausalLM.compute` sets them.
+        shares: the current step's shares; `CausalLM.compute` sets them.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -59,7 +60,7 @@ class TokenExchange:
         self.shares = TokenShares.equal(1, parallel.size)
 
     def gather(self, own_TD: Tensor) -> Tensor:
-        """[A, D], the same bits on each rank. Padding holds anything."""
+        """Returns all ranks' tokens [A, D], with the same bits on each rank. Padding is undefined."""
         shares, count = self.shares, len(own_TD)
         if not shares.width:
             all_AD = own_TD.new_zeros(shares.num_places, *own_TD.shape[1:])
@@ -73,7 +74,7 @@ class TokenExchange:
         return self.parallel.all_gather(own_TD).flatten(0, 1)
 
     def sum_own(self, part_AD: Tensor) -> Tensor:
-        """[T, D]: the sum over ranks, of this rank's tokens only. May overwrite its argument."""
+        """Returns the sum over ranks for this rank's tokens only, [T, D]. It may overwrite its argument."""
         shares, rank = self.shares, self.parallel.rank
         if shares.width:
             return self.parallel.reduce_scatter(part_AD)[: shares.counts[rank]]
@@ -91,9 +92,9 @@ class ExchangingModule(ParallelModule):
     exchange: TokenExchange | None = None
 
     def of_all_ranks(self, own_TD: Tensor) -> Tensor:
-        """The tokens for a layer that is split among ranks: of all ranks."""
+        """Returns all ranks' tokens, for a layer that is split among ranks."""
         return own_TD if self.exchange is None else self.exchange.gather(own_TD)
 
     def sum_of_ranks(self, part_AD: Tensor) -> Tensor:
-        """The sum of the ranks' parts, for the tokens that this rank goes on with."""
+        """Returns the sum of the ranks' parts, for the tokens that this rank continues with."""
         return self.parallel.all_reduce(part_AD) if self.exchange is None else self.exchange.sum_own(part_AD)

@@ -1,4 +1,4 @@
-"""The MLP of Apertus: two products with xIELU (arXiv 2411.13010) between, and no gate.
+"""The MLP of Apertus: two products with xIELU (arXiv 2411.13010) in between, and no gate.
 
 Shapes: T token, D hidden channel, I intermediate channel.
 """

@@ -1,1 +1,1 @@
-"""From a checkpoint's files to a model's parameters."""
+"""Loads a checkpoint's files into a model's parameters."""

@@ -1,5 +1,5 @@
-"""Whether a checkpoint has the tensors that a model needs, with the right shapes and dtypes, and no others, except for
-those that published checkpoints have and no model here needs.
+"""Checks that a checkpoint has exactly the tensors that a model needs, with the right shapes and dtypes. Some extra
+tensors of published checkpoints are allowed.
 """
 
 import re
@@ -24,7 +24,7 @@ _STORED_AS = MappingProxyType(
     {E4M3: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
 )
 _MAX_PROBLEMS = 8  # of each kind in one error
-# Masks and angles, which older versions of transformers saved; computed here.
+# Masks and angles that older versions of transformers saved; we compute them.
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
@@ -40,7 +40,7 @@ def check_tensors(
     """Checks that a checkpoint has every tensor of the model, with its shape, and no other.
 
     Args:
-        views: what the tensors fill, by name.
+        views: the memory that the tensors fill, by name.
 
     Raises:
         ConfigError: names every tensor that is missing, unexpected or misshapen, up to a handful.
@@ -85,7 +85,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True  # transformers saves weights of experts that use none
     gqa, of_layer = config.attention, _SHARED_KV.match(name)
     owned = gqa.num_kv_layers if isinstance(gqa, GQAConfig) else config.num_layers
-    if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # of a layer that reads another layer's KV
+    if of_layer and owned <= int(of_layer[1]) < config.num_layers:  # the layer reads another layer's KV
         return True
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
@@ -105,7 +105,7 @@ def _expected_dtypes(allowed: tuple[str, ...]) -> str:
 def take_tied_head(
     stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], *, head: str, embedding: str
 ) -> tuple[Mapping[str, StoredTensor], StoredTensor | None]:
-    """(The tensors that fill the model, a second copy of its embedding or None), for a model with a tied head.
+    """Returns (the tensors that fill the model, a second copy of its embedding or None), for a model with a tied head.
 
     Checkpoints have the one tensor under the embedding's name, the head's, or both.
     """

@@ -1,4 +1,4 @@
-"""A digest of every byte of a checkpoint's tensors, which threads compute while the weights load.
+"""Digests every byte of a checkpoint's tensors, in threads, while the weights load.
 
 Definition. A tensor's number is the SHA-256 of name, dtype and shape and of the SHA-256 of each 16 MiB of data.
 The content digest is the sum of all tensors' numbers, mod 2**256: it does not depend on how they are spread over files.
@@ -41,8 +41,8 @@ def content_digest(stored: Mapping[str, StoredTensor], cache: DigestCache) -> It
 
     def wait() -> str:
         whole = digest.result()
-        # NOTE: the weights were read at another time than they were hashed. A file that is still being copied would
-        # have the digest of its whole content, and serve what it had before.
+        # NOTE: weights are not read and hashed at the same moment. With a file that is still being copied, the node
+        # would serve the old content under the digest of the new.
         for file in sorted(files):
             if _version(file) != before[file]:
                 raise _changed(file)
@@ -71,7 +71,7 @@ def _content_digest(tensors: Sequence[StoredTensor], cache: DigestCache, stop: E
 def _file_number(
     file: Path, tensors: Sequence[StoredTensor], cache: DigestCache, threads: ThreadPoolExecutor, stop: Event
 ) -> int:
-    """The sum of the numbers of the file's tensors, mod 2**256."""
+    """Returns the sum of the numbers of the file's tensors, mod 2**256."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -122,12 +122,12 @@ def _hash_piece(file: Path, descriptor: int, stop: Event, place: tuple[int, int]
         digest.update(buffer[:num_bytes])
         position += num_bytes
     if position < end:
-        raise CancelledError  # and nothing of the file is kept
+        raise CancelledError  # nothing of this file is kept
     return digest.digest()
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """Differs after the file was written or replaced."""
+    """Returns a value that changes when the file is written or replaced."""
     try:
         status = file.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Content digests of files that were hashed before, in one small file of the user's cache directory.
+"""Caches content digests of files, in one small file of the user's cache directory.
 
 An entry holds for a file of the same place, inode, size and times. A wrong cache costs time only:
 files are hashed again.
@@ -25,9 +25,9 @@ class DigestCache:
     """Digests of files that have not changed, kept in a directory.
 
     Args:
-        directory: made on the first entry; None: nothing is known or kept.
-        settle_s: only files that have not changed for so long are kept.
-        max_entries: the oldest are dropped.
+        directory: created for the first entry; None: nothing is cached.
+        settle_s: only files unchanged for this long are cached.
+        max_entries: beyond this number the oldest entries are dropped.
     """
 
     def __init__(self, directory: Path | None, *, settle_s: float = _SETTLE_S, max_entries: int = _MAX_ENTRIES) -> None:
@@ -37,17 +37,17 @@ class DigestCache:
 
     @staticmethod
     def key(file: Path, status: os.stat_result, content: str) -> str:
-        """Names what was hashed.
+        """Returns the key of the hashed content.
 
         Args:
-            content: which parts of the file.
+            content: names the hashed parts of the file.
         """
         times = (status.st_mtime_ns, status.st_ctime_ns)
         place = (os.path.realpath(file), status.st_dev, status.st_ino, status.st_size, *times)
         return hashlib.sha256(f"{place!r} {content}".encode(errors="surrogateescape")).hexdigest()
 
     def get(self, key: str) -> int | None:
-        """None: not known."""
+        """Returns a file's number; None if it is not cached."""
         value = self._entries().get(key)
         return None if value is None else int(value, 16)
 
@@ -68,7 +68,7 @@ class DigestCache:
             _write(self._file, list(entries.items())[-self._max_entries :])
 
     def _entries(self) -> dict[str, str]:
-        """Key and value of each sound entry, the oldest first."""
+        """Returns key and value of each valid entry, the oldest first."""
         if self._file is None:
             return {}
         try:
@@ -91,7 +91,7 @@ def _check(key: str, value: str) -> str:
 
 
 def _write(file: Path, entries: list[tuple[str, str]]) -> None:
-    """Replaces the file at once, so that readers find it whole; of two writers at a time the later one's is left."""
+    """Replaces the file atomically, so that readers find it whole; if two processes write, the later file wins."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if file.is_symlink() or (file.exists() and not file.is_file()):
         return

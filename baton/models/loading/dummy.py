@@ -1,6 +1,6 @@
-"""Weights drawn at random, for benchmarks and tests: the same in every process on the same kind of device.
+"""Draws random weights for benchmarks and tests, the same in every process on the same kind of device.
 
-Norms are 1; all other numbers are normal with the deviation that models of these families are initialized with.
+Norms are 1; all other numbers are normal with the deviation of these families' initial weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ _MXFP4_SCALE = 120  # 2 ** -7; the numbers' deviation is 2.9
 
 
 def fill_at_random(model: nn.Module) -> None:
-    """Fills all parameters, each by one call: one call for each expert would take seconds."""
+    """Fills each parameter by one call, because one call per expert would take seconds."""
     generator: torch.Generator | None = None
     for module_path, module in model.named_modules():
         generator = _fill(module_path, module, generator)
@@ -76,7 +76,7 @@ def _fill(path: str, module: nn.Module, generator: torch.Generator | None) -> to
 
 
 def _fill_integers(name: str, numbers: Tensor, generator: torch.Generator) -> None:
-    """Words and bytes of packed numbers are any bits; int8 weights are normal."""
+    """Fills words and bytes of packed numbers with random bits, and int8 weights with normal numbers."""
     if name.endswith("_scales"):
         numbers.fill_(_MXFP4_SCALE)
     elif numbers.dtype == torch.int8:
@@ -89,7 +89,7 @@ def _fill_integers(name: str, numbers: Tensor, generator: torch.Generator) -> No
 
 
 def _fill_fp8(numbers: Tensor, generator: torch.Generator) -> None:
-    """Fills in pieces: there is little free memory for the numbers before they are rounded."""
+    """Fills in pieces, because little memory is free for the numbers before they are rounded."""
     for part in numbers.view(-1).split(_NUMBERS_AT_ONCE):
         drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
         drawn.normal_(std=_STORED_STD, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX)

@@ -1,5 +1,5 @@
-"""Publishers' names of mixtures of experts, in the one spelling of our modules: `mlp.gate`, `mlp.experts.N.gate_proj`,
-`mlp.shared_experts`; and of sinks. Tensors with all experts in one are cut into those of each expert. Reads no weights.
+"""Translates publishers' names of experts and sinks to our modules' names: `mlp.gate`, `mlp.experts.N.gate_proj`,
+`mlp.shared_experts`. It cuts tensors with all experts into one per expert, and reads no weights.
 """
 
 import re
@@ -33,14 +33,15 @@ _CORRECTION = ".e_score_correction_bias"
 
 
 def our_name(name: str) -> str:
-    """The name that our modules have for a publisher's tensor or module."""
+    """Returns our name for a publisher's tensor or module."""
     for theirs, ours in _RENAMED:
         name = theirs.sub(ours, name)
     return name
 
 
 def in_our_names(stored: Mapping[str, StoredTensor], known: Container[str]) -> dict[str, StoredTensor]:
-    """The tensors by our names. A name that is `known` stays, and so does one whose translation another tensor has."""
+    """Returns the tensors by our names. A name is kept if it is in `known`, or if another tensor already has its
+    translation."""
     ours = {name: tensor for name, tensor in stored.items() if name in known}
     for name, tensor in stored.items():
         if name in known:

@@ -1,4 +1,4 @@
-"""A model's identity, as digests that two nodes compare before they share KV."""
+"""Computes a model's identity, as digests that two nodes compare before they share KV."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from baton.settings.model_source import model_name
 
 _SAMPLE_BYTES = 1024
 _SAMPLES = 4
-# Fields with a default that the first release hashed, by class. Any later one counts only where it differs from its
-# default: a checkpoint that does not use it keeps its digest, and releases with and without the field work together.
+# Fields with a default that the first release hashed, by class. A later field counts only if it differs from its
+# default, so a checkpoint that does not use it keeps its digest, and releases with and without the field work together.
 _ALWAYS_HASHED = {
     "ModelConfig": {"local_rope", "final_logits_soft_cap", "moe", "mtp_layers", "quantization", "switches"},
     "GQAConfig": {"attention_chunk_sizes", "logits_soft_cap", "sinks", "alibi_slopes", "blocksparse"},
@@ -30,8 +30,8 @@ class ModelIdentity:
     """A model's identity. `name` is for people; nodes compare the other fields.
 
     Attributes:
-        weights_digest: over names, shapes, dtypes and samples, as every release has it.
-        content_digest: over every byte of the weights; empty while it is not known.
+        weights_digest: over names, shapes, dtypes and samples; every release has it.
+        content_digest: over every byte of the weights; empty until it is known.
     """
 
     name: str
@@ -42,11 +42,11 @@ class ModelIdentity:
 
 
 def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "safetensors") -> ModelIdentity:
-    """The identity of the checkpoint in `directory`, without its content digest
+    """Returns the identity of the checkpoint in `directory`, without its content digest
     (`baton.models.loading.content_digest`).
 
     Reads headers and at most 4 KiB of each tensor. Training changes every part of every tensor, so two trained
-    revisions never agree on these bytes; damage and hand edits can go unseen here. How tensors are spread over files
+    revisions never agree on these bytes; damage and manual edits can go undetected. How tensors are spread over files
     does not matter.
 
     Raises:
@@ -57,15 +57,16 @@ def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "
 
 
 def config_digest(config: ModelConfig) -> str:
-    """SHA-256, hex, over the fields that we read: equal for every spelling of the same model, and in every release.
+    """Returns the SHA-256, in hex, over the fields that we read. It is equal for every spelling of the same model, and
+    in every release.
 
-    A field may be added with a default that means what releases without it do. Fields are not renamed or removed.
+    A new field needs a default that keeps the behaviour of releases without it. Never rename or remove fields.
     """
     return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it."""
+    """Converts a value to JSON's types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in _hashed(value)}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
@@ -89,7 +90,7 @@ def _weights_digest(directory: Path) -> str:
 
 
 def _samples(tensor: StoredTensor) -> list[bytes]:
-    """All bytes of a small tensor, else windows at equal distances from its first byte to its last."""
+    """Reads all bytes of a small tensor, or windows at equal distances from the first byte to the last."""
     size_bytes = tensor.stop - tensor.start
     try:
         with tensor.file.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""The scales of an fp8 cache: which layers have them, and their names in published checkpoints.
+"""Gives layers the scales of an fp8 cache, and finds them under their names in published checkpoints.
 
 Served models do not calculate scales from a batch: two nodes would disagree.
 """
@@ -22,7 +22,7 @@ _SCALE = re.compile(r"\.([qkv]|prob)_scale$")
 
 
 def add_scales(model: nn.Module) -> None:
-    """Gives every attention layer that owns KV its own scales, which are 1 until they are filled, and the others the
+    """Gives every attention layer that owns KV its own scales, which are 1 until they are filled. Other layers get the
     scales of the layer whose KV they read."""
     owners: dict[int, Attention] = {}
     for _, layer in _attention_layers(model):
@@ -37,7 +37,7 @@ def add_scales(model: nn.Module) -> None:
 def scale_views(
     model: nn.Module, stored: Mapping[str, StoredTensor], checkpoint_name: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """For each scale's name in a checkpoint, the memory that it fills; nothing for layers without scales there.
+    """Returns the memory for each scale, by its name in the checkpoint. Layers without scales there are left out.
 
     A layer with a scale for its keys also needs one for its values, so both are named. Latents have only the keys'.
 
@@ -62,13 +62,13 @@ def scale_views(
 
 
 def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors without scales, for a model whose cache stores KV as computed."""
+    """Returns the tensors without scales, for a model whose cache stores KV as computed."""
     return {name: tensor for name, tensor in stored.items() if not _SCALE.search(name)}
 
 
 def kv_scales(model: nn.Module) -> tuple[float, ...]:
-    """The scales of a model's fp8 cache, layer by layer: of keys and values, or of latents. Empty for other caches. The
-    host waits for the device."""
+    """Returns the scales of a model's fp8 cache, layer by layer: of keys and values, or of latents. Empty for other
+    caches. The host waits for the device."""
     by_layer: dict[int, tuple[float, ...]] = {}
     for _, layer in _attention_layers(model):
         if layer.scales is None:
@@ -113,5 +113,5 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Attention | MLAAt
 
 
 def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
-    """Checkpoints keep one number as [] or as [1]."""
+    """Returns a view of `scale` in the tensor's shape, because checkpoints store one number as [] or as [1]."""
     return scale.view(1) if tensor is not None and tensor.shape == (1,) else scale

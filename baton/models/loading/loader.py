@@ -1,4 +1,4 @@
-"""Makes a model and fills its parameters: from safetensors files, or at random for benchmarks and tests.
+"""Builds a model and fills its parameters from safetensors files, or at random for benchmarks and tests.
 
 Maps a checkpoint's tensor names to parameters. Weights are read only after all names, shapes and dtypes are found to
 fit.
@@ -31,11 +31,11 @@ from baton.models.families.dense.llama_switches import LlamaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer
 from baton.models.families.table import family_of
 from baton.models.layers.causal_lm import CausalLM, ModelClass
-from baton.models.layers.common import NormOfEachHead
 from baton.models.layers.expert_counts import ExpertCounts
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear
 from baton.models.layers.moe.experts import Experts, RoutedExperts
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts
+from baton.models.layers.norms import NormOfEachHead
 from baton.models.layers.parallel import SINGLE, TensorParallel, refuse_batch_invariance
 from baton.models.layers.products import make_batch_invariant, use_decode_products
 from baton.models.loading.checkpoint_check import check_tensors, check_tied_head, take_tied_head
@@ -59,7 +59,7 @@ from baton.models.quantization.replace import (
 )
 
 LOAD_FORMATS = ("safetensors", "dummy")
-# Models whose published checkpoints may lack their first prefix, which they have when they are saved today.
+# Models whose published checkpoints may lack the first prefix that files saved today have.
 _FIRST_PREFIXES = MappingProxyType({"transformer.": "transformer.", "model.decoder.": "model."})
 _OTHER_PARTS = (
     "vision_tower.",
@@ -86,9 +86,10 @@ def load_model(
     parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
-    """The model of `config` on `device`, ready for inference; weights are in `dtype`, or in fp8 as `config` says.
+    """Builds the model of `config` on `device`, ready for inference; weights are in `dtype`, or quantized as in
+    `config`.
 
-    With several ranks, it makes one rank's part and reads only that part of the tensors.
+    With several ranks, it builds one rank's part and reads only that part of the tensors.
 
     Args:
         config: of the whole model.
@@ -170,7 +171,7 @@ def load_model(
 
 
 def _as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
-    """The config for experts that are stored outputs first, as transformers saves those that are published inputs
+    """Returns the config for experts stored outputs first, which is how transformers saves experts published inputs
     first."""
     switches, moe = config.switches, config.moe
     if not isinstance(switches, LlamaSwitches) or not switches.stacked_experts or moe is None:
@@ -191,11 +192,11 @@ def _build(
     stored: Mapping[str, StoredTensor] = MappingProxyType({}),
     parallel: TensorParallel = SINGLE,
 ) -> CausalLM:
-    """The model with its parameters allocated, each in its final dtype from the start.
+    """Builds the model with its parameters allocated, each directly in its final dtype.
 
     Args:
         config: of the rank.
-        stored: the checkpoint, which says in what dtypes scales are saved; empty for random weights.
+        stored: the checkpoint, which has the dtypes of scales; empty for random weights.
     """
     quantized = config.quantization is not None
     model_class: ModelClass = resolve_name(family_of(config.architecture).model)
@@ -210,8 +211,8 @@ def _build(
 
 
 def _place(model: CausalLM, placement: ExpertPlacement, rank: int) -> None:
-    """Gives the experts of each layer their numbers by the plan, before anything asks for the names of their tensors,
-    and counters for their tokens."""
+    """Gives each layer's experts their numbers by the plan, and counters for their tokens. It must run before anything
+    reads the names of the experts' tensors."""
     indices = [index for index, _ in placement.mixtures]
     places = placement.layer(indices[0]).num_places
     model.expert_counts = ExpertCounts(indices, places, torch.get_default_device())
@@ -223,7 +224,7 @@ def _place(model: CausalLM, placement: ExpertPlacement, rank: int) -> None:
 
 
 def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
-    """For each tensor name in a checkpoint of `model`, the memory that it fills: a parameter or a part of one."""
+    """Returns the memory, a parameter or a part of one, for each tensor name in a checkpoint of `model`."""
     return {renamed(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
 
 
@@ -233,7 +234,7 @@ def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Name in the checkpoint, memory that it fills) for each of the module's own parameters."""
+    """Yields (name in the checkpoint, memory that it fills) for each of the module's own parameters."""
     match module:
         case FusedLinear():
             parent = path.rpartition(".")[0]
@@ -246,7 +247,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """The stored tensor, or the rank's parts of it, each with the memory that it fills."""
+    """Yields the stored tensor, or the rank's parts of it, each with the memory that it fills."""
     if share is None:
         yield stored, view
         return
@@ -255,7 +256,7 @@ def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tu
 
 
 def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
-    """Each range of the share with its memory. Fills the rest of the view with zeros."""
+    """Yields each range of the share with its memory, and fills the rest of the view with zeros."""
     filled = 0
     for part in share.ranges:
         yield part, view.narrow(share.dim, filled, len(part))
@@ -264,7 +265,7 @@ def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
 
 
 def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -> None:
-    """Copies a rank's part of the parameters of the whole model's module at `path` to `model`."""
+    """Copies to `model` the rank's part of the parameters of `whole`, the whole model's module at `path`."""
     views = dict(_module_views(path, model.get_submodule(path)))
     for name, tensor in _module_views(path, whole):
         if shares.elsewhere(name):
@@ -278,10 +279,10 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """The tensors of a multimodal model's language model, by their names without the other models.
+    """Returns the tensors of a multimodal model's language model, by its own names.
 
-    Publishers prefix those with `language_model.`, or only the others; since transformers 4.52 some files have it after
-    `model.`.
+    Publishers prefix these tensors with `language_model.`, or prefix only the other models' tensors. Since transformers
+    4.52 some files have the prefix after `model.`.
     """
     if not any(name.startswith((*LANGUAGE_MODEL, *_OTHER_PARTS)) for name in stored):
         return stored

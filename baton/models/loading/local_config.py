@@ -1,4 +1,4 @@
-"""The config of one rank's model, and why a model cannot be split over some numbers of ranks."""
+"""Makes the config of one rank's model, and explains why a model cannot be split over some numbers of ranks."""
 
 import math
 from dataclasses import replace
@@ -20,10 +20,10 @@ _MOST_RANKS = 64  # largest number of ranks that an error proposes
 
 
 def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
-    """The config of one rank's model: with the rank's heads, channels and padded vocabulary.
+    """Returns the config of one rank's model, with the rank's heads, channels and padded vocabulary.
 
     Raises:
-        ConfigError: the model cannot be split over that many ranks; names the numbers that can.
+        ConfigError: the model cannot be split over that many ranks; it names the numbers that work.
     """
     if parallel.size == 1:
         return config
@@ -108,7 +108,7 @@ def _local_pattern(
 ) -> BlocksparseParams | None:
     if pattern is None:
         return None
-    # NOTE: a pattern numbers kv heads over all ranks, also where several ranks hold the same head.
+    # NOTE: a pattern numbers kv heads over all ranks, even if several ranks hold the same head.
     assert not pattern.homo_head_group, "no family has its stripes by kv head"
     return replace(
         pattern,
@@ -142,7 +142,7 @@ def _local_recurrent(recurrent: RecurrentConfig | None, parallel: TensorParallel
 
 
 def _problem(config: ModelConfig, size: int, *, whole_experts: bool, own_attention: bool) -> str | None:
-    """Why the model cannot be split over `size` ranks; None if it can."""
+    """Returns why the model cannot be split over `size` ranks; None if it can."""
     if size == 1:
         return None
     attention, block = config.attention, channel_block(config)
@@ -172,8 +172,8 @@ def _problem(config: ModelConfig, size: int, *, whole_experts: bool, own_attenti
 
 
 def _splits_heads(attention: GQAConfig | MLAConfig, size: int, blocks: tuple[int, int] | None) -> bool:
-    """Whether ranks can share the query heads: in equal numbers, or with a single kv head, which every rank has, in
-    unequal ones, unless scales, patterns or norms need equal parts. Falcon-7B has 71 heads."""
+    """Whether ranks can share the query heads. Their numbers must be equal, except with a single kv head, which every
+    rank has, unless scales, patterns or norms need equal parts. Falcon-7B has 71 heads."""
     if attention.num_heads % size == 0:
         return True
     if not isinstance(attention, GQAConfig) or attention.num_kv_heads > 1 or any(attention.blocksparse):
@@ -184,7 +184,8 @@ def _splits_heads(attention: GQAConfig | MLAConfig, size: int, blocks: tuple[int
 
 
 def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, tuple[int, bool]]:
-    """One rank's channels of the projections that are split between heads, and whether they are also inputs of one."""
+    """Returns one rank's channels of the projections that are split between heads, and whether they are also a
+    projection's inputs."""
     num_heads = attention.num_heads // size
     if isinstance(attention, GQAConfig):
         layers = {*attention.layer_heads} or {(attention.num_kv_heads, attention.head_dim)}

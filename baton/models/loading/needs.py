@@ -1,4 +1,4 @@
-"""What a model needs: the dtype it runs in, the KV of one token, and what attention backends must support."""
+"""Determines a model's needs: its dtype, its cache, and the features that attention backends must support."""
 
 from types import MappingProxyType
 
@@ -13,12 +13,12 @@ from baton.models.families.table import family_of
 
 
 def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
-    """The dtype that the model runs in.
+    """Returns the dtype that the model runs in.
 
-    "auto" is float32 on a CPU, else the checkpoint's dtype, or bfloat16 where the family overflows in the checkpoint's.
+    "auto" is float32 on a CPU, else the checkpoint's dtype, or bfloat16 if the family overflows in that.
 
     Raises:
-        ConfigError: no such dtype, or the family overflows in it.
+        ConfigError: there is no such dtype, or the family overflows in it.
     """
     allowed = ("auto", *DTYPE_BYTES)
     overflows = family_of(config.architecture).overflows_float16
@@ -39,7 +39,8 @@ def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
 
 
 def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
-    """What the model keeps of a request when it runs in `dtype`. `kv_dtype` is the cache's dtype; "" means `dtype`."""
+    """Returns what the cache keeps of a request for a model in `dtype`. `kv_dtype` is the cache's dtype; "" means
+    `dtype`."""
     attention, recurrent = config.attention, config.recurrent
     state = None
     if recurrent is not None:
@@ -54,8 +55,8 @@ def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCach
             num_indexers = sum(attention.index.layers)
             index = KVCacheSpec(KVKind.MLA, num_indexers, 1, attention.index.head_dim, kv_dtype or dtype)
         return KVCacheSpec(KVKind.MLA, num_layers, 1, channels, kv_dtype or dtype, index=index, state=state)
-    # Layers that read another layer's KV come last and have no place in the cache. Where layers' heads differ, every
-    # layer has the place of the largest (`attention.layer` says why).
+    # Layers that read another layer's KV come last and have no place in the cache. If layers' heads differ, every layer
+    # gets the size of the largest (`attention.layer` has the reason).
     num_layers = attention.num_kv_layers
     has_kv = (True,) * num_layers if recurrent is None else recurrent.kv_layers
     windows = tuple(
@@ -83,7 +84,7 @@ def attention_needs(
     max_num_tokens: int = 8192,
     batch_invariant: bool = False,
 ) -> AttentionNeeds:
-    """What a backend must support to serve the model over a cache of `shape`.
+    """Returns the needs that a backend must meet to serve the model over a cache of `shape`.
 
     Args:
         kv_dtype: of the cache; "" means `dtype`.

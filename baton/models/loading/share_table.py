@@ -1,4 +1,4 @@
-"""Which tensors of each family a rank holds in part: one table for all families.
+"""The table of the tensors of which a rank holds only a part, for all families.
 
 Names are as in checkpoints, or paths of our modules for families with other names there. Where ranks' results are
 summed, the first rank holds the bias and the others have zeros.
@@ -33,8 +33,8 @@ _IN_ONE = tuple(
 
 
 def share_table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
-    """Names without the layer and its number, and with `*` for an expert's number. The last share of a name counts.
-    Whole names come before these, for layers that differ."""
+    """Yields names without the layer and its number, with `*` for an expert's number. The last share of a name counts.
+    A whole name takes precedence, for layers that differ."""
     rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
     for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
         yield f"{vocabulary}.weight", rows
@@ -92,14 +92,14 @@ def share_table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple
 
 
 def experts_by_layer(moe: MoEConfig, parallel: TensorParallel) -> list[Sequence[int]]:
-    """The whole experts that the rank has of each layer, in the order of its memory."""
+    """Returns the rank's whole experts of each layer, in the order of its memory."""
     if parallel.placement is None:
         return [experts(moe.num_experts, parallel)] * len(moe.layers)
     return [() if layer is None else layer.ranks[parallel.rank] for layer in parallel.placement.layers]
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """The numbers in their order, consecutive ones together."""
+    """Yields runs of consecutive numbers, in their order."""
     start = 0
     for stop in range(1, len(numbers) + 1):
         if stop == len(numbers) or numbers[stop] != numbers[stop - 1] + 1:
@@ -141,7 +141,7 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
 
 
 def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
-    """The share of a tensor with all three: for each kv head its queries, its keys, its values."""
+    """Returns the share of a tensor that has, for each kv head, its queries, its keys and its values."""
     heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
     group = gqa.num_heads // gqa.num_kv_heads + 2
     if len(heads) == len(sharing) * (group - 2):
@@ -153,7 +153,7 @@ def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
 
 
 def _queries_then_keys_then_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
-    """The share of a tensor with the queries of all heads, then their keys, then their values."""
+    """Returns the share of a tensor with the queries of all heads, then their keys, then their values."""
     heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
     keys, values = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
     parts = [heads, *(range(first + sharing.start, first + sharing.stop) for first in (keys, values))]
@@ -178,7 +178,7 @@ def _layer_norm_decoder(
 
 
 def _delta_rule(switches: DeltaSwitches, num_heads: int, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
-    """Those of a layer with a delta rule: a rank has some key heads with all that belongs to them."""
+    """Yields the shares of a layer with a delta rule: a rank has some key heads with all their parts."""
     heads = kv_heads(num_heads, parallel)
 
     def of_heads(channels_per_head: int) -> Share:
@@ -212,7 +212,7 @@ def _mamba(
     of_first: Share,
     parallel: TensorParallel,
 ) -> Iterator[tuple[str, Share]]:
-    """Layers of Mamba-2; and the names of other parts in models with such layers."""
+    """Yields the shares of Mamba-2 layers, and of other parts under the names in such models."""
     if config.moe is None:
         yield from _mlp("mlp.shared_experts", channels_of_mlp, of_first)
     if switches.kinds:
@@ -259,7 +259,7 @@ def _gqa(config: ModelConfig) -> GQAConfig:
 def _gated_convolution(
     size: int, num_heads: int, of_first: Share, parallel: TensorParallel
 ) -> Iterator[tuple[str, Share]]:
-    """LFM2's: a rank has the channels of some heads, of both gates and of the input."""
+    """Yields the shares of LFM2's convolutions: a rank has some heads' channels of both gates and of the input."""
     part = Share(0, size, (times(kv_heads(num_heads, parallel), size // num_heads),))
     for parameter in ("weight", "bias"):
         yield f"conv.in_proj.{parameter}", one_after_another(part, part, part)
@@ -269,7 +269,7 @@ def _gated_convolution(
 
 
 def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
-    """Of a layer's attention, or of its first and second one."""
+    """Yields the shares of a layer's latent attention, or of both if it has two."""
     heads = query_heads(mla.num_heads, parallel)
 
     def of_heads(channels_per_head: int) -> Share:
@@ -301,8 +301,8 @@ def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
 
 
 def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tuple[str, Share]]:
-    """Shares of tensors with all of a layer's experts, inputs first: gpt-oss alternates gates and ups, Llama-4 has all
-    gates before all ups, as Gemma 4, whose outputs come first."""
+    """Yields the shares of tensors with all of a layer's experts. gpt-oss alternates gates and ups; Llama-4 and Gemma 4
+    have all gates before all ups. Inputs come first, except in Gemma 4."""
     size = moe.intermediate_size
     side_by_side = (part, range(size + part.start, size + part.stop))
     yield "experts.gate_up_proj", Share(1, 2 * size, side_by_side)

@@ -1,4 +1,4 @@
-"""The part of each checkpoint tensor that one rank holds, of quantized tensors too.
+"""Finds the part of each checkpoint tensor that one rank holds, also of quantized tensors.
 
 A tensor that is not in `baton.models.loading.share_table` is whole on every rank.
 """
@@ -45,11 +45,11 @@ class Shares:
         self._layouts = {} if self._packed is None else {each.suffix: each for each in self._packed.tensors.values()}
         self._table: Mapping[str, Share] = dict(share_table(config, parallel)) if parallel.size > 1 else {}
         prefixes: Mapping[str, str] = resolve_name(family_of(config.architecture).model).checkpoint_prefixes
-        # Under `model.` are most tensors, of whichever module: these keep their names.
+        # Most tensors of any module are under `model.`, so they keep their names.
         self._prefixes = {theirs: ours for ours, theirs in prefixes.items() if theirs != "model."}
 
     def of(self, name: str) -> Share | None:
-        """None: the tensor is whole."""
+        """Returns the rank's share of a tensor; None if the rank holds all of it."""
         name = renamed(name, self._prefixes)
         layer, _, suffix = name.rpartition(".")
         if suffix in self._layouts:
@@ -60,7 +60,7 @@ class Shares:
         return share if share is None or weight == name else self._of_scale(share, name)
 
     def elsewhere(self, name: str) -> bool:
-        """Whether the tensor is of an expert that other ranks hold."""
+        """Whether the tensor belongs to an expert of another rank."""
         match = _EXPERT_OF_LAYER.search(name)
         if self._experts is None or match is None:
             return False
@@ -68,7 +68,7 @@ class Shares:
         return layer < len(self._experts) and expert not in self._experts[layer]
 
     def _of_packed(self, share: Share, layout: StoredPart) -> Share | None:
-        """The share of a tensor of packed integers, given the share of the weight that they stand for."""
+        """Returns the share of a tensor of packed integers, given the share of the weight."""
         assert self._packed is not None
         axis = layout.outputs if share.dim == 0 else layout.inputs
         if axis is None or axis.per_entry is None or (share.dim == 1 and self._packed.cut_whole(layout)):
@@ -81,7 +81,7 @@ class Shares:
         return Share(axis.dim, -(-share.size // axis.per_entry), tuple(ranges))
 
     def _of_scale(self, share: Share, name: str) -> Share | None:
-        """The share of a weight's scales, given the share of the weight."""
+        """Returns the share of a weight's scales, given the share of the weight."""
         if self._granularity is Granularity.CHANNEL:
             return share if share.dim == 0 else None
         if self._granularity is Granularity.TENSOR:

@@ -1,1 +1,1 @@
-"""Quantized weights: which ones a checkpoint has, and the layers that compute with them."""
+"""Layers that compute with quantized weights, and their installation into a model."""

@@ -20,7 +20,7 @@ from baton.models.layers.linear import FusedLinear, Linear
 
 
 class Fp8Linear(FusedLinear):
-    """One of a checkpoint's linear layers, or several as one.
+    """An fp8 linear layer: one of a checkpoint's layers, or several fused.
 
     Each part keeps its own scales. They become rows of scales, each for a number of output channels that divides every
     part.
@@ -57,7 +57,7 @@ class Fp8Linear(FusedLinear):
         return torch.empty(shapes[self.config.weights], dtype=torch.float32, device="cpu")
 
     def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """(Name of the part in the checkpoint; memory of its weight's scales; memory of its input's scale, or None)."""
+        """Yields (checkpoint's name of the part; memory of the weight's scales; memory of the input's scale or None)."""
         for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
             yield part, scale, input_scale if self.config.static_inputs else None
 
@@ -115,7 +115,7 @@ class Fp8Linear(FusedLinear):
         return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=self.batch_invariant)
 
     def _quantize(self, x_TK: Tensor, *, multiple_of: int) -> tuple[Tensor, Tensor]:
-        """Activations in fp8 and their scales. With blocks, the number of tokens is padded to a multiple."""
+        """Returns activations in fp8 and their scales. With blocks, the number of tokens is padded to a multiple."""
         power_of_two = self.config.power_of_two_inputs
         if self.config.weights is Granularity.BLOCK:
             return fp8_quantize.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)

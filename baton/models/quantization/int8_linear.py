@@ -17,7 +17,7 @@ from baton.models.layers.linear import FusedLinear, Linear
 
 
 class Int8Linear(FusedLinear):
-    """One of a checkpoint's linear layers, or several as one.
+    """An int8 linear layer: one of a checkpoint's layers, or several fused.
 
     Args:
         replaced: the layer in the model's dtype. Its bias is kept, its weight is not read.
@@ -47,7 +47,7 @@ class Int8Linear(FusedLinear):
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
 
     def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """(Name of the part in the checkpoint; memory of its weight's scales; memory of its input's scale, or None)."""
+        """Yields (checkpoint's name of the part; memory of the weight's scales; memory of the input's scale or None)."""
         for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
             yield part, scale, input_scale if self.config.static_inputs else None
 

@@ -15,7 +15,7 @@ from baton.models.config.quantization.packed_config import PackedConfig
 from baton.models.formats.packed import PackedWeight, stacked
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.quantized.packed_experts import run_packed_experts
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 from baton.models.quantization.packed_linear import StoredLayer, is_reordered_alike, joined
 

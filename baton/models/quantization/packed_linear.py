@@ -65,12 +65,12 @@ class StoredLayer:
         return 1 if groups is None or size is None else -(-math.prod(groups.shape) // size)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """(Suffix, memory that the tensor fills.)"""
+        """Yields (suffix, memory that the tensor fills)."""
         for layout, parameter in self._parameters.values():
             yield layout.suffix, getattr(self._module, parameter).data
 
     def take(self) -> PackedWeight:
-        """The weight of the filled tensors, whose memory is freed.
+        """Returns the weight of the filled tensors and frees their memory.
 
         Raises:
             ConfigError: a scale is not finite, or an input's group has no scale.
@@ -101,13 +101,13 @@ def _damaged(problem: str, allowed: str) -> ConfigError:
 
 
 def _float_of(stored: StoredTensor | None, dtype: torch.dtype) -> torch.dtype:
-    """Scales keep the digits that they were saved with."""
+    """Returns the dtype of the scales, which keep the precision of the file."""
     kind = dtype if stored is None else TORCH_DTYPES.get(stored.dtype, dtype)
     return kind if kind.is_floating_point else dtype
 
 
 class PackedLinear(FusedLinear):
-    """One of a checkpoint's linear layers, or several as one.
+    """A linear layer of packed integers: one of a checkpoint's layers, or several fused.
 
     Args:
         replaced: the layer in the model's dtype. Its bias is kept, its weight is not read.
@@ -209,7 +209,7 @@ def is_reordered_alike(one: PackedWeight, other: PackedWeight) -> bool:
 
 
 def joined(weights: list[PackedWeight]) -> PackedWeight:
-    """One weight with the outputs of all, whose inputs are in one order."""
+    """Joins weights with the same order of inputs to one weight with all outputs."""
     first = weights[0]
     zeros = [weight.zeros_GN for weight in weights if weight.zeros_GN is not None]
     return PackedWeight(

@@ -106,8 +106,8 @@ def quantize(
 
 
 def _publisher_names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    """The spellings that a publisher's list of unquantized layers may have for our layer `name`: as in the files, and
-    without what a multimodal model has before it. Ours, where the files have no such layer."""
+    """Returns the names that a publisher's list of unquantized layers may have for our layer `name`: as in the files,
+    and without a multimodal model's prefix. Returns our name if the files have no such layer."""
     for suffix in _WEIGHTS:
         if tensor := stored.get(f"{name}.{suffix}"):
             theirs = tensor.name.removesuffix(f".{suffix}")
@@ -164,7 +164,7 @@ def _quantize_experts(experts: Experts, quantization: Quantization, name: str, d
     blocks, blocks_of_size = -(-rows // 2 // FP8_BLOCK), -(-size // FP8_BLOCK)
     for parameter, scales in (("gate_up_proj", (2 * blocks, blocks_of_size)), ("down_proj", (blocks_of_size, blocks))):
         weight = torch.empty_like(getattr(experts, parameter), dtype=fp8.E4M3, device=device)
-        # On the host until all are read: there are tens of thousands of small tensors.
+        # On the host until all are read, because there are tens of thousands of small tensors.
         scale = torch.empty(num_experts, *scales, dtype=torch.float32, device="cpu")
         setattr(experts, parameter, nn.Parameter(weight, requires_grad=False))
         setattr(experts, f"{parameter}_scale_inv", nn.Parameter(scale, requires_grad=False))
@@ -173,7 +173,7 @@ def _quantize_experts(experts: Experts, quantization: Quantization, name: str, d
 def weight_scale_views(
     model: CausalLM, stored: Mapping[str, StoredTensor], checkpoint_name: CheckpointName
 ) -> dict[str, Tensor]:
-    """For each scale's name in a checkpoint, the host memory that it fills."""
+    """Returns the host memory for each scale, by its name in the checkpoint."""
     views: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, Fp8Linear | Int8Linear):
@@ -203,7 +203,7 @@ def _expert_scales(experts: Experts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _spelled(module: str, spellings: tuple[str, ...], stored: Mapping[str, StoredTensor]) -> str:
-    """The scale's name in the checkpoint, or its first possible name where the checkpoint has none."""
+    """Returns the scale's name in the checkpoint, or its first possible name if the checkpoint has none."""
     names = [f"{module}.{spelling}" for spelling in spellings]
     return next((name for name in names if name in stored), names[0])
 
@@ -253,7 +253,7 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
 
 
 def without_zero_biases(stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """The tensors without the zeros that AutoGPTQ saves as biases of layers that have none."""
+    """Returns the tensors without the zeros that AutoGPTQ saves as biases of layers that have none."""
     return {
         name: tensor
         for name, tensor in stored.items()

@@ -22,7 +22,7 @@ from baton.models.kernels.matmul.decode_matmul import (
     new_counters,
 )
 from baton.models.kernels.matmul.matmul import multiply_heads_invariant
-from baton.models.layers.common import Embedding
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import Linear
 from baton.models.layers.products import use_decode_products, use_library_products
 from tests.device import DEVICE

@@ -13,7 +13,8 @@ from baton.models.config.rope import RopeConfig, YarnScaling
 from baton.models.families.dense.gemma import GemmaRMSNorm
 from baton.models.kernels import activation, norms
 from baton.models.kernels.rotary import angles
-from baton.models.layers.common import RMSNorm, gelu_tanh_and_multiply, silu_and_multiply
+from baton.models.layers.mlp import gelu_tanh_and_multiply, silu_and_multiply
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
 from tests.device import DEVICE
 

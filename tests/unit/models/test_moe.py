@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from baton.models.config.model_config import MoEConfig, Scoring, TopKMethod
 from baton.models.formats.fp8 import E4M3
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply, new_counters
-from baton.models.layers.common import GatedMLP, gelu_tanh_and_multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.products import make_batch_invariant

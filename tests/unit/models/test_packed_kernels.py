@@ -19,7 +19,7 @@ from baton.models.kernels.quantized import int8_gemm
 from baton.models.kernels.quantized.packed_experts import run_packed_experts
 from baton.models.kernels.quantized.packed_gemm import MAX_TOKENS, Product
 from baton.models.kernels.quantized.packed_many import in_order
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import run_experts, weighted_sum
 from tests.device import DEVICE
 

@@ -1,1 +1,1 @@
-"""The publishers' forms of quantized checkpoints, as their config.json describes them. No torch."""
+"""Reads how quantized checkpoints are stored, in every publisher's form of config.json. It imports no torch."""

@@ -1,7 +1,8 @@
-"""How a checkpoint's weights are quantized, read from config.json: one value for all publishers' spellings of a scheme.
+"""Reads from config.json how a checkpoint's weights are quantized, as one value for all publishers' spellings of a
+scheme.
 
-fp8 is read here, from DeepSeek's, AutoFP8's and compressed-tensors' files; other schemes have files of their own.
-A field that is not understood is refused: a scale that is misread is a wrong model, not a slow one.
+This file reads fp8 from DeepSeek's, AutoFP8's and compressed-tensors' files; other schemes have their own files.
+Unknown fields are refused, because a misread scale makes a wrong model, not a slow one.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ _FIELD = "quantization_config"
 
 
 class Granularity(StrEnum):
-    """The part of a weight that shares a scale: the tensor, an output channel, or a block of 128 by 128."""
+    """The part of a weight that shares one scale: the tensor, an output channel, or a block of 128 by 128."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -33,13 +34,13 @@ class Granularity(StrEnum):
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Linear layers are stored in e4m3, apart from the head, routers and those named.
+    """A checkpoint with linear layers in e4m3, except for the head, routers and the layers named in `unquantized`.
 
     Attributes:
-        weights: the part of a weight that shares a scale; stored number times scale is the weight.
-        static_inputs: the checkpoint has one scale for each layer's inputs. Else each token gets a scale when it is
-            computed, or one for every 128 channels where weights have blocks.
-        power_of_two_inputs: scales of inputs are rounded up to powers of two, as those of the weights were.
+        weights: the part of a weight that shares a scale. The weight is the stored number times the scale.
+        static_inputs: the checkpoint has one scale for each layer's inputs. Otherwise each token gets a scale when it
+            is computed, or one per 128 channels if weights have blocks.
+        power_of_two_inputs: scales of inputs are rounded up to powers of two, as the weights' scales were.
         unquantized: names of modules that are not quantized; regular expressions begin with `re:`.
     """
 
@@ -58,12 +59,12 @@ class Fp8Config:
 
     @property
     def channel_block(self) -> int | None:
-        """Intermediate channels that share a scale and stay on one rank; None: any number may be cut."""
+        """Number of intermediate channels that share a scale and stay on one rank; None: ranks may split anywhere."""
         return FP8_BLOCK if self.weights is Granularity.BLOCK else None
 
     @property
     def head_blocks(self) -> tuple[int, int] | None:
-        """A rank's (outputs, inputs) of attention are multiples of these."""
+        """The numbers that a rank's (outputs, inputs) of attention must be multiples of; None: any number works."""
         return (FP8_BLOCK, FP8_BLOCK) if self.weights is Granularity.BLOCK else None
 
 
@@ -71,10 +72,10 @@ Quantization: TypeAlias = Fp8Config | PackedConfig | Int8Config | Mxfp4Config
 
 
 def read_quantization(file: ConfigFile) -> Quantization | None:
-    """None for a checkpoint that is not quantized.
+    """Reads the quantization; returns None for a checkpoint that is not quantized.
 
     Raises:
-        ConfigError: it is quantized in a way that is not understood.
+        ConfigError: the quantization is not supported.
     """
     if file.raw(_FIELD) is None:
         return None
@@ -93,7 +94,7 @@ def read_quantization(file: ConfigFile) -> Quantization | None:
 
 
 def read_mxfp4(file: ConfigFile) -> Mxfp4Config | None:
-    """`read_quantization` of a family whose experts are published in mxfp4."""
+    """Does what `read_quantization` does, for a family whose experts are published in mxfp4."""
     if file.raw(_FIELD) is None:
         return None
     table = file.table(_FIELD)
@@ -126,7 +127,7 @@ class _Fp8Fields(QuantizationFields):
 
 
 class _NumbersFields(QuantizationFields):
-    """Symmetric 8-bit floats: weights, or inputs of layers."""
+    """The fields of symmetric 8-bit floats, for weights or for layers' inputs."""
 
     silent: ClassVar[frozenset[str]] = SILENT | {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
 
@@ -139,7 +140,7 @@ class _NumbersFields(QuantizationFields):
     block_structure: object = None
 
     def sharing(self) -> tuple[str, bool]:
-        """(what shares a scale, whether scales are computed while serving)."""
+        """Returns (the part that shares a scale, whether scales are computed while serving)."""
         if self.strategy == "block" and self.block_structure != [FP8_BLOCK, FP8_BLOCK]:
             raise self.refuse("block_structure", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=CURE)
         if self.strategy == "group" and self.group_size != FP8_BLOCK:
@@ -162,8 +163,7 @@ class _SparsityFields(Fields):
     format: Literal["dense"] = "dense"
 
 
-# By what shares a scale and whether it is dynamic, of weights and of inputs: the weights' granularity, and whether
-# inputs have static scales.
+# Maps the sharing of weights and of inputs to the weights' granularity and whether inputs have static scales.
 _UNDERSTOOD: Mapping[tuple[tuple[str, bool], tuple[str, bool]], tuple[Granularity, bool]] = MappingProxyType(
     {
         (("tensor", False), ("tensor", False)): (Granularity.TENSOR, True),

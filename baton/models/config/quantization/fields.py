@@ -1,4 +1,5 @@
-"""What the configs of all schemes share: strict fields, and names of modules that are not quantized. Free of torch."""
+"""The parts that the configs of all schemes share: strict fields, and names of unquantized modules. It imports no
+torch."""
 
 import re
 from typing import ClassVar, Self
@@ -13,30 +14,30 @@ CURE = (
     "this quantization is not supported; choose the checkpoint in bfloat16, or one in fp8 (e4m3), compressed-tensors "
     "int8 or int4, AWQ or GPTQ"
 )
-# Fields that say how a file was made or which kernels other programs take.
+# Fields about how a file was made, or about other programs' kernels.
 SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})
 _REGEX = "re:"
-_FORKS_MAX = 6  # of a pattern; published ones have up to three
+_FORKS_MAX = 6  # per pattern; published patterns have up to three
 
 
 def leaves_out(patterns: tuple[str, ...], name: str) -> bool:
-    """Whether one of the patterns names the module `name`, a module that contains it, or its end: publishers use all
-    three. Regular expressions begin with `re:`."""
+    """Whether a pattern names the module `name`. Regular expressions begin with `re:`."""
     return any(_matches(pattern, name) for pattern in patterns)
 
 
 def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith(_REGEX):
         return re.match(pattern.removeprefix(_REGEX), name) is not None
-    # The whole name, a module that contains it, or its end: publishers use all three.
+    # Publishers write the whole name, a module that contains it, or its end.
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
 
 
 class QuantizationFields(Fields):
-    """Unknown fields may change what the numbers mean, so they are refused unless they are empty.
+    """Base of quantization fields. Unknown fields may change what the numbers mean, so they are refused unless they are
+    empty.
 
     Attributes:
-        silent: fields that say how a file was made, and nothing about what it holds.
+        silent: fields about how a file was made, which do not affect its content.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +54,7 @@ class QuantizationFields(Fields):
         return super().read(ConfigFile(file.where, known))
 
     def names(self, field: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of modules, sorted, so that two spellings of one list are one model."""
+        """Returns module names, sorted, so that the order of the list does not change the model's identity."""
         for name in names:
             if name.startswith(_REGEX):
                 try:

@@ -1,4 +1,4 @@
-"""compressed-tensors `int-quantized`: weights and inputs of 8 bits, both symmetric. Free of torch."""
+"""compressed-tensors `int-quantized`: symmetric 8-bit weights and inputs. It imports no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,12 +8,12 @@ from baton.models.config.quantization.fields import SILENT, QuantizationFields, 
 
 @dataclass(frozen=True)
 class Int8Config:
-    """Linear layers are stored in int8 with a scale for each output, or for the tensor.
+    """A checkpoint with linear layers in int8, with one scale per output or per tensor.
 
     Attributes:
         number: the scheme's name, so that the digest of a model differs from that of every other scheme.
-        by_channel: the scales of weights.
-        static_inputs: the checkpoint has one scale for each layer's inputs. Else each token gets one.
+        by_channel: weights have one scale per output; otherwise one per tensor.
+        static_inputs: the checkpoint has one scale for each layer's inputs. Otherwise each token gets its own.
         unquantized: as in `Fp8Config`.
     """
 
@@ -40,7 +40,7 @@ class Int8Config:
 
 
 class Int8Fields(QuantizationFields):
-    """Symmetric 8-bit integers: weights, or inputs of layers."""
+    """The fields of symmetric 8-bit integers, for weights or for layers' inputs."""
 
     silent: ClassVar[frozenset[str]] = SILENT | {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
 

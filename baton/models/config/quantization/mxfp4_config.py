@@ -1,4 +1,5 @@
-"""gpt-oss as it was published: the experts' weights in 4-bit floats, a power of two for 32 of them. Free of torch."""
+"""The published form of gpt-oss: experts' weights in 4-bit floats, with a power of two for every 32. It imports no
+torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,7 +12,7 @@ MXFP4_BLOCK = 32  # inputs that share a scale
 
 @dataclass(frozen=True)
 class Mxfp4Config:
-    """Experts are stored in mxfp4.
+    """A checkpoint with experts in mxfp4.
 
     Attributes:
         number: the scheme's name, so that the digest of a model differs from that of every other scheme.
@@ -22,7 +23,7 @@ class Mxfp4Config:
     unquantized: tuple[str, ...] = ()
 
     def covers(self, name: str) -> bool:
-        """Whether the experts that checkpoints call `name` are in mxfp4. Linear layers never are."""
+        """Whether the experts that checkpoints call `name` are in mxfp4. False for linear layers."""
         return name.endswith("mlp.experts") and not leaves_out(self.unquantized, name)
 
     @property

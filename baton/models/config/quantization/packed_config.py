@@ -1,7 +1,7 @@
-"""Integer weights of 4 or 8 bits in 32-bit words: what is common to the publishers' packings. Free of torch.
+"""Integer weights of 4 or 8 bits in 32-bit words: the parts that all publishers' packings share. It imports no torch.
 
-A scheme says which tensors a linear layer has and how each lies along the weight's outputs and inputs. Shapes,
-unpacking and the parts of tensor-parallel ranks follow from that. A weight is (number - zero) * scale.
+A scheme lists the tensors of a linear layer and how each runs along the weight's outputs and inputs. Shapes, unpacking
+and the parts of tensor-parallel ranks follow from that. A weight is (number - zero) * scale.
 """
 
 import math
@@ -17,7 +17,7 @@ WORD_BITS = 32
 
 
 class TensorRole(StrEnum):
-    """What a stored tensor holds: numbers, their scales and zeros, each channel's group, the weight's shape."""
+    """The content of a stored tensor: numbers, scales, zeros, each channel's group, or the weight's shape."""
 
     NUMBERS = "numbers"
     SCALES = "scales"
@@ -28,7 +28,7 @@ class TensorRole(StrEnum):
 
 @dataclass(frozen=True)
 class Axis:
-    """The tensor's axis that runs along outputs or inputs of the weight.
+    """An axis of a tensor that runs along the weight's outputs or inputs.
 
     Attributes:
         per_entry: channels of the weight in one entry; None: all of them.
@@ -44,11 +44,11 @@ class StoredPart:
 
     Attributes:
         suffix: the tensor's name after the layer's.
-        dtype: in the spelling of safetensors; "" for any of floats.
-        outputs, inputs: None where the tensor does not run along them.
-        packed_dim: the axis along which words hold several numbers, the lowest bits first.
-        order: which of a word's numbers each of its places holds, where these are not in order.
-        optional: some checkpoints have it.
+        dtype: in the spelling of safetensors; "" for any float.
+        outputs, inputs: the axes along them; None if the tensor has no such axis.
+        packed_dim: the axis along which words hold several numbers, lowest bits first.
+        order: the number that each place of a word holds, if they are not in order.
+        optional: only some checkpoints have the tensor.
     """
 
     suffix: str
@@ -60,7 +60,7 @@ class StoredPart:
     optional: bool = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of a weight with so many outputs and inputs."""
+        """Returns the tensor's shape for a weight with `rows` outputs and `columns` inputs."""
         if self.outputs is None and self.inputs is None:
             return (2,)
         sizes = {
@@ -73,13 +73,13 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class PackedConfig(ABC):
-    """Integers with a scale, and a zero where they are not symmetric, for each group of an output's inputs.
+    """A checkpoint with packed integers. Each group of an output's inputs has a scale, and a zero unless symmetric.
 
     Attributes:
-        packing: the publisher's layout; each is a class of its own.
+        packing: name of the publisher's layout; each layout has its own class.
         group_size: inputs that share a scale; None: all.
         symmetric: the zero is the middle of the numbers.
-        reordered: groups are not runs of inputs (act-order): a tensor has each input's group.
+        reordered: groups are not runs of inputs (act-order); a tensor holds each input's group.
         unquantized: as in `Fp8Config`.
     """
 
@@ -93,16 +93,16 @@ class PackedConfig(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[TensorRole, StoredPart]:
-        """Of one linear layer."""
+        """Returns the tensors of one linear layer."""
 
     @property
     def zeros_are_less_one(self) -> bool:
-        """Whether stored zeros are one less than the zeros."""
+        """Whether stored zeros are one less than the actual zeros."""
         return False
 
     def covers(self, name: str) -> bool:
-        """Whether the linear layer that checkpoints call `name` is packed. A checkpoint that has the layer's plain
-        weight overrides this."""
+        """Whether the linear layer that checkpoints call `name` is packed. If a checkpoint has the layer's plain
+        weight, that overrides the result."""
         return name != "lm_head" and not leaves_out(self.unquantized, name)
 
     @property
@@ -111,12 +111,12 @@ class PackedConfig(ABC):
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight, scales and zeros left out."""
+        """Bytes of one weight, without scales and zeros."""
         return self.bits / 8
 
     @property
     def head_blocks(self) -> tuple[int, int]:
-        """A rank's (outputs, inputs) are multiples of these, so that it holds whole words and whole groups."""
+        """The numbers that a rank's (outputs, inputs) must be multiples of, so that it holds whole words and groups."""
         outputs, inputs = 1, 1
         for stored in self.tensors.values():
             if stored.outputs is not None:
@@ -127,13 +127,14 @@ class PackedConfig(ABC):
 
     @property
     def channel_block(self) -> int | None:
-        """Intermediate channels that stay together: outputs of one layer and inputs of the next."""
+        """Number of intermediate channels that stay together, as outputs of one layer and inputs of the next."""
         return math.lcm(*self.head_blocks)
 
     def cut_whole(self, stored: StoredPart) -> bool:
-        """Whether a rank holds all of the tensor along its inputs: scales and zeros, where groups are no runs."""
+        """Whether a rank holds the whole tensor along inputs. True for scales and zeros if groups are no runs of
+        inputs."""
         return self.reordered and stored.inputs is not None and stored.inputs.per_entry == self.group_size
 
     def _group_axis(self, dim: int) -> Axis:
-        """The axis of scales."""
+        """Returns the axis of scales along inputs."""
         return Axis(dim, self.group_size)

@@ -1,4 +1,4 @@
-"""How checkpoints pack integers into words: GPTQ, AWQ and compressed-tensors."""
+"""The formats in which checkpoints pack integers into words: GPTQ, AWQ and compressed-tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from baton.models.config.quantization.packed_config import Axis, PackedConfig, S
 
 @dataclass(frozen=True)
 class GptqConfig(PackedConfig):
-    """GPTQ as AutoGPTQ and GPTQModel write it: words along the inputs, and each input's group (`g_idx`).
+    """GPTQ in the form of AutoGPTQ and GPTQModel, with words along the inputs and each input's group (`g_idx`).
 
-    Stored zeros are one less than the zeros, wrapped, unless `checkpoint_format` is gptq_v2, which `packing` names.
+    Stored zeros are the actual zeros less one, wrapped, unless `checkpoint_format` is gptq_v2; `packing` names the
+    format.
     """
 
     @property
@@ -95,7 +96,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class AwqConfig(PackedConfig):
-    """AWQ as AutoAWQ writes it for its gemm kernel: words along the outputs, even outputs before odd ones."""
+    """AWQ in AutoAWQ's form for its gemm kernel, with words along the outputs and even outputs before odd ones."""
 
     @property
     def tensors(self) -> Mapping[TensorRole, StoredPart]:
@@ -131,7 +132,8 @@ class AwqFields(QuantizationFields):
 
 @dataclass(frozen=True)
 class PackQuantizedConfig(PackedConfig):
-    """compressed-tensors `pack-quantized`: words along the inputs, signed numbers and zeros raised to be unsigned."""
+    """compressed-tensors `pack-quantized`: words along the inputs; signed numbers and zeros are shifted to be
+    unsigned."""
 
     @property
     def tensors(self) -> Mapping[TensorRole, StoredPart]:
@@ -150,7 +152,7 @@ class PackQuantizedConfig(PackedConfig):
 
 
 class IntegersFields(QuantizationFields):
-    """Weights in words: `num_bits` integers with a scale for a group of inputs or for all."""
+    """The fields of packed weights: `num_bits` integers with a scale per group of inputs or for all."""
 
     silent: ClassVar[frozenset[str]] = SILENT | {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 

@@ -1,1 +1,1 @@
-"""Decoders whose every token takes the same weights."""
+"""Decoders in which all tokens use the same weights."""

@@ -1,6 +1,6 @@
-"""BLOOM: distances in the scores (ALiBi) and no other positions; layer norms, one of them after the embedding.
+"""BLOOM: positions by ALiBi only; layer norms, one of them after the embedding.
 
-Falcon shares the attention's projection and the MLP, Phi-3-small the projection. Shapes: T token, D hidden channel, H
+Falcon uses the attention's projection and the MLP too, Phi-3-small the projection. Shapes: T token, D hidden channel, H
 query head, K kv head, G query heads of a kv head, X = G + 2, C head channel.
 """
 
@@ -18,22 +18,23 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom_config import BloomSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.elementwise import gelu
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
 
 class GroupedQKV(Linear):
-    """Queries, keys and values in one product, as checkpoints have them: for each kv head its queries, key, value."""
+    """Computes queries, keys and values in one product, in checkpoints' order: for each kv head its queries, key,
+    value."""
 
     def __init__(self, size: int, gqa: GQAConfig, *, dtype: torch.dtype) -> None:
         super().__init__(size, (gqa.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim, dtype=dtype, bias=gqa.qkv_bias)
         self.num_kv_heads, self.head_dim = gqa.num_kv_heads, gqa.head_dim
 
     def split(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T,H,C], k and v [T,K,C]."""
+        """Returns q [T,H,C], k and v [T,K,C]."""
         qkv_TKXC = self(x_TD).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         return qkv_TKXC[:, :, :-2].flatten(1, 2), qkv_TKXC[:, :, -2], qkv_TKXC[:, :, -1]
 
@@ -62,7 +63,7 @@ class BloomAttention(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """An MLP of two layers with gelu between.
+    """An MLP of two layers with gelu in between.
 
     Args:
         approximate: argument of torch's gelu.

@@ -1,4 +1,4 @@
-"""config.json of BLOOM."""
+"""Reads config.json of BLOOM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from baton.models.config.fields import Count, Positive, Size
 from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
 
-# Published field names, and the names in other families and newer files.
+# Maps published field names to the names in other families and newer files.
 _SPELLINGS = (
     ("n_embed", "hidden_size"),
     ("n_layer", "num_hidden_layers"),
@@ -21,7 +21,8 @@ _SPELLINGS = (
 
 @dataclass(frozen=True)
 class BloomSwitches:
-    """`residual_after_norm`: each half of a layer is added to the output of its norm, not to the norm's input."""
+    """Options of BLOOM. With `residual_after_norm`, each half of a layer is added to the output of its norm, not to its
+    input."""
 
     residual_after_norm: bool
 
@@ -41,7 +42,7 @@ def read_bloom(file: ConfigFile) -> ModelConfig:
     renamed = {name: file.raw(published) for published, name in _SPELLINGS if file.raw(published) is not None}
     fields = _BloomFields.read(ConfigFile(file.where, {**renamed, **file.values}))
     if fields.slow_but_exact and fields.pretraining_tp > 1:
-        # The reference sums slices of the products' inputs, and leaves out the biases.
+        # The reference sums slices of the products' inputs and omits the biases.
         raise fields.refuse("slow_but_exact", "false", cure="with pretraining_tp above 1 it leaves biases out")
     return fields.model(
         attention=fields.gqa(qkv_bias=True, output_bias=True, alibi=True),

@@ -1,4 +1,4 @@
-"""config.json of dense families that Llama's file computes with other switches than Llama's."""
+"""Reads config.json of dense families that Llama's file computes with switches."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -55,7 +55,8 @@ class _SmolLM3Fields(LlamaLikeFields):
     no_rope_layer_interval: Count = 4
 
     def rotary_layers(self) -> tuple[bool, ...]:
-        """`no_rope_layers` has a 1 for each layer with rotation; without it, each layer but every fourth has one."""
+        """Whether each layer has rotation. `no_rope_layers` has a 1 for layers that do; without it, every fourth layer
+        has none."""
         flags, num_layers = self.no_rope_layers, self.num_hidden_layers
         if flags is None:
             return tuple((index + 1) % self.no_rope_layer_interval > 0 for index in range(num_layers))
@@ -64,7 +65,7 @@ class _SmolLM3Fields(LlamaLikeFields):
         return tuple(flag == 1 for flag in flags[:num_layers])
 
     def windows(self, rotary_layers: tuple[bool, ...]) -> tuple[int | None, ...]:
-        """Of the layers that `layer_types` names; without it, of the layers without rotation."""
+        """Returns windows for the layers that `layer_types` names; without it, for the layers without rotation."""
         window = self.sliding_window if self.use_sliding_window else None
         slides = [kind == "sliding_attention" for kind in self.types_of_layers("full_attention", "sliding_attention")]
         if any(slides) and window is None:
@@ -115,14 +116,14 @@ def read_olmo3(file: ConfigFile) -> ModelConfig:
 
 
 class ExaoneFields(LlamaLikeFields):
-    """Those of EXAONE's attention, with and without experts."""
+    """The fields of EXAONE's attention, with and without experts."""
 
     rms_norm_eps: Positive = 1e-5
     sliding_window: Count | None = 4096
     sliding_window_pattern: CountOrZero | str | None = 4
 
     def windows(self) -> tuple[int | None, ...]:
-        """By `layer_types`; without it, all layers but each `sliding_window_pattern`-th have one."""
+        """Returns windows by `layer_types`; without it, for all layers but each `sliding_window_pattern`-th."""
         every = self.sliding_window_pattern
         if not self.layer_types and self.sliding_window is None:
             return self.uniform_windows(None)
@@ -131,7 +132,7 @@ class ExaoneFields(LlamaLikeFields):
         return self.windows_by_type(self.sliding_window, every=1 if isinstance(every, str) or not every else every)
 
     def attention(self) -> GQAConfig:
-        """A model with windows turns queries and keys in the layers that have one."""
+        """Returns the attention. A model with windows turns queries and keys only in layers with a window."""
         windows = self.windows()
         turns = () if self.sliding_window is None else tuple(window is not None for window in windows)
         return self.gqa(windows=windows, qkv_bias=False, output_bias=False, qk_norm=True, rotary_layers=turns)
@@ -177,7 +178,7 @@ class _MinistralFields(LlamaLikeFields):
     sliding_window: Count | None = 4096
 
     def windows(self) -> tuple[int | None, ...]:
-        """By `layer_types`; without it, all layers have one."""
+        """Returns windows by `layer_types`; without it, for all layers."""
         types = self.types_of_layers("full_attention", "sliding_attention")
         if "sliding_attention" in types and self.sliding_window is None:
             raise self.refuse("sliding_window", "an integer of at least 1")
@@ -191,7 +192,7 @@ def read_ministral(file: ConfigFile) -> ModelConfig:
 
 
 class _Ministral3Fields(LlamaLikeFields):
-    """The table of its rotary embedding also says how much later queries are scaled."""
+    """The fields of Ministral 3. The table of its rotary embedding also has the scale of later queries."""
 
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
         {
@@ -242,7 +243,7 @@ class _Mistral3Text(Fields):
 
 
 def read_mistral3(file: ConfigFile) -> ModelConfig:
-    """The language model of Mistral Small 3, or of Ministral 3."""
+    """Reads the language model of Mistral Small 3 or Ministral 3."""
     return read_mistral(file) if _Mistral3Text.read(file).model_type == "mistral" else read_ministral3(file)
 
 
@@ -305,7 +306,7 @@ class _ApertusFields(LlamaLikeFields):
     attention_bias: bool = False
 
     def rope_table(self) -> ConfigFile:
-        """Llama 3's, where the file has none."""
+        """Returns the file's table, or Llama 3's if the file has none."""
         table = super().rope_table()
         return table if table.values else ConfigFile(table.where, _APERTUS_ROPE)
 

@@ -19,8 +19,8 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom import GeluMLP, GroupedQKV
 from baton.models.families.dense.falcon_config import FalconSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -54,10 +54,11 @@ class FalconAttention(nn.Module):
 
 
 def _scaled_slopes(gqa: GQAConfig) -> Tensor:
-    """[H] float32. The reference adds distances before it scales the scores, and rounds the slopes to bfloat16.
+    """Returns the slopes [H] in float32. The reference adds distances before it scales the scores, and rounds the
+    slopes to bfloat16.
 
-    NOTE: it also rounds slope times position to bfloat16, which is not a function of the distance: where that product
-    needs more than 8 bits, its scores differ from these by up to one part in 512 of the product.
+    NOTE: it also rounds slope times position to bfloat16, which is not a function of the distance. Where that product
+    needs more than 8 bits, its scores differ from ours by up to one part in 512 of the product.
     """
     return torch.tensor(gqa.alibi_slopes, dtype=torch.bfloat16).float() * gqa.scale
 

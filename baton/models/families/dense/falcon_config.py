@@ -1,4 +1,4 @@
-"""config.json of Falcon, of all three generations."""
+"""Reads config.json of Falcon, of all three generations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from baton.models.config.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class FalconSwitches:
-    """Which norms a layer has.
+    """The norms of a layer.
 
     Attributes:
         parallel: attention and MLP read the same input.
-        num_norms: of that input; 2: one for the attention and one for the MLP.
+        num_norms: number of norms of that input; 2: one for the attention and one for the MLP.
     """
 
     parallel: bool
@@ -50,7 +50,7 @@ class _FalconFields(RotaryFields):
     layer_norm_epsilon: Positive = 1e-5
 
     def used_kv_heads(self) -> int:
-        """The field `num_kv_heads` counts only in the newest generation."""
+        """Returns the number of kv heads. The field `num_kv_heads` counts only in the newest generation."""
         if self.new_decoder_architecture:
             return self.num_kv_heads or self.num_attention_heads
         return 1 if self.multi_query else self.num_attention_heads

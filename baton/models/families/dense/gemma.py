@@ -1,4 +1,5 @@
-"""Gemma 1, Gemma-2, the text model of Gemma-3, and VaultGemma: scaled embeddings, and norms whose weights are minus 1.
+"""Gemma 1, Gemma-2, the text model of Gemma-3, and VaultGemma: scaled embeddings, and norms with weights stored minus
+1.
 
 Gemma-2 and Gemma-3 also have norms after both halves of a layer. The attention is Llama's. Gemma-2 and VaultGemma cap
 its scores and have windows in some layers; Gemma-3 has norms on queries and keys, and rotates them faster in layers
@@ -19,7 +20,8 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma_config import NormsBefore
 from baton.models.families.dense.llama import LlamaAttention
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
@@ -35,7 +37,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class GemmaLayer(ParallelModule):
-    """Norms have the names that they have in checkpoints, so the norm before the MLP has one of two."""
+    """One layer of Gemma. Norms have their checkpoint names, so the norm before the MLP has one of two names."""
 
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
@@ -68,7 +70,7 @@ class GemmaLayer(ParallelModule):
         *,
         next_norm: GemmaRMSNorm,
     ) -> Tensor:
-        """Adds both halves of the layer to the stream in place, and returns `next_norm` of the stream.
+        """Adds both halves of the layer to the stream in place; returns `next_norm` of the stream.
 
         Args:
             normed_TD: this layer's first norm of the stream.
@@ -92,7 +94,7 @@ class GemmaForCausalLM(CausalLM):
         norm = GemmaRMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         super().__init__(config, layers, dtype=dtype, norm=norm)
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
-        # NOTE: rounded to the model's dtype, as in training: 55.5 and not 55.4256 for 3072 channels in bfloat16.
+        # NOTE: rounded to the model's dtype, as in training: 55.5, not 55.4256, for 3072 channels in bfloat16.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:

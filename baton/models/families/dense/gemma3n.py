@@ -1,8 +1,8 @@
-"""Gemma 3n's text model: several streams, of which a layer predicts all, computes one and corrects all (AltUp); a
-low-rank residual beside the attention (Laurel); and MLPs whose gates are mostly zero.
+"""Gemma 3n's text model. It has several residual streams; a layer predicts all, computes one and corrects all (AltUp).
+It adds a low-rank residual next to the attention (Laurel), and its MLPs' gates are mostly zero.
 
-The last layers read the keys and values of earlier ones, and each layer has an input of its own. Shapes: T token, D
-hidden channel, S stream, I intermediate channel, L layer, P channel of a layer's input.
+The last layers read earlier layers' keys and values, and each layer has its own extra input. Shapes: T token, D hidden
+channel, S stream, I intermediate channel, L layer, P channel of a layer's input.
 """
 
 import math
@@ -23,21 +23,22 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.gemma3n_config import Gemma3nSwitches
 from baton.models.families.dense.gemma_parts import LayerInputs, LayerWithInput, SharingAttention, rounded
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 
-_LEAST_SQUARE = 1e-5  # below it a projected stream is not scaled up to the first stream's size
+_LEAST_SQUARE = 1e-5  # lower bound of a projected stream's mean square when it is scaled to the first stream's size
 
 
 class RowMean(nn.Module):
     """The mean of each row [T, 1], in float32.
 
     Attributes:
-        multiply: as in `baton.models.layers.linear.Linear`: torch's own mean may sum in another order for other numbers
-        of rows.
+        multiply: as in `baton.models.layers.linear.Linear`. torch's own mean may sum in another order for other numbers
+            of rows.
     """
 
     share_1D: Tensor
@@ -52,10 +53,10 @@ class RowMean(nn.Module):
 
 
 class SparseMLP(GatedMLP, ParallelModule):
-    """A gated MLP in which only gates that are much above the token's mean count.
+    """A gated MLP that uses only gates far above the token's mean.
 
     Args:
-        sparsity: share of the gates that would be 0 if they were normally distributed; 0: all count.
+        sparsity: share of the gates that would be 0 if they were normally distributed; 0: all gates are used.
     """
 
     def __init__(self, size: int, intermediate_size: int, *, sparsity: float, dtype: torch.dtype) -> None:
@@ -73,7 +74,7 @@ class SparseMLP(GatedMLP, ParallelModule):
         return out_TD
 
     def _cutoff(self, gate_TI: Tensor) -> Tensor:
-        """Mean plus deviations [T, 1], float32, of the gates that all ranks have together."""
+        """Returns the cutoff [T, 1] in float32, mean plus a number of deviations of the gates of all ranks."""
         assert self.deviations is not None
         assert self.mean is not None
         ranks = self.parallel.size
@@ -83,7 +84,7 @@ class SparseMLP(GatedMLP, ParallelModule):
 
 
 class Laurel(nn.Module):
-    """x plus the norm of a low-rank product of it."""
+    """Adds to x the norm of a low-rank product of x."""
 
     def __init__(self, size: int, rank: int, *, norm_eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ class Laurel(nn.Module):
 
 
 class AltUp(nn.Module):
-    """Alternating updates (arXiv 2301.13310): how a layer's streams follow from those before, and from the one that it
-    computed."""
+    """Alternating updates (arXiv 2301.13310), which derive a layer's streams from the previous streams and the computed
+    one."""
 
     def __init__(self, size: int, switches: Gemma3nSwitches, *, norm_eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -111,17 +112,18 @@ class AltUp(nn.Module):
         self.router_norm = RMSNorm(size, eps=norm_eps, dtype=dtype)
 
     def predict(self, streams_STD: Tensor) -> Tensor:
-        """[S, T, D]: each stream plus a sum of all, whose weights follow from the active one."""
+        """Returns [S, T, D], each stream plus a sum of all streams with weights computed from the active stream."""
         weights_TSS = self.prediction_coefs(self._modes(streams_STD[self.active])).unflatten(-1, (-1, self.streams))
         before_STD = streams_STD.float()
         predicted_STD = before_STD
-        # One by one, so that the order of the sum does not depend on the number of tokens.
+        # Added one by one, so that the order of the sum does not depend on the number of tokens.
         for weights_ST1, before_TD in zip(weights_TSS.float().permute(2, 1, 0).unsqueeze(-1), before_STD, strict=True):
             predicted_STD = torch.addcmul(predicted_STD, weights_ST1, before_TD)
         return predicted_STD.to(streams_STD.dtype)
 
     def correct(self, predicted_STD: Tensor, computed_TD: Tensor) -> Tensor:
-        """[S, T, D]: each prediction plus its share of what the computed stream differs from its own prediction."""
+        """Returns [S, T, D], each prediction plus its share of the difference between the computed stream and its
+        prediction."""
         weights_TS = self.correction_coefs(self._modes(computed_TD)) + 1.0
         difference_TD = computed_TD - predicted_STD[self.active]
         corrected_STD: Tensor = predicted_STD + difference_TD * weights_TS.t().unsqueeze(-1)
@@ -136,7 +138,7 @@ class Gemma3nLayer(LayerWithInput):
     """One layer of Gemma 3n.
 
     Args:
-        before: the attention of the layers before this one.
+        before: the attentions of the layers before this one.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Gemma3nLayer(LayerWithInput):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """The streams after this layer [S, T, D]."""
+        """Returns the streams after this layer [S, T, D]."""
         predicted_STD = self.altup.predict(streams_STD)
         active_TD = predicted_STD[self.altup.active]
         normed_TD = self.input_layernorm(active_TD)
@@ -191,8 +193,8 @@ class Gemma3nLayer(LayerWithInput):
 
 
 class ResidualStreams(nn.Module):
-    """The streams before the first layer, from the embedding, and the mean of those after the last. Module paths are
-    those in checkpoints after `model.`."""
+    """Makes the streams before the first layer from the embedding, and one stream from those after the last layer.
+    Module paths equal those in checkpoints after `model.`."""
 
     def __init__(self, size: int, streams: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -201,12 +203,12 @@ class ResidualStreams(nn.Module):
         self.row_mean = RowMean(size)
 
     def forward(self, embedded_TD: Tensor) -> Tensor:
-        """[S, T, D]"""
+        """Returns the streams [S, T, D]."""
         others = [self._as_large_as(embedded_TD, project(embedded_TD)) for project in self.altup_projections]
         return torch.stack([embedded_TD, *others])
 
     def mean(self, streams_STD: Tensor) -> Tensor:
-        """[T, D]"""
+        """Returns the mean of the streams [T, D]."""
         first_TD = sum_TD = streams_STD[0]
         for project, stream_TD in zip(self.altup_unembed_projections, streams_STD[1:], strict=True):
             sum_TD = sum_TD + self._as_large_as(first_TD, project(stream_TD))
@@ -214,7 +216,7 @@ class ResidualStreams(nn.Module):
         return mean_TD
 
     def _as_large_as(self, first_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """Each row of `x_TD` with the mean square of the first stream's."""
+        """Scales each row of `x_TD` to the mean square of the first stream's row."""
         wanted_T1 = self.row_mean(first_TD.float().square()).sqrt()
         present_T1 = self.row_mean(x_TD.float().square()).clamp(min=_LEAST_SQUARE).sqrt()
         scaled_TD: Tensor = x_TD * wanted_T1 / present_T1

@@ -1,4 +1,4 @@
-"""config.json of Gemma 3n's text model."""
+"""Reads config.json of Gemma 3n's text model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import ModelConfig
 from baton.models.families.dense.gemma_config import LocalRopeFields, with_shared_kv
 
-_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of the first layers, where the file says nothing and the model has more
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of the first layers, if the file has no value and the model has more layers
 
 
 @dataclass(frozen=True)
 class Gemma3nSwitches:
-    """What is special about a Gemma 3n.
+    """The options of a Gemma 3n.
 
     Attributes:
         input_size: channels of each layer's own input.
-        input_vocab_size: rows of the embedding that these come from.
-        streams: how many residual streams there are; `active_stream` is the one that layers compute.
-        scales_output: the corrected active stream is scaled before it meets the layer's input.
-        laurel_rank: of the low-rank residual beside the attention.
-        sparsities: for each layer the share of gates that are cut off; 0: none.
+        input_vocab_size: rows of the embedding of these inputs.
+        streams: number of residual streams; layers compute the stream `active_stream`.
+        scales_output: the corrected active stream is scaled before it is combined with the layer's input.
+        laurel_rank: rank of the low-rank residual next to the attention.
+        sparsities: each layer's share of gates that are cut off; 0: none.
     """
 
     input_size: int
@@ -66,7 +66,7 @@ class _Gemma3nFields(LocalRopeFields):
     activation_sparsity_pattern: object = None
 
     def mlp_sizes(self) -> tuple[int, ...]:
-        """Of each layer."""
+        """Returns the value of each layer."""
         sizes, num_layers = self.intermediate_size, self.num_hidden_layers
         sizes = sizes * num_layers if len(sizes) == 1 else sizes
         if len(sizes) != num_layers or not all(0 < size < 2**20 for size in sizes):
@@ -74,7 +74,7 @@ class _Gemma3nFields(LocalRopeFields):
         return sizes
 
     def sparsities(self) -> tuple[float, ...]:
-        """Of each layer."""
+        """Returns the value of each layer."""
         num_layers, given = self.num_hidden_layers, self.activation_sparsity_pattern
         if given is None:
             sparse = _SPARSE_LAYERS if num_layers > _SPARSE_LAYERS else 0

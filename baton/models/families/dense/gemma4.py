@@ -1,5 +1,5 @@
-"""Gemma 4's text model: the layers without a window have larger heads, the last layers may read the keys and values of
-earlier ones, each layer may have an input of its own, and experts may stand beside the dense MLP.
+"""Gemma 4's text model. Layers without a window have larger heads, the last layers may read earlier layers' keys and
+values, each layer may have its own extra input, and experts may run next to the dense MLP.
 
 Shapes: T token, D hidden channel, I intermediate channel, K chosen expert of a token, L layer, P channel of a layer's
 input, R row of some expert.
@@ -28,10 +28,11 @@ from baton.models.families.dense.gemma_parts import (
 )
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from baton.models.layers.linear import Multiply
+from baton.models.layers.mlp import GatedMLP, gelu_tanh_and_multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 
@@ -39,7 +40,7 @@ _GELU = GroupedActivation(tanh_gelu=True)
 
 
 class Gemma4Router(nn.Module):
-    """Chooses experts by the normed and scaled stream; each expert's weight has a factor of its own."""
+    """Chooses experts by the normed and scaled stream; each expert's weight has its own factor."""
 
     def __init__(self, size: int, moe: MoEConfig, *, norm_eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,13 +50,13 @@ class Gemma4Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `baton.models.layers.moe.router.Router`."""
+        """Returns weights and experts as `baton.models.layers.moe.router.Router` does."""
         weights_TK, experts_TK = self.proj(norm_without_weight(x_TD, self.norm_eps) * self.scale * self.root)
         return weights_TK * self.per_expert_scale[experts_TK], experts_TK
 
 
 class Gemma4Experts(RoutedExperts):
-    """Experts as checkpoints have them: all in one tensor, outputs first, all gates before all ups.
+    """Experts in checkpoints' layout: all in one tensor, outputs first, all gates before all ups.
 
     Attributes: as in `baton.models.layers.moe.experts.Experts`.
     """
@@ -74,7 +75,7 @@ class Gemma4Experts(RoutedExperts):
         return weighted_sum(run_experts(x_TD, places_TK, len(self.gate_up_proj), self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """`forward` on a GPU; the host waits for nothing."""
+        """Runs `forward` on a GPU without making the host wait."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -95,7 +96,7 @@ class Gemma4Layer(LayerWithInput):
     """One layer of Gemma 4.
 
     Args:
-        before: the attention of the layers before this one.
+        before: the attentions of the layers before this one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""config.json of Gemma 4's text model."""
+"""Reads config.json of Gemma 4's text model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from baton.models.config.rope import ProportionalScaling, RopeConfig, read_rope
 from baton.models.families.dense.gemma_config import with_shared_kv
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EVERY = 6  # each of these layers sees all tokens, and so does the last layer
+_EVERY = 6  # each such layer sees all tokens, and so does the last layer
 _ROPES = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -22,12 +22,12 @@ _ROPES = {
 
 @dataclass(frozen=True)
 class Gemma4Switches:
-    """What is special about a Gemma 4.
+    """The options of a Gemma 4.
 
     Attributes:
-        input_size: channels of each layer's own input; 0: there are none.
-        input_vocab_size: rows of the embedding that these come from.
-        values_are_keys: layers without a window take their values from the projection of their keys.
+        input_size: channels of each layer's own input; 0: there is none.
+        input_vocab_size: rows of the embedding of these inputs.
+        values_are_keys: layers without a window use the projection of their keys as values.
     """
 
     input_size: int
@@ -36,7 +36,7 @@ class Gemma4Switches:
 
 
 class _LayerFields(Fields):
-    """What one layer has in place of the model's fields."""
+    """The fields of one layer that replace the model's."""
 
     model_config = Fields.model_config | {"extra": "forbid"}
 
@@ -73,7 +73,7 @@ class _Gemma4Fields(DecoderFields):
     intermediate_size: Size
     quantization_config: Table | None = None
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    # "vision" lets an image's tokens see each other; of text it says nothing.
+    # "vision" lets an image's tokens see each other; it does not affect text.
     use_bidirectional_attention: Literal["vision"] | None = None
     attention_bias: bool = False
     sliding_window: Count = 512
@@ -124,8 +124,8 @@ class _Gemma4Fields(DecoderFields):
         return tuple(self.sliding_window if kind == _SLIDING else None for kind in types)
 
     def layer_heads(self, windows: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
-        """(kv heads, channels of a head) of each layer: by `per_layer_config`, or by the fields for layers without a
-        window that published files have."""
+        """Returns (kv heads, channels of a head) of each layer: from `per_layer_config`, or from published files'
+        fields for layers without a window."""
         own = (self.num_key_value_heads, self.head_dim)
         if self.per_layer_config is None:
             num_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
@@ -140,7 +140,7 @@ class _Gemma4Fields(DecoderFields):
         return tuple(heads)
 
     def ropes(self, heads: Mapping[str, int]) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers without and with a window."""
+        """Returns the rotary embeddings of layers without and with a window."""
         table = self.table("rope_parameters")
         if unknown := sorted(set(table.values) - {_FULL, _SLIDING}):
             raise table.refuse(unknown[0], "null", cure=f"this family has tables: {_FULL}, {_SLIDING}")
@@ -157,7 +157,7 @@ class _Gemma4Fields(DecoderFields):
         )
 
     def moe(self) -> MoEConfig | None:
-        """Experts beside the dense MLP, which counts as a shared one."""
+        """Returns the experts next to the dense MLP, which counts as a shared expert."""
         if not self.enable_moe_block:
             return None
         if self.quantization_config is not None:

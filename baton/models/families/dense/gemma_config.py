@@ -1,4 +1,4 @@
-"""config.json of Gemma 1, Gemma-2, Gemma-3's text model, and VaultGemma."""
+"""Reads config.json of Gemma 1, Gemma-2, Gemma-3's text model, and VaultGemma."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ _GEMMA3_ROPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True)
 class NormsBefore:
-    """A layer has norms before both halves and none after them.
+    """The options of a model with norms before both halves of a layer and none after them.
 
     Attributes:
-        mlp_norm: the name in checkpoints of the norm before the MLP.
+        mlp_norm: checkpoints' name of the norm before the MLP.
     """
 
     mlp_norm: str
@@ -52,7 +52,7 @@ class _Gemma1Fields(RotaryFields):
     )
     intermediate_size: Size
     quantization_config: Table | None = None
-    # NOTE: first files say gelu and mean its approximation, which the model was trained with.
+    # NOTE: the first files say gelu but mean its approximation, with which the model was trained.
     hidden_act: Literal["gelu_pytorch_tanh", "gelu"] = "gelu_pytorch_tanh"
     hidden_activation: Literal["gelu_pytorch_tanh"] | None = None
     use_bidirectional_attention: Literal[False] | None = None
@@ -127,14 +127,14 @@ def _gemma2(file: ConfigFile, switches: NormsBefore | None) -> ModelConfig:
 
 
 class LocalRopeFields(RotaryFields):
-    """Fields of families that rotate faster in layers with a window."""
+    """The fields of families that rotate faster in layers with a window."""
 
     rope_theta: Positive = 1_000_000.0
     rope_local_base_freq: Positive = 10_000.0
 
     def ropes(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers without and with a window. Newer files have a table for each; in older files
-        `rope_scaling` is for layers without a window."""
+        """Returns the rotary embeddings of layers without and with a window. Newer files have a table for each; in
+        older files `rope_scaling` is for layers without a window."""
         table = self.rope_table()
         local = ConfigFile(table.where, {})
         if self.rope_parameters is not None:
@@ -178,7 +178,7 @@ def read_gemma3(file: ConfigFile) -> ModelConfig:
 
 
 def with_shared_kv(fields: Fields, attention: GQAConfig, num_layers: int) -> GQAConfig:
-    """The attention, whose last layers have no keys and values of their own."""
+    """Returns the attention with last layers that have no keys and values of their own."""
     windows = attention.sliding_windows
     owned = len(windows) - num_layers
     if owned < 1 or set(windows[owned:]) - set(windows[:owned]):

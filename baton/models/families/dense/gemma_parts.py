@@ -1,5 +1,5 @@
-"""What Gemma 3n and Gemma 4 share: attention whose last layers read the keys and values of earlier ones, and inputs of
-each layer that come from an embedding of their own.
+"""The parts that Gemma 3n and Gemma 4 share: attention that reads earlier layers' keys and values in the last layers,
+and an extra input of each layer from its own embedding.
 
 Shapes: T token, D hidden channel, H query head, K kv head, X heads of queries, keys and values, C head channel,
 L layer, P channel of a layer's input.
@@ -17,14 +17,14 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.elementwise import gelu
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 
 def norm_without_weight(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x ** 2) + eps) over the last axis, in float32, rounded once."""
+    """Returns x / sqrt(mean(x ** 2) + eps) over the last axis, computed in float32 and rounded once."""
     return rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
@@ -32,8 +32,9 @@ class SharingAttention(nn.Module):
     """Grouped-query attention with norms of queries, keys and values. Scores are not scaled.
 
     Args:
-        before: the attention of the layers before this one, of which a layer without keys and values reads one's.
-        values_are_keys: values are what keys are before norm and rotation.
+        before: the attentions of the layers before this one. A layer without keys and values reads those of one of
+            them.
+        values_are_keys: values are the keys before norm and rotation.
     """
 
     attend: Attention
@@ -93,13 +94,14 @@ def _of_each_head(norm: RMSNorm, x_TXC: Tensor) -> Tensor:
 
 
 class LayerInputs(nn.Module):
-    """The inputs of all layers: the mean, times sqrt(2), of an embedding of the token and a projection of the stream's
-    first value. Whole on each rank: a sum over ranks would move more than the layers' own sums do.
+    """Computes the extra inputs of all layers: the mean, times sqrt(2), of an embedding of the token and a projection
+    of the stream's first value. Every rank has all of it, because a sum over ranks would move more data than the
+    layers' own sums.
 
-    Module paths are those in checkpoints after `model.`.
+    Module paths equal those in checkpoints after `model.`.
 
     Args:
-        vocab_size: of this embedding. Tokens beyond it have the row of token 0.
+        vocab_size: rows of this embedding. Tokens beyond it use the row of token 0.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class LayerInputs(nn.Module):
         self.sum_scale = rounded(0.5**0.5, dtype)
 
     def forward(self, token_ids_T: Tensor, stream_TD: Tensor) -> Tensor:
-        """[T, L, P]"""
+        """Returns the inputs of all layers [T, L, P]."""
         known_T = token_ids_T.masked_fill(token_ids_T >= self.vocab_size, 0)
         embedded_TLP = self.embed_tokens_per_layer(known_T).unflatten(-1, (-1, self.size)) * self.embedding_scale
         projected_TLP = self.per_layer_model_projection(stream_TD).unflatten(-1, (-1, self.size))
@@ -125,7 +127,7 @@ class LayerInputs(nn.Module):
 
 
 class WholeEmbedding(nn.Module):
-    """An embedding that each rank has whole."""
+    """An embedding that is whole on each rank."""
 
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -136,10 +138,10 @@ class WholeEmbedding(nn.Module):
 
 
 class LayerWithInput(ParallelModule):
-    """A layer that adds something of its own input to the stream.
+    """A layer that adds a product of its own extra input to the stream.
 
     Args:
-        input_size: 0: there is no such input.
+        input_size: channels of the extra input; 0: there is none.
     """
 
     def __init__(self, hidden_size: int, input_size: int, *, norm_eps: float, dtype: torch.dtype) -> None:
@@ -156,5 +158,5 @@ class LayerWithInput(ParallelModule):
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """The number in the model's dtype, as in training."""
+    """Rounds the number to the model's dtype, as in training."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()

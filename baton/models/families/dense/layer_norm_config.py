@@ -1,5 +1,5 @@
-"""config.json of the families with layer norms and an MLP of two layers: StarCoder2, Nemotron, GPT-NeoX, GPT-2, OPT,
-MPT."""
+"""Reads config.json of the families with layer norms and an MLP of two layers: StarCoder2, Nemotron, GPT-NeoX, GPT-2,
+OPT, MPT."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Activation(StrEnum):
 
 
 class Projection(StrEnum):
-    """How a checkpoint stores the weights of queries, keys and values.
+    """The way a checkpoint stores the weights of queries, keys and values.
 
     SEPARATE: as three layers. JOINED: as one, all queries first, then all keys, then all values. BY_HEAD: as one, with
     each kv head's queries, key and value next to each other.
@@ -35,17 +35,17 @@ class Projection(StrEnum):
 
 @dataclass(frozen=True)
 class LayerNormSwitches:
-    """What differs between these families.
+    """The options in which these families differ.
 
     Attributes:
         parallel: attention and MLP read the same residual stream, each through its own norm.
-        norm_after: norms are of the sums after both halves of a layer, and there is none after the last layer.
-        norm_bias, norm_weight_offset: norms have biases; the number is added to their weights.
+        norm_after: norms follow the sums after both halves of a layer, and there is no norm after the last layer.
+        norm_bias, norm_weight_offset: whether norms have biases; a number added to their weights.
         final_norm: there is a norm after the last layer.
         inputs_first: weights of layers are [in, out] in the checkpoint.
-        position_offset: number of the first position's row in the table of learned positions; None: no such table.
+        position_offset: index of the first position's row in the table of learned positions; None: there is no table.
         clip_qkv: queries, keys and values are limited to plus and minus this number.
-        embedding_size: of the embedding and the head, where projections lead to the hidden size and back.
+        embedding_size: channels of the embedding and the head, if projections lead to the hidden size and back.
     """
 
     activation: Activation
@@ -61,7 +61,7 @@ class LayerNormSwitches:
     embedding_size: int | None = None
 
 
-# transformers' names. Those of one function differ in the last bits at most.
+# transformers' names. Names of the same function differ at most in the last bits.
 ActivationName: TypeAlias = Literal[
     "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish"
 ]
@@ -81,7 +81,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def _renamed(file: ConfigFile, names: Mapping[str, str]) -> ConfigFile:
-    """The file with its family's own names of fields replaced by those that families share."""
+    """Returns the file with its family's own field names replaced by the shared names."""
     missing = {own: name for own, name in names.items() if file.raw(own) is not None and file.raw(name) is None}
     return file.with_values({name: file.raw(own) for own, name in missing.items()})
 
@@ -252,7 +252,7 @@ def read_opt(file: ConfigFile) -> ModelConfig:
 
 
 class _MPTAttentionFields(Fields):
-    """Most variants were only ever computed by the code that came with the checkpoints."""
+    """The fields of MPT's attention. Only the code that came with the checkpoints ever computed most variants."""
 
     cure: ClassVar[str] = "transformers computes no other variant either"
     alibi: Literal[True] = True

@@ -1,6 +1,6 @@
 """Families with layer norms and an MLP of two layers: StarCoder2, Nemotron, GPT-NeoX, GPT-2, OPT, MPT.
 
-`LayerNormSwitches` says what differs in the computation; the classes at the end say how checkpoints name the modules.
+`LayerNormSwitches` has the differences in the computation; the classes at the end have checkpoints' module names.
 Shapes: T token, D hidden channel, E channel of the embedding, H query head, K kv head, C head channel, R row whose
 logits are computed.
 """
@@ -22,9 +22,10 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom import GroupedQKV
 from baton.models.families.dense.layer_norm_config import Activation, LayerNormSwitches, Projection
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import Embedding, LayerNorm
 from baton.models.layers.elementwise import gelu, silu
+from baton.models.layers.embedding import Embedding
 from baton.models.layers.linear import FusedLinear, InputsFirstLinear, Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -169,7 +170,7 @@ class LearnedPositions(nn.Module):
     """A table of one vector for each position of the longest context.
 
     Args:
-        offset: number of the first position's row.
+        offset: index of the first position's row.
     """
 
     def __init__(self, max_positions: int, size: int, *, offset: int, dtype: torch.dtype) -> None:
@@ -182,7 +183,7 @@ class LearnedPositions(nn.Module):
 
 
 class LayerNormForCausalLM(CausalLM):
-    """Its modules have Llama's names, as Nemotron's checkpoints do."""
+    """A model with layer norms. Its modules have Llama's names, like Nemotron's checkpoints."""
 
     def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
         gqa, switches = config.attention, _switches(config)

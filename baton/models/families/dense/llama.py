@@ -18,14 +18,15 @@ from attention.rotation import HeadNorms, Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig, QKNorm
 from baton.models.families.dense.llama_switches import LlamaSwitches, Norms, QueryGrowth
-from baton.models.layers.blocks import CenteredNorm, NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import GatedMLP, RMSNorm
+from baton.models.layers.decoder_layers import NormsAfter, NormsAround, ParallelHalves
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.moe.stacked_experts import StackedExperts
 from baton.models.layers.moe.ungated_experts import SquaredReluMLP
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.query_key_norms import OwnWeightsNorm, make_norms, norm_rows
 from baton.models.layers.rotary import Rotary
@@ -34,10 +35,10 @@ from baton.models.layers.xielu import XieluMLP
 
 
 class LlamaAttention(ParallelModule):
-    """Grouped-query attention with rotary embedding; also that of Gemma and gpt-oss.
+    """Grouped-query attention with rotary embedding, which Gemma and gpt-oss use too.
 
     Args:
-        norm: class of the norms of queries and keys, in models that have them.
+        norm: class of the norms of queries and keys, for models that have them.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LlamaAttention(ParallelModule):
         self.o_proj = Linear(self.q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.qk_norm_of = gqa.qk_norm_of
         norms, turned = make_norms(gqa, norm, eps=norm_eps, dtype=dtype), gqa.qk_norm_of is QKNorm.TURNED_HEAD
-        # Hunyuan, which norms heads after they turn, has other names for the same weights.
+        # Hunyuan norms heads after they turn, and has other names for the same weights.
         self.q_norm, self.k_norm = (None, None) if turned else norms
         self.query_layernorm, self.key_layernorm = norms if turned else (None, None)
         self.turns = not gqa.rotary_layers or gqa.rotary_layers[layer_index]
@@ -91,7 +92,7 @@ class LlamaAttention(ParallelModule):
         return out_TD
 
     def _without_gate(self, x_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values; and the gate, which the projection has after each head's queries."""
+        """Splits the projection into queries, keys and values, and the gate, which follows each head's queries."""
         q_and_gate_TX, kv_TX = x_TX.split([2 * self.q_size, 2 * self.kv_size], dim=-1)
         q_and_gate_TH2C = q_and_gate_TX.unflatten(-1, (self.num_heads, 2, self.head_dim))
         q_THC, gate_THC = q_and_gate_TH2C.unbind(2)
@@ -100,7 +101,7 @@ class LlamaAttention(ParallelModule):
     def _attended(
         self, qkv_TX: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norms, turns and attends: on a GPU in one kernel, where it knows the norms."""
+        """Norms, turns and attends, on a GPU in one kernel if it supports the norms."""
         q_norm, k_norm = self.q_norm or self.query_layernorm, self.k_norm or self.key_layernorm
         q_TX, k_TX, _ = qkv_TX.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         norms = None
@@ -131,7 +132,7 @@ class LlamaLayer(DecoderLayer):
 def make_layer(
     config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
 ) -> ParallelModule:
-    """Llama's layer, or another block of the same parts."""
+    """Returns Llama's layer, or another arrangement of the same parts."""
     norms = switches_of(config).norms
     if norms is Norms.BEFORE:
         return LlamaLayer(config, gqa, layer_index=layer_index, backend=backend, dtype=dtype)
@@ -146,12 +147,12 @@ def make_layer(
 
 
 def switches_of(config: ModelConfig) -> LlamaSwitches:
-    """Llama's own where the family's reader sets none."""
+    """Returns the config's switches, or Llama's if the family's reader sets none."""
     return config.switches if isinstance(config.switches, LlamaSwitches) else LlamaSwitches()
 
 
 def make_mlp(config: ModelConfig, layer_index: int, *, dtype: torch.dtype) -> nn.Module:
-    """The layer's mixture of experts, or its MLP."""
+    """Returns the layer's mixture of experts, or its MLP."""
     if config.moe is not None and config.moe.layers[layer_index]:
         mixture = MoE(config.hidden_size, config.moe, dtype=dtype)
         if switches_of(config).stacked_experts:
@@ -206,7 +207,7 @@ class LlamaForCausalLM(CausalLM):
 
 
 class ApertusForCausalLM(LlamaForCausalLM):
-    """Llama with other names of a layer's norms."""
+    """Llama with other names for a layer's norms."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -217,5 +218,5 @@ class ApertusForCausalLM(LlamaForCausalLM):
 
 
 def _query_scale(positions_T: Tensor, growth: QueryGrowth) -> Tensor:
-    """[T,1], float32."""
+    """Returns the factors of queries [T,1] in float32."""
     return 1 + growth.beta * torch.log1p(torch.floor(positions_T.float() / growth.tokens)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""config.json of the families that Llama's file computes: Llama, Mistral, Qwen2, Qwen3."""
+"""Reads config.json of Llama, Mistral, Qwen2 and Qwen3, which Llama's file computes."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from baton.models.families.dense.llama_switches import LlamaSwitches
 
 
 class LlamaLikeFields(RotaryFields):
-    """Fields of every family of Llama's kin."""
+    """The fields that Llama-like families share."""
 
     intermediate_size: Size
     quantization_config: Table | None = None
@@ -24,10 +24,10 @@ class LlamaLikeFields(RotaryFields):
         norm_eps: float | None = None,
         switches: LlamaSwitches | None = None,
     ) -> ModelConfig:
-        """The model of a family with one rotary embedding for all layers.
+        """Returns the model of a family with one rotary embedding for all layers.
 
         Args:
-            mlp_bias, norm_eps: where the family does not have the fields `mlp_bias` and `rms_norm_eps`.
+            mlp_bias, norm_eps: for families without the fields `mlp_bias` and `rms_norm_eps`.
         """
         return self.model(
             attention=attention,
@@ -67,7 +67,7 @@ class _QwenFields(LlamaLikeFields):
     max_window_layers: CountOrZero = 28
 
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window by `layer_types`; without it, sliding from layer `max_window_layers` on."""
+        """Returns each layer's window by `layer_types`; without it, layers from `max_window_layers` on slide."""
         window = self.sliding_window if self.use_sliding_window else None
         types = self.types_of_layers("full_attention", "sliding_attention")
         if not types:

@@ -1,12 +1,12 @@
-"""What differs from Llama in the families that share its file. Each switch has one meaning and no family's name."""
+"""The options in which families that share Llama's file differ from it. Each has one meaning and no family's name."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Norms(StrEnum):
-    """Where a layer's norms are: before each half, after each half, or around each. SHARED: one before both halves,
-    which work on the same input."""
+    """The places of a layer's norms: before each half, after each half, or around each. SHARED is one norm before both
+    halves, which have the same input."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -16,7 +16,7 @@ class Norms(StrEnum):
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at later positions are larger: by 1 + beta * log(1 + floor(position / tokens))."""
+    """The growth of queries at later positions: a factor of 1 + beta * log(1 + floor(position / tokens))."""
 
     beta: float
     tokens: int
@@ -24,17 +24,18 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class LlamaSwitches:
-    """How a model differs from Llama.
+    """The options in which a model differs from Llama.
 
     Attributes:
-        norms: of each layer. Norms of SHARED are layer norms without bias, and so is the last one of the model.
-        xielu_mlp: MLPs have no gate, and xIELU between their two products.
-        squared_relu_mlp: MLPs have no gate, and the square of a ReLU between their two products.
-        query_growth: None: queries have the same size everywhere.
-        embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of what each half of a
-            layer adds to the residual stream, and of the logits.
+        norms: the places of each layer's norms. SHARED norms are layer norms without bias, and so is the model's last
+            norm.
+        xielu_mlp: MLPs have no gate and apply xIELU between their two products.
+        squared_relu_mlp: MLPs have no gate and apply the square of a ReLU between their two products.
+        query_growth: growth of queries with position; None: they do not grow.
+        embedding_multiplier, residual_multiplier, logits_multiplier: factors of the embeddings, of each half's update
+            to the residual stream, and of the logits.
         stacked_experts: checkpoints have all experts of a layer in two tensors, inputs first.
-        in_one_tensor: of "qkv_proj" and "gate_up_proj", those whose parts checkpoints keep in one tensor of that name.
+        in_one_tensor: which of "qkv_proj" and "gate_up_proj" checkpoints keep in one tensor of that name.
     """
 
     norms: Norms = Norms.BEFORE

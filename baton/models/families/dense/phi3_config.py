@@ -1,4 +1,5 @@
-"""config.json of Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, whose checkpoints keep several projections in one tensor."""
+"""Reads config.json of Phi-3, Phi-3.5, Phi-4 and Phi-4-mini. Their checkpoints keep several projections in one
+tensor."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,13 +22,13 @@ class _Phi3Fields(LlamaLikeFields):
     sliding_window: Count | None = None
 
     def rope_table(self) -> ConfigFile:
-        """With LongRoPE's name in place of one that older files have for it."""
+        """Returns the table, with LongRoPE's name in place of older files' name for it."""
         table = super().rope_table()
         name = "type" if table.raw("rope_type") is None else "rope_type"
         return table.with_values({name: "longrope"}) if table.raw(name) == "yarn" else table
 
     def window(self) -> int | None:
-        """None where the window reaches over the whole context, as most files' does."""
+        """Returns the window; None if it covers the whole context, as in most files."""
         window = self.sliding_window
         return None if window is None or window >= self.max_position_embeddings else window
 

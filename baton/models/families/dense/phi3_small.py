@@ -20,9 +20,9 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.bloom import GroupedQKV
 from baton.models.families.dense.phi3_small_config import Phi3SmallSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -52,7 +52,7 @@ class Phi3SmallAttention(nn.Module):
 
 
 def gegelu(gate_up: Tensor, limit: float | None) -> Tensor:
-    """Quick gelu of the even channels of the last axis, times one plus the odd channels; both are clamped first."""
+    """Returns quick gelu of the last axis's even channels, times one plus the odd channels; both are clamped first."""
     gate_TI, up_TI = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     if limit is not None:
         gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)

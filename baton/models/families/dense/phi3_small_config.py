@@ -1,4 +1,4 @@
-"""config.json of Phi-3-small, whose field names are its own."""
+"""Reads config.json of Phi-3-small, which has its own field names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from baton.models.config.file import ConfigFile
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.config.rope import LinearScaling, RopeConfig
 
-# The vocabulary of the published checkpoints, and its ids that no text encodes to. config.json does not name them.
+# The published checkpoints' vocabulary, and its ids that no text encodes to, which config.json does not list.
 _PUBLISHED_VOCAB_SIZE = 100_352
 _PUBLISHED_UNUSED_TOKENS = (100_256, 100_264, 100_265, *range(100_267, 100_276), *range(100_277, 100_352))
 _UNSUPPORTED = Cure("this feature is not supported; choose another checkpoint")
@@ -22,11 +22,11 @@ _UNSUPPORTED = Cure("this feature is not supported; choose another checkpoint")
 
 @dataclass(frozen=True)
 class Phi3SmallSwitches:
-    """muP's multipliers, and other values of this family alone.
+    """muP's multipliers and other values that only this family has.
 
     Attributes:
         gegelu_limit: clamp of the MLP's gate and up; None: no clamp.
-        unused_tokens: ids of the vocabulary that no text encodes to. They are never sampled.
+        unused_tokens: ids that no text encodes to. They are never sampled.
     """
 
     embedding_multiplier: float
@@ -68,7 +68,8 @@ class _Phi3SmallFields(DecoderFields):
         return RopeConfig(head_dim, self.rope_embedding_base, interleaved=False, scaling=scaling)
 
     def patterns(self, gqa: GQAConfig) -> tuple[BlocksparseParams | None, ...]:
-        """Each layer's pattern; every `dense_attention_every_n_layers`-th layer is dense, none if that is null or 0."""
+        """Returns each layer's pattern. Every `dense_attention_every_n_layers`-th layer is dense, or none if that is
+        null or 0."""
         every = self.dense_attention_every_n_layers
         pattern = BlocksparseParams(
             max_seqlen=self.max_position_embeddings,
@@ -93,7 +94,7 @@ class _Phi3SmallFields(DecoderFields):
 
 def read_phi3_small(file: ConfigFile) -> ModelConfig:
     fields = _Phi3SmallFields.read(file)
-    # Its projections have biases even if `attention_bias` is false.
+    # Projections have biases even if `attention_bias` is false.
     attention = fields.gqa(windows=fields.uniform_windows(None), qkv_bias=True, output_bias=True)
     attention = replace(attention, scale=fields.scale(attention.head_dim), blocksparse=fields.patterns(attention))
     return fields.model(

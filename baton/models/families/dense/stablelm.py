@@ -1,4 +1,4 @@
-"""StableLM: layer norms, a part of each head that turns, and in the larger models norms of heads and one norm for both
+"""StableLM: layer norms, partial rotation of each head, and in larger models norms of heads and one norm for both
 halves of a layer.
 
 Shapes: T token, D hidden channel, X channels of all heads, H head, C head channel.
@@ -15,8 +15,9 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.stablelm_config import StableLMSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, LayerNorm, NormOfEachHead
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
+from baton.models.layers.norms import LayerNorm, NormOfEachHead
 from baton.models.layers.parallel import ParallelModule, kv_heads, query_heads
 from baton.models.layers.step_context import StepContext
 

@@ -1,4 +1,4 @@
-"""config.json of StableLM."""
+"""Reads config.json of StableLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from baton.models.config.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class StableLMSwitches:
-    """How a StableLM's layers are made.
+    """The options of a StableLM's layers.
 
     Attributes:
         parallel: attention and MLP read one norm of the residual stream.
-        qk_norm_heads: numbers of query and kv heads of the whole model, each of which has its own norm; None: no norms.
+        qk_norm_heads: numbers of query and kv heads of the whole model if each head has its own norm; None: no norms.
     """
 
     parallel: bool

@@ -1,4 +1,5 @@
-"""config.json of Qwen3-Next and of the language models of Qwen3.5: a gated delta rule in most layers."""
+"""Reads config.json of Qwen3-Next and of the language models of Qwen3.5, which have a gated delta rule in most
+layers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -11,13 +12,14 @@ from baton.models.families.moe.moe_config import RoutedFields
 
 @dataclass(frozen=True)
 class DeltaSwitches:
-    """Layers with a delta rule.
+    """The options of layers with a delta rule.
 
     Attributes:
         key_dim, value_dim: channels of a key, of a value.
-        values_per_key: value heads that share a key head. A key head with its value heads is one head of the state.
-        conv_width: tokens that the short convolution before the rule sees, the token itself included.
-        by_key_head: projections have the channels of one key head after the other, all kinds of them together.
+        values_per_key: number of value heads that share a key head. A key head with its value heads is one head of the
+            state.
+        conv_width: number of tokens that the short convolution before the rule sees, the token itself included.
+        by_key_head: projections have one key head after the other, each with all kinds of its channels.
     """
 
     key_dim: int
@@ -28,16 +30,16 @@ class DeltaSwitches:
 
     @property
     def conv_channels(self) -> int:
-        """Channels of a head that pass the convolution: query, key and values."""
+        """The number of a head's channels that pass the convolution: query, key and values."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     @property
     def conv_numbers(self) -> int:
-        """The first numbers of a head's state: the convolution's last inputs. The matrices follow."""
+        """The number of the convolution's last inputs, which come first in a head's state; the matrices follow."""
         return self.conv_channels * (self.conv_width - 1)
 
     def recurrent(self, layers: tuple[bool, ...], *, num_heads: int) -> RecurrentConfig:
-        """The states that these layers keep.
+        """Returns the states that these layers keep.
 
         Args:
             num_heads: key heads.
@@ -65,7 +67,7 @@ class _QwenDeltaFields(RoutedFields):
     def hybrid(
         self, *, by_key_head: bool, normalize_weights: bool, layers_with_experts: tuple[bool, ...]
     ) -> ModelConfig:
-        """The model of these fields. Checkpoints have one more layer, for multi-token prediction."""
+        """Returns the model of these fields. Checkpoints have an extra layer for multi-token prediction."""
         bias = self.attention_bias
         attention = replace(
             self.gqa(qkv_bias=bias, output_bias=bias, qk_norm=True),

@@ -1,4 +1,4 @@
-"""What families with a delta rule share: queries, keys and values pass a short convolution, then the rule.
+"""The parts that families with a delta rule share: queries, keys and values pass a short convolution, then the rule.
 
 Shapes: T token, S slot, H key head, R value head of a key head, K key channel, V value channel, X channel of the
 convolution, head by head, W its width.
@@ -18,11 +18,11 @@ from baton.models.layers.recurrent.short_conv import short_conv
 
 
 class DeltaMixer(nn.Module):
-    """Part of a layer that has a delta rule.
+    """Base of layers with a delta rule.
 
     Args:
         num_heads: key heads.
-        layer_index: among the recurrent layers.
+        layer_index: index among the recurrent layers.
     """
 
     conv_weight_XW: Tensor
@@ -36,7 +36,7 @@ class DeltaMixer(nn.Module):
 
     @abstractmethod
     def conv_weights(self) -> Sequence[Tensor]:
-        """Those of queries, keys and values, [channels, 1, W] each, head by head."""
+        """Returns the convolution's weights of queries, keys and values, [channels, 1, W] each, head by head."""
 
     def process_weights_after_loading(self) -> None:
         """Orders the convolution's weights by head."""
@@ -46,7 +46,7 @@ class DeltaMixer(nn.Module):
     def mix(
         self, qkv_TX: Tensor, log_decay: Tensor, beta_THR: Tensor, kv_cache: PagedKVCache, rows: StateRows
     ) -> Tensor:
-        """[T, H, R, V]; changes the states.
+        """Returns [T, H, R, V], and updates the states.
 
         Args:
             qkv_TX: head by head, each head's query, key and values.
@@ -61,7 +61,8 @@ class DeltaMixer(nn.Module):
         return gated_delta(q_THK, k_THK, v_THRV, log_decay, beta_THR, states_SHRKV, rows)
 
     def _states(self, kv_cache: PagedKVCache) -> tuple[Tensor, Tensor]:
-        """The convolution's inputs [S,H,X,W-1], X of one head, and the matrices [S,H,R,K,V]: views of the cache."""
+        """Returns the convolution's inputs [S,H,X,W-1], X of one head, and the matrices [S,H,R,K,V], as views of the
+        cache."""
         assert kv_cache.state is not None
         switches = self.switches
         state_SHC = kv_cache.state.layer(self.layer_index)[0, :, 0]
@@ -71,7 +72,7 @@ class DeltaMixer(nn.Module):
 
 
 def by_head(parts: Sequence[Tensor], *, num_heads: int) -> Tensor:
-    """[T, H * all parts' channels]: what each head has of all parts together.
+    """Joins the parts head by head; returns [T, H * all parts' channels].
 
     Args:
         parts: [T, H * channels] each.

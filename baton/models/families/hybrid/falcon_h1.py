@@ -15,7 +15,8 @@ from baton.models.families.hybrid.falcon_h1_config import FalconH1Switches
 from baton.models.families.hybrid.granite_hybrid import BambaForCausalLM
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
 from baton.models.kernels.recurrent.rows import StateRows
-from baton.models.layers.common import GatedMLP, RMSNorm, silu_and_multiply
+from baton.models.layers.mlp import GatedMLP, silu_and_multiply
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 
@@ -34,7 +35,7 @@ class FalconH1Layer(ParallelModule):
     """One layer of Falcon-H1: Mamba-2 and attention side by side, then an MLP.
 
     Args:
-        layer_index: in the model. Every layer has a state and KV.
+        layer_index: index in the model. Every layer has a state and KV.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class FalconH1Layer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         read, attended = self.switches.attention_multipliers
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.self_attn(_times(normed_TD, read), rotation, kv_cache, metadata)
@@ -84,7 +85,7 @@ def _times(x: Tensor, multiplier: float) -> Tensor:
 
 
 class FalconH1ForCausalLM(BambaForCausalLM):
-    """Bamba's names and stream around other layers."""
+    """Falcon-H1 with Bamba's names and residual stream."""
 
     @classmethod
     def make_layer(

@@ -1,4 +1,4 @@
-"""config.json of Falcon-H1."""
+"""Reads config.json of Falcon-H1."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -15,7 +15,7 @@ class FalconH1Switches(MambaSwitches):
 
     Attributes:
         mixer_multiplier: of the results of Mamba-2.
-        attention_multipliers: of attention's input and of its result.
+        attention_multipliers: of attention's input and result.
         mlp_multipliers: of gates before their activation, and of the MLP's result.
     """
 
@@ -78,7 +78,7 @@ def read_falcon_h1(file: ConfigFile) -> ModelConfig:
     if not set(fields.layer_types) <= {"hybrid"}:
         raise fields.refuse("layer_types", "hybrid for every layer of this architecture")
     attention = fields.gqa(qkv_bias=bias, output_bias=bias)
-    # Scores are products of queries and keys, so their factor may have that of keys.
+    # Scores are products of queries and keys, so their factor can include the keys'.
     attention = replace(attention, scale=attention.scale * fields.key_multiplier)
     model = fields.model(
         attention=attention,

@@ -19,14 +19,15 @@ from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
 
 class SharedMLP(nn.Module):
-    """The MLP that every token goes through, of a model without experts: named as if there were some."""
+    """The MLP of a model without experts, under the name of shared experts."""
 
     def __init__(self, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class HybridLayer(ParallelModule):
     """One layer of a Granite hybrid: Mamba-2 or attention, then an MLP.
 
     Args:
-        layer_index: in the model.
+        layer_index: index in the model.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class HybridLayer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if self.mamba is not None:
             assert rows is not None
@@ -90,7 +91,7 @@ class HybridLayer(ParallelModule):
         return self._update(self.mlp(normed_TD))
 
     def _update(self, part_TD: Tensor) -> Tensor:
-        """What is added to the stream, given this rank's part of it."""
+        """Returns the update of the stream, given this rank's part of it."""
         whole_TD = self.parallel.all_reduce(part_TD)
         return whole_TD if self.residual_multiplier == 1.0 else whole_TD * self.residual_multiplier
 
@@ -143,7 +144,7 @@ class GraniteHybridForCausalLM(CausalLM):
 
 
 class BambaForCausalLM(GraniteHybridForCausalLM):
-    """The same with an MLP in each layer, and other names."""
+    """Granite's hybrid with an MLP in each layer, and other names."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

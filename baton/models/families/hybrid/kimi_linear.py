@@ -18,10 +18,11 @@ from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.families.latent.deepseek import DeepseekAttention
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.indexer import Selection
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
 from baton.models.layers.recurrent.gated_norm import GatedRMSNorm
@@ -30,8 +31,8 @@ from baton.models.layers.step_context import StepContext
 
 
 class KimiDeltaAttention(DeltaMixer):
-    """A delta rule in which every channel of a key fades at its own rate. Rates, and the gate of the output, come from
-    two products with few channels between."""
+    """A delta rule in which every channel of a key fades at its own rate. Rates and the output's gate come from two
+    products with few channels in between."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class KimiLinearLayer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if isinstance(self.self_attn, KimiDeltaAttention):
             mixed_TD = self.self_attn(normed_TD, kv_cache, rows)
@@ -142,7 +143,7 @@ class KimiLinearForCausalLM(CausalLM):
         assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
-        # Latent attention turns by no angle: positions come from the layers with states.
+        # Latent attention does not rotate; positions come from the layers with states.
         cos_TP = torch.ones(len(stream_TD), self.rotary_pairs, dtype=torch.float32, device=stream_TD.device)
         rotation = Rotation(cos_TP, torch.zeros_like(cos_TP), interleaved=False)
         update_TD: Tensor | None = None

@@ -1,4 +1,5 @@
-"""config.json of Kimi-Linear: Kimi delta attention in most layers, latent attention without positions in the others."""
+"""Reads config.json of Kimi-Linear, with Kimi delta attention in most layers and latent attention without positions in
+others."""
 
 from dataclasses import replace
 from typing import Literal
@@ -9,7 +10,7 @@ from baton.models.config.model_config import MLAConfig, ModelConfig, MoEConfig, 
 from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.latent.deepseek_config import GroupedExpertFields
 
-# The family's names of fields that DeepSeek's files also have.
+# Maps the family's names to DeepSeek's names of the same fields.
 _COMMON_NAMES = {
     "model_max_length": "max_position_embeddings",
     "num_local_experts": "n_routed_experts",
@@ -54,7 +55,8 @@ class _KimiLinearFields(GroupedExpertFields):
     linear_conv_kernel_dim: Count = 4
 
     def linear_attention(self) -> tuple[tuple[bool, ...], int, int, int]:
-        """Whether each layer has a delta rule; the number of heads, their channels and the convolution's width."""
+        """Returns whether each layer has a delta rule, the number of heads, their channels and the convolution's
+        width."""
         table = self.table("linear_attn_config")
         if not table.values:
             types = self.types_of_layers("full_attention", "linear_attention")

@@ -19,17 +19,18 @@ from baton.models.families.dense.llama import LlamaAttention, make_mlp
 from baton.models.families.hybrid.lfm2_config import Lfm2Switches
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_conv
 from baton.models.layers.step_context import StepContext
 
 
 class GatedShortConv(nn.Module):
-    """One projection gives two gates and the input: the convolution sees the gated input, and its result is gated.
+    """A gated short convolution. One projection gives two gates and the input; the gates apply before and after the
+    convolution.
 
     Args:
-        state_layer: the layer's number among those with a state.
+        state_layer: index of the layer among layers with a state.
     """
 
     def __init__(self, config: ModelConfig, *, state_layer: int, dtype: torch.dtype) -> None:
@@ -57,7 +58,7 @@ class Lfm2Layer(DecoderLayer):
     """One layer of LFM2: a gated convolution or attention, then an MLP.
 
     Attributes:
-        conv: None: the layer attends.
+        conv: the convolution; None if the layer attends.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Lfm2Layer(DecoderLayer):
         metadata: AttentionMetadata,
         rows: StateRows | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`; `rows` are the states of the step."""
+        """Does what `DecoderLayer.forward` does; `rows` are the states of the step."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if self.conv is None:
             part_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)

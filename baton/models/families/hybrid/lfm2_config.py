@@ -1,4 +1,4 @@
-"""config.json of LFM2, dense and with a mixture of experts."""
+"""Reads config.json of LFM2, dense and with a mixture of experts."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ _MOST_TIMES = 1024  # wider than the model
 
 @dataclass(frozen=True)
 class Lfm2Switches:
-    """What is special about an LFM2.
+    """The options of an LFM2.
 
     Attributes:
-        conv_width: tokens that a convolution sees, this one included.
+        conv_width: number of tokens that a convolution sees, the token itself included.
         conv_bias: the convolutions and the products around them have biases.
     """
 
@@ -47,7 +47,7 @@ class _Lfm2Fields(RotaryFields):
         if all(is_conv):
             raise self.refuse("layer_types", "full_attention for at least one layer")
         attention = self.gqa(qkv_bias=False, output_bias=False, qk_norm=True)
-        # Channels do not mix, so any equal parts will do.
+        # Channels do not mix, so any equal parts work.
         num_heads = math.gcd(self.hidden_size, self.num_attention_heads)
         channels = self.hidden_size // num_heads
         config = self.model(

@@ -1,4 +1,4 @@
-"""config.json of Granite 4, Bamba and Nemotron-H: state-space layers of Mamba-2, with attention in some layers."""
+"""Reads config.json of Granite 4, Bamba and Nemotron-H, which have Mamba-2 layers, and attention in some layers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,27 +12,27 @@ from baton.models.families.dense.llama_config import LlamaLikeFields
 from baton.models.families.moe.moe_config import RoutedFields
 
 _MAMBA, _ATTENTION = "linear_attention", "full_attention"
-# What older files call the kinds of layers.
+# Older files' names of the kinds of layers.
 _KINDS = {"mamba": _MAMBA, "mamba2": _MAMBA, "attention": _ATTENTION}
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": "mlp", "E": "moe"}
 
 
 @dataclass(frozen=True)
 class MambaSwitches:
-    """Layers of Mamba-2, and factors of other parts of the model.
+    """The options of Mamba-2 layers, and factors of other parts of the model.
 
     Attributes:
         head_dim: channels of a head.
-        state_size: numbers of the state of each channel.
-        conv_width: tokens that the short convolution before the scan sees, the token itself included.
+        state_size: numbers per channel in the state.
+        conv_width: number of tokens that the short convolution before the scan sees, the token itself included.
         dt_min, dt_max: limits of a token's step in time.
-        embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of what each half of a layer adds
-            to the residual stream, and of logits.
-        kinds: of each layer, where layers are a single part: "linear_attention", "full_attention", "mlp" or "moe".
-        latent_size: channels of routed experts' inputs and outputs, where these are projected; 0: the model's.
-        gated_norm: the scan's outputs are normed, by groups, after their gate; otherwise they are gated only.
+        embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of each half's update to the
+            residual stream, and of logits.
+        kinds: each layer's kind, if layers are a single part: "linear_attention", "full_attention", "mlp" or "moe".
+        latent_size: channels of routed experts' inputs and outputs, if these are projected; 0: the model's.
+        gated_norm: the scan's outputs are gated, then normed by groups; otherwise they are only gated.
         input_multiplier, part_multipliers: of a mixer's input, and of the five parts of its projection: gate, inputs,
-            B, C and steps in time; () leaves these as they are.
+            B, C and steps in time; () leaves the parts unchanged.
     """
 
     head_dim: int
@@ -53,12 +53,12 @@ class MambaSwitches:
 
     @property
     def conv_channels(self) -> int:
-        """Channels of a head that pass the convolution: its inputs, B and C."""
+        """The number of a head's channels that pass the convolution: its inputs, B and C."""
         return self.head_dim + 2 * self.state_size
 
     @property
     def conv_numbers(self) -> int:
-        """The first numbers of a head's state: the convolution's last inputs. The matrix follows."""
+        """The number of the convolution's last inputs, which come first in a head's state; the matrix follows."""
         return self.conv_channels * (self.conv_width - 1)
 
     def recurrent(
@@ -74,7 +74,7 @@ def _check_groups(fields: DecoderFields, num_heads: int, num_groups: int, name: 
 
 
 def _limits(fields: DecoderFields, limit: object) -> tuple[float, float]:
-    """`time_step_limit`, whose infinity files spell in several ways."""
+    """Returns `time_step_limit`; files spell its infinity in several ways."""
     match limit:
         case None:
             return 0.0, math.inf
@@ -84,7 +84,7 @@ def _limits(fields: DecoderFields, limit: object) -> tuple[float, float]:
 
 
 class MambaFields(LlamaLikeFields):
-    """As Bamba and Granite spell them."""
+    """The fields of Mamba-2 in Bamba's and Granite's spelling."""
 
     mamba_n_heads: Heads = 128
     mamba_n_groups: Heads = 1
@@ -98,7 +98,7 @@ class MambaFields(LlamaLikeFields):
     attention_bias: bool = False
 
     def inner_size(self) -> tuple[int, str]:
-        """The channels of all heads, and how the file says so."""
+        """Returns the channels of all heads, and the spelling in the file."""
         return self.mamba_expand * self.hidden_size, "mamba_expand * hidden_size"
 
     def mamba(self) -> MambaSwitches:
@@ -123,11 +123,11 @@ class MambaFields(LlamaLikeFields):
     def with_states(
         self, model: ModelConfig, switches: MambaSwitches, layers: tuple[bool, ...], *, name: str
     ) -> ModelConfig:
-        """The model with the states of its Mamba-2 layers.
+        """Returns the model with the states of its Mamba-2 layers.
 
         Args:
-            layers: those of Mamba-2.
-            name: of the field that names them.
+            layers: whether each layer is Mamba-2.
+            name: name of the field that lists the layers.
         """
         if not any(layers):
             return model
@@ -208,7 +208,7 @@ def read_granite_hybrid(file: ConfigFile) -> ModelConfig:
 
 
 class _NemotronHFields(DecoderFields):
-    """Older files spell some fields as Bamba does."""
+    """The fields of Nemotron-H. Older files spell some as Bamba does."""
 
     intermediate_size: Size = 21504
     layers_block_type: Texts = ()
@@ -254,7 +254,7 @@ class _NemotronHFields(DecoderFields):
             conv_width=self.conv_kernel,
             conv_bias=self.use_conv_bias,
             projection_bias=self.use_bias,
-            # NOTE: transformers takes the least step for the limit, and ignores `time_step_limit`.
+            # NOTE: transformers uses the least step as the limit and ignores `time_step_limit`.
             dt_min=self.time_step_min,
             dt_max=math.inf,
             kinds=self.kinds(),
@@ -306,7 +306,7 @@ def read_nemotron_h(file: ConfigFile) -> ModelConfig:
 
 
 def _with_kinds(file: ConfigFile) -> ConfigFile:
-    """The file with `layers_block_type`, which older ones have as letters, and their number."""
+    """Returns the file with `layers_block_type`, which older files write as letters, and the number of layers."""
     values = dict(file.values)
     kinds = values.get("layers_block_type") or values.pop("layer_types", None)
     pattern = values.get("hybrid_override_pattern")

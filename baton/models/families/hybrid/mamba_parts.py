@@ -1,4 +1,4 @@
-"""What families with layers of Mamba-2 share.
+"""The parts that families with Mamba-2 layers share.
 
 Shapes: T token, D hidden channel, S slot, H head, G group of heads that share B and C, P channel of a head, N number of
 the state of one channel, X channel of the convolution, W its width.
@@ -22,11 +22,11 @@ from baton.models.layers.recurrent.short_conv import DepthwiseWeights, short_con
 
 
 class Mamba2Mixer(nn.Module):
-    """A gate z, inputs x of each head, B and C of each group, and a step in time of each head; x, B and C pass a short
-    convolution, then the scan.
+    """A Mamba-2 mixer. It projects a gate z, inputs x and a step in time of each head, and B and C of each group; x, B
+    and C pass a short convolution, then the scan.
 
     Args:
-        layer_index: among the recurrent layers.
+        layer_index: index among the recurrent layers.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Mamba2Mixer(nn.Module):
         return out_TD
 
     def _multipliers(self) -> Tensor | None:
-        """Of each channel of the projection, float32 for every model dtype: few of them are exact in bfloat16."""
+        """Returns the factor of each channel of the projection, float32 for every model dtype, because few factors are
+        exact in bfloat16."""
         if not self.switches.part_multipliers:
             return None
         sizes = (self.inner, self.inner, self.shared, self.shared, self.num_heads)
@@ -98,7 +99,8 @@ class Mamba2Mixer(nn.Module):
         return out_TX if self.multipliers_X is None else out_TX.mul_(self.multipliers_X)
 
     def _convolved(self, xbc_TX: Tensor, conv_SHXW: Tensor, rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
-        """x, B and C after the convolution. The first head of a group keeps the inputs of B and C for all of them."""
+        """Returns x, B and C after the convolution. The first head of a group keeps the inputs of B and C for the whole
+        group."""
         head_dim, state_size = self.switches.head_dim, self.switches.state_size
         firsts_SGXW = conv_SHXW[:, :: self.num_heads // self.num_groups]
         parts = [(self.inner, conv_SHXW[:, :, :head_dim])]
@@ -118,7 +120,8 @@ class Mamba2Mixer(nn.Module):
         return out[0], b_TX, c_TX
 
     def _states(self, kv_cache: PagedKVCache) -> tuple[Tensor, Tensor]:
-        """The convolution's inputs [S,H,X,W-1], X of one head, and the matrices [S,H,P,N]: views of the cache."""
+        """Returns the convolution's inputs [S,H,X,W-1], X of one head, and the matrices [S,H,P,N], as views of the
+        cache."""
         assert kv_cache.state is not None
         switches = self.switches
         state_SHC = kv_cache.state.layer(self.layer_index)[0, :, 0]
@@ -128,7 +131,7 @@ class Mamba2Mixer(nn.Module):
 
 
 class HybridAttention(LlamaAttention):
-    """Llama's attention, without positions where there is no rotation."""
+    """Llama's attention, without positions if there is no rotation."""
 
     def forward(
         self, x_TD: Tensor, rotation: Rotation | None, kv_cache: PagedKVCache, metadata: AttentionMetadata

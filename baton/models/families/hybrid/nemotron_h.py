@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is one part: Mamba-2, attention, an MLP, or in newer models a mixture of experts.
+"""Nemotron-H, whose layers are single parts: Mamba-2, attention, an MLP, or in newer models a mixture of experts.
 
 No part knows positions, and no MLP or expert has a gate.
 Shapes: T token, D hidden channel, C channel of routed experts' inputs and outputs.
@@ -19,10 +19,10 @@ from baton.models.families.hybrid.mamba_config import MambaSwitches
 from baton.models.families.hybrid.mamba_parts import HybridAttention, Mamba2Mixer
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.moe.router import Router
 from baton.models.layers.moe.ungated_experts import SquaredReluExperts, SquaredReluMLP
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -78,7 +78,7 @@ class NemotronHLayer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows,
     ) -> Tensor:
-        """Adds the update of the layer before to the stream; returns its own."""
+        """Adds the previous layer's update to the stream; returns this layer's."""
         normed_TD = self.norm.add_and_norm(stream_TD, update_TD)
         match self.mixer:
             case Mamba2Mixer() as mamba:
@@ -105,7 +105,7 @@ class NemotronHForCausalLM(CausalLM):
         super().__init__(config, layers, dtype=dtype)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, context: StepContext) -> Tensor:
-        del positions_T  # no layer knows them
+        del positions_T  # no layer uses positions
         assert context.states is not None
         assert isinstance(self.model.norm, RMSNorm)
         stream_TD: Tensor = self.model.embed_tokens(token_ids_T)

@@ -19,8 +19,8 @@ from baton.models.families.hybrid.delta_config import DeltaSwitches
 from baton.models.families.hybrid.delta_parts import DeltaMixer, by_head
 from baton.models.kernels.recurrent.rows import StateRows
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.recurrent.delta_gates import correction_rates, log_decays
@@ -30,8 +30,8 @@ from baton.models.layers.step_context import StepContext
 
 
 class GatedDeltaNet(DeltaMixer):
-    """Queries, keys and values, the gate z of the output, and two numbers for each value head: how much of a
-    correction is made, and how much of the state stays."""
+    """A gated delta net. It projects queries, keys and values, the gate z of the output, and two numbers per value
+    head: the size of a correction, and how much of the state is kept."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class GatedDeltaNet(DeltaMixer):
         return out_TD
 
     def _projected(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]; b and a of each value head."""
+        """Returns queries, keys and values head by head; z as [T, G, V] or [T * H, R, V]; b and a of each value
+        head."""
         switches, heads = self.switches, self.num_heads
         qkvz_TX, ba_TX = self.qkvz_proj(x_TD), self.ba_proj(x_TD)
         if switches.by_key_head:
@@ -121,7 +122,7 @@ class Qwen3NextLayer(ParallelModule):
         metadata: AttentionMetadata,
         rows: StateRows,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         if self.linear_attn is not None:
             mixed_TD = self.linear_attn(normed_TD, kv_cache, rows)

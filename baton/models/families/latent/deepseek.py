@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and V3.2, and GLM-5: latent attention, to selected tokens in the last two, and a mixture of experts
+"""DeepSeek V2, V3 and V3.2, and GLM-5: latent attention, which is sparse in the last two, and a mixture of experts
 after the first dense layers.
 
 Shapes: T token, D hidden channel, H head, N channel without position, R rotary channel, C latent channel, V value
@@ -15,12 +15,13 @@ from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.indexer import Indexer, Selection
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 
-# NOTE: the norms of the two latents use this instead of `rms_norm_eps`, because the models were trained so.
+# NOTE: the norms of the two latents use this instead of `rms_norm_eps`, as in training.
 _LATENT_NORM_EPS = 1e-6
 
 

@@ -1,4 +1,4 @@
-"""config.json of DeepSeek V2 and V3, and of GLM-4.7-Flash."""
+"""Reads config.json of DeepSeek V2 and V3, and of GLM-4.7-Flash."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,7 +10,7 @@ from baton.models.config.model_config import MLAConfig, ModelConfig, MoEConfig, 
 
 
 class GroupedExpertFields(RotaryFields):
-    """The experts of DeepSeek, after dense layers and possibly in groups; also those of GLM-4.5."""
+    """The fields of DeepSeek's and GLM-4.5's experts, which follow dense layers and may be in groups."""
 
     intermediate_size: Size
     quantization_config: Table | None = None
@@ -25,7 +25,7 @@ class GroupedExpertFields(RotaryFields):
     def moe(
         self, *, scoring: Scoring, method: TopKMethod, normalize_weights: bool, weight_scale: float
     ) -> MoEConfig | None:
-        """None for a model whose layers are all dense."""
+        """Returns the mixture of experts; None for a model whose layers are all dense."""
         if self.n_routed_experts is None:
             return None
         num_experts, first = self.n_routed_experts, self.first_k_dense_replace
@@ -56,7 +56,7 @@ class GroupedExpertFields(RotaryFields):
         )
 
     def layers_by_type(self, types: tuple[str, ...]) -> tuple[bool, ...]:
-        """Those with experts, by the field `mlp_layer_types`."""
+        """Whether each layer has experts, by the field `mlp_layer_types`."""
         if len(types) != self.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
             raise self.refuse("mlp_layer_types", f"dense or sparse for each of {self.num_hidden_layers} layers")
         return tuple(kind == "sparse" for kind in types)
@@ -154,7 +154,8 @@ class _Glm4MoELiteFields(DeepseekV3Fields):
     mlp_layer_types: Texts = ()
 
     def layers_with_experts(self) -> tuple[bool, ...]:
-        """All but the first, unless the file lists them. transformers reads no `first_k_dense_replace`."""
+        """Whether each layer has experts: all but the first, unless the file lists them. transformers does not read
+        `first_k_dense_replace`."""
         types = self.mlp_layer_types or ("dense",) + ("sparse",) * (self.num_hidden_layers - 1)
         layers = self.layers_by_type(types)
         first = self.first_k_dense_replace
@@ -164,7 +165,7 @@ class _Glm4MoELiteFields(DeepseekV3Fields):
 
 
 def read_glm4_moe_lite(file: ConfigFile) -> ModelConfig:
-    """Latent attention and experts as DeepSeek-V3's."""
+    """Reads GLM-4.7-Flash, which has DeepSeek-V3's latent attention and experts."""
     fields = _Glm4MoELiteFields.read(file)
     config = _deepseek_v3(fields)
     assert config.moe is not None

@@ -1,4 +1,4 @@
-"""config.json of latent attention to selected tokens: DeepSeek-V3.2 and GLM-5."""
+"""Reads config.json of DeepSeek-V3.2 and GLM-5, which have sparse latent attention."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ _MODES = {"F": "full", "S": "shared"}
 
 
 def _spelled_out(value: object) -> object:
-    """A pattern such as "FSSS", or its names in a list."""
+    """Converts a pattern such as "FSSS", or a list of names, to a tuple of names."""
     if isinstance(value, str):
         return tuple(_MODES.get(letter, letter) for letter in value)
     return tuple(value) if isinstance(value, list) else value
@@ -30,13 +30,13 @@ class _SparseFields(DeepseekV3Fields):
     index_n_heads: Heads = 64
 
     def sparse_model(self, *, interleaved: bool, layers: tuple[bool, ...]) -> ModelConfig:
-        """The model with its indexers.
+        """Returns the model with its indexers.
 
         Args:
-            interleaved: how the indexer's queries and keys turn.
+            interleaved: the indexer's queries and keys turn in interleaved pairs.
             layers: whether each layer has an indexer.
         """
-        self.types_of_layers("indexed_attention", "deepseek_sparse_attention")  # one thing, by its new and old name
+        self.types_of_layers("indexed_attention", "deepseek_sparse_attention")  # new and old name of the same kind
         if self.index_head_dim < self.qk_rope_head_dim or self.index_head_dim % 2:
             raise self.refuse("index_head_dim", f"an even number of at least qk_rope_head_dim, {self.qk_rope_head_dim}")
         index = IndexConfig(self.index_n_heads, self.index_head_dim, self.index_topk, interleaved, layers)
@@ -74,7 +74,7 @@ class _GlmMoeDsaFields(_SparseFields):
     index_skip_topk_offset: CountOrZero = 2
 
     def layers_with_indexer(self) -> tuple[bool, ...]:
-        """Which layers select tokens, as the file lists them, or every so many layers after the first few."""
+        """Whether each layer has an indexer: as the file lists them, or every so many layers after the first few."""
         num_layers = self.num_hidden_layers
         name = "indexer_types" if self.indexer_types else "index_topk_pattern"
         kinds = self.indexer_types or self.index_topk_pattern

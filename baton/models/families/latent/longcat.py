@@ -1,8 +1,7 @@
-"""LongCat-Flash: layers of two latent attentions and two MLPs, with a mixture of experts that spans the second half of
-each (arXiv 2509.01322).
+"""LongCat-Flash: layers of two latent attentions and two MLPs, with a mixture of experts next to the second half of
+each layer (arXiv 2509.01322).
 
-Some of the experts that tokens choose have no weights and give their input back: `baton.models.layers.moe.moe`. Shapes:
-T token, D hidden channel.
+Some experts have no weights and return their input (`baton.models.layers.moe.moe`). Shapes: T token, D hidden channel.
 """
 
 import torch
@@ -15,15 +14,16 @@ from baton.kvcache.cache import PagedKVCache
 from baton.models.config.model_config import MLAConfig, ModelConfig
 from baton.models.families.latent.deepseek import DeepseekAttention
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm
 from baton.models.layers.indexer import Selection
+from baton.models.layers.mlp import GatedMLP
 from baton.models.layers.moe.moe import MoE
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 
 class LongcatLayer(ParallelModule):
-    """Attention and MLP, twice. The experts read what the first MLP reads, and are added with the second one's result:
-    nothing between waits for them."""
+    """One layer: attention and MLP, twice. The experts read the first MLP's input and are added with the second MLP's
+    result, so nothing in between waits for them."""
 
     def __init__(
         self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
@@ -59,7 +59,7 @@ class LongcatLayer(ParallelModule):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Does what `DecoderLayer.forward` does."""
         attend = (rotation, kv_cache, metadata)
         normed_TD = self._attended(0, stream_TD, update_TD, *attend)
         experts_TD = self.mlp(normed_TD)
@@ -76,7 +76,7 @@ class LongcatLayer(ParallelModule):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Adds the update and that of an attention to the stream; returns what the MLP after it reads."""
+        """Adds the update and an attention's result to the stream; returns the input of the MLP that follows."""
         before, after = self.input_layernorm[index], self.post_attention_layernorm[index]
         assert isinstance(before, RMSNorm)
         assert isinstance(after, RMSNorm)

@@ -1,4 +1,4 @@
-"""config.json of LongCat-Flash."""
+"""Reads config.json of LongCat-Flash."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,8 +10,8 @@ from baton.models.config.model_config import MLAConfig, ModelConfig, MoEConfig, 
 
 
 class _LongcatFields(RotaryFields):
-    """`num_layers` counts layers of two attentions each; transformers calls the number of attentions
-    `num_hidden_layers`. Here the two are the same."""
+    """The fields of LongCat-Flash. `num_layers` counts layers of two attentions each; transformers counts attentions in
+    `num_hidden_layers`. Here both are the number of layers."""
 
     quantization_config: Table | None = None
     rms_norm_eps: Positive = 1e-5
@@ -26,7 +26,7 @@ class _LongcatFields(RotaryFields):
     qk_rope_head_dim: Size = 64
     qk_head_dim: Size | None = None  # the sum of the two
     v_head_dim: Size = 128
-    # NOTE: the publisher's code multiplies where these are true, transformers always: without, no right answer exists.
+    # NOTE: the publisher's code multiplies if these are true, transformers always, so false has no right answer.
     mla_scale_q_lora: Literal[True] = True
     mla_scale_kv_lora: Literal[True] = True
     n_routed_experts: Heads = 512
@@ -35,9 +35,9 @@ class _LongcatFields(RotaryFields):
     expert_ffn_hidden_size: Size = 2048
     moe_topk: Heads = 12
     routed_scaling_factor: Positive = 6.0
-    # NOTE: some readers of such files add the bias to the scores' logits, others load it and leave it unused.
+    # NOTE: some readers of such files add the bias to the scores' logits, others load it without using it.
     router_bias: Literal[False] = False
-    # NOTE: likewise, transformers ignores this field.
+    # NOTE: transformers ignores this field.
     norm_topk_prob: Literal[False] = False
 
     def mla(self) -> MLAConfig:
@@ -87,7 +87,7 @@ def read_longcat(file: ConfigFile) -> ModelConfig:
 
 
 def _with_layers(file: ConfigFile) -> ConfigFile:
-    """The file with the number of its layers as other families spell it."""
+    """Returns the file with its number of layers in other families' spelling."""
     layers, attentions = file.raw("num_layers"), file.raw("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool):
         raise file.refuse("num_layers", "an integer")

@@ -18,17 +18,17 @@ from baton.models.kernels.activation import clamp_and_gate
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, GroupedActivation, run_gated_experts
 from baton.models.kernels.quantized.packed_experts import Mxfp4Weight, run_packed_experts
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts, weighted_sum
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 
-_SCALE_OF_TWO = 128  # as an exponent of mxfp4
+_SCALE_OF_TWO = 128  # exponent of 2 in mxfp4
 
 
 class GptOssExperts(RoutedExperts):
-    """Experts as checkpoints have them: all in one tensor, inputs first, gates at even channels and ups at odd ones.
+    """Experts in checkpoints' layout: all in one tensor, inputs first, gates at even channels and ups at odd ones.
 
     Attributes: as in `baton.models.layers.moe.experts.Experts`.
     """
@@ -52,7 +52,7 @@ class GptOssExperts(RoutedExperts):
         return weighted_sum(run_experts(x_TD, places_TK, self.num_experts, self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """`forward` on a GPU; the host waits for nothing."""
+        """Runs `forward` on a GPU without making the host wait."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -70,7 +70,7 @@ class GptOssExperts(RoutedExperts):
         return self.multiply(gated_RI, down, self.down_proj_bias[expert])
 
     def _weights(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Both layers' weights, outputs first."""
+        """Returns both layers' weights, outputs first."""
         return self.gate_up_proj[expert].t(), self.down_proj[expert].t()
 
     def _activate(self, gate_up_RI: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class GptOssExperts(RoutedExperts):
 
 
 class Mxfp4Experts(GptOssExperts):
-    """Experts as they were published: outputs first, 32 inputs in 16 bytes with a power of two."""
+    """Experts in the published form: outputs first, 32 inputs in 16 bytes with a power of two."""
 
     gate_up_proj_blocks: nn.Parameter
     gate_up_proj_scales: nn.Parameter
@@ -107,13 +107,13 @@ class Mxfp4Experts(GptOssExperts):
                 setattr(self, f"{name}_{suffix}", nn.Parameter(tensor, requires_grad=False))
 
     def finish(self) -> None:
-        """Brings the loaded blocks into the form that products read."""
+        """Converts the loaded blocks to the form that products read."""
         for blocks in (*self.gate_up_proj_blocks.data, *self.down_proj_blocks.data):
             mxfp4.repack_(blocks)
         self.has_large_scales = any(bool((each > _SCALE_OF_TWO).any()) for each in self.scales().values())
 
     def scales(self) -> dict[str, Tensor]:
-        """By their names in this module."""
+        """Returns the scales by their names in this module."""
         return {name: getattr(self, name).data for name in ("gate_up_proj_scales", "down_proj_scales")}
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:

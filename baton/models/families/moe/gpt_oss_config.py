@@ -1,4 +1,4 @@
-"""config.json of gpt-oss."""
+"""Reads config.json of gpt-oss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

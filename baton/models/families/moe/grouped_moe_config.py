@@ -1,4 +1,4 @@
-"""config.json of families that are Llama's layers with DeepSeek-V3's experts: dots.llm1, Solar Open, K-EXAONE."""
+"""Reads config.json of families with Llama's layers and DeepSeek-V3's experts: dots.llm1, Solar Open, K-EXAONE."""
 
 from dataclasses import replace
 from typing import Literal
@@ -13,7 +13,7 @@ from baton.models.families.latent.deepseek_config import GroupedExpertFields
 class _SigmoidFields(GroupedExpertFields):
     rms_norm_eps: Positive = 1e-5
     topk_method: Literal["noaux_tc"] = "noaux_tc"
-    scoring_func: Literal["sigmoid", "noaux_tc"] = "sigmoid"  # dots.llm1 has the method's name in both
+    scoring_func: Literal["sigmoid", "noaux_tc"] = "sigmoid"  # dots.llm1 writes the method's name here too
     moe_layer_freq: Literal[1] = 1
     n_group: Heads = 1
     topk_group: Heads = 1
@@ -48,14 +48,14 @@ class _Dots1Fields(_SigmoidFields):
     max_window_layers: CountOrZero = 62
 
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window by `layer_types`; without it, sliding from layer `max_window_layers` on."""
+        """Returns each layer's window by `layer_types`; without it, layers from `max_window_layers` on slide."""
         types = self.types_of_layers("full_attention", "sliding_attention")
         if not types:
             kept = range(self.num_hidden_layers)
             windows = tuple(None if index < self.max_window_layers else self.sliding_window for index in kept)
         else:
             windows = self.windows_by_type(self.sliding_window, every=1)
-        # NOTE: transformers ignores the field: where it takes windows away, no right answer exists.
+        # NOTE: transformers ignores the field, so a value that removes windows has no right answer.
         if self.use_sliding_window is False and any(windows):
             raise self.refuse("use_sliding_window", "true", cure="other fields give some layers a window")
         return windows
@@ -98,8 +98,8 @@ class _ExaoneMoEFields(_SigmoidFields, ExaoneFields):
     mlp_layer_types: Texts = ()
 
     def layers_with_experts(self) -> tuple[bool, ...]:
-        """`mlp_layer_types` takes precedence over `first_k_dense_replace`, as in transformers. `is_moe_layer`, which is
-        the publisher's, must not contradict."""
+        """Whether each layer has experts. `mlp_layer_types` takes precedence over `first_k_dense_replace`, as in
+        transformers; the publisher's `is_moe_layer` must not contradict it."""
         first = self.first_k_dense_replace
         layers = tuple(index >= first for index in range(self.num_hidden_layers))
         if self.mlp_layer_types:

@@ -1,4 +1,4 @@
-"""The text model of Llama-4: most layers have a rotary embedding and see only their chunk, the others see all tokens
+"""The text model of Llama-4. Most layers have a rotary embedding and see only their chunk; the others see all tokens
 and have no positions. The router's weights multiply the experts' inputs.
 
 Shapes: T token, D hidden channel, H query head, K kv head or chosen expert, X heads of queries and keys in one tensor,
@@ -18,10 +18,11 @@ from baton.models.config.model_config import GQAConfig, ModelConfig, MoEConfig
 from baton.models.families.moe.llama4_config import Llama4Switches, TemperatureTuning
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, run_gated_experts
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import GatedMLP, RMSNorm, silu_and_multiply
 from baton.models.layers.linear import FusedLinear, Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.moe.experts import RoutedExperts, run_experts
 from baton.models.layers.moe.router import Router
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -79,7 +80,7 @@ class Llama4Attention(nn.Module):
 
 
 class Llama4Experts(RoutedExperts):
-    """Experts as checkpoints have them: all in one tensor, inputs first, all gates before all ups.
+    """Experts in checkpoints' layout: all in one tensor, inputs first, all gates before all ups.
 
     Attributes: as in `baton.models.layers.moe.experts.Experts`.
     """
@@ -111,7 +112,7 @@ class Llama4Experts(RoutedExperts):
     def run_grouped(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None
     ) -> Tensor:
-        """`forward` on a GPU; the host waits for nothing."""
+        """Runs `forward` on a GPU without making the host wait."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -174,7 +175,8 @@ class Llama4Layer(ParallelModule):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
+        """Adds the previous layer's update and this layer's attention to the stream; returns this layer's MLP's
+        update."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.self_attn(normed_TD, rotation, temperature_T11, kv_cache, metadata)
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self.parallel.all_reduce(attended_TD))
@@ -206,6 +208,6 @@ class Llama4ForCausalLM(CausalLM):
 
 
 def _temperature(positions_T: Tensor, tuning: TemperatureTuning) -> Tensor:
-    """Factors of queries, float32 [T,1,1]: larger at later positions, which have more keys."""
+    """Returns factors of queries, float32 [T,1,1], which grow with position, because later queries see more keys."""
     steps_T = torch.floor((positions_T.float() + 1) / tuning.floor_tokens)
     return (1 + tuning.scale * torch.log1p(steps_T))[:, None, None]

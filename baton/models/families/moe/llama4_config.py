@@ -1,4 +1,4 @@
-"""config.json of Llama-4's text model."""
+"""Reads config.json of Llama-4's text model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from baton.models.config.model_config import ModelConfig, MoEConfig, Scoring, To
 
 @dataclass(frozen=True)
 class TemperatureTuning:
-    """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor_tokens))."""
+    """The growth of queries: a query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) /
+    floor_tokens))."""
 
     floor_tokens: int
     scale: float
@@ -21,12 +22,12 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class Llama4Switches:
-    """What differs between layers.
+    """The options in which layers differ.
 
     Attributes:
         rope_layers: whether each layer has a rotary embedding.
-        qk_norm: of queries and keys in the layers that have one.
-        temperature: in the layers that have none.
+        qk_norm: layers with a rotary embedding norm queries and keys.
+        temperature: growth of queries in layers without a rotary embedding.
     """
 
     rope_layers: tuple[bool, ...]
@@ -60,7 +61,7 @@ class _Llama4Fields(RotaryFields):
     no_rope_layers: Integers = ()
     no_rope_layer_interval: Count = 4
     attention_chunk_size: Count | None
-    # Files of the first release have a 4 here. Null and 0 mean off, as in that release's code.
+    # The first release's files have a 4 here. Null and 0 mean off, as in that release's code.
     attn_temperature_tuning: bool | CountOrZero | None = True
     floor_scale: Count = 8192
     attn_scale: float = 0.1
@@ -70,7 +71,8 @@ class _Llama4Fields(RotaryFields):
     num_experts_per_tok: Heads
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """`no_rope_layers` has, contrary to its name, a 1 for each layer with a rotary embedding."""
+        """Whether each layer has a rotary embedding. Contrary to its name, `no_rope_layers` has a 1 for layers that
+        do."""
         num_layers, flags = self.num_hidden_layers, self.no_rope_layers
         if not flags:
             return tuple((index + 1) % self.no_rope_layer_interval > 0 for index in range(num_layers))
@@ -79,7 +81,7 @@ class _Llama4Fields(RotaryFields):
         return tuple(flag == 1 for flag in flags[:num_layers])
 
     def chunk_sizes(self) -> tuple[int | None, ...]:
-        """Chunk sizes by `layer_types`; without it, only layers with rotary embedding see just their own chunk."""
+        """Returns chunk sizes by `layer_types`; without it, only layers with a rotary embedding have chunks."""
         size = self.attention_chunk_size
         types = self.types_of_layers("full_attention", "chunked_attention")
         if size is None and "chunked_attention" in types:

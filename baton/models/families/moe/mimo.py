@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: values narrower than keys, sinks and more kv heads in layers with a window, DeepSeek-V3's experts.
+"""MiMo-V2-Flash: values narrower than keys; sinks and more kv heads in layers with a window; DeepSeek-V3's experts.
 
 Shapes: T token, D hidden channel, H query head, K kv head, C channel of a key, V channel of a value.
 """
@@ -16,15 +16,15 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama import make_mlp
 from baton.models.families.moe.mimo_config import MiMoSwitches
 from baton.models.layers.causal_lm import CausalLM, DecoderLayer
-from baton.models.layers.common import RMSNorm
 from baton.models.layers.linear import FusedLinear, Linear
+from baton.models.layers.norms import RMSNorm
 from baton.models.layers.rotary import Rotary
 from baton.models.layers.step_context import StepContext
 
 
 class NarrowValueAttention(nn.Module):
-    """Grouped-query attention whose values have fewer channels than keys. A cache has one width for both, so zeros
-    follow each value there, and what they add to the output, which is zeros, is cut off."""
+    """Grouped-query attention whose values have fewer channels than keys. A cache has one width for both, so each value
+    is padded with zeros there, and the output's zero channels are cut off."""
 
     def __init__(
         self,

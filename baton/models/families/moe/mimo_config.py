@@ -1,6 +1,6 @@
-"""config.json of MiMo-V2-Flash, as its publisher and as transformers write it.
+"""Reads config.json of MiMo-V2-Flash in its publisher's and in transformers' form.
 
-Both say the same in other fields. Where a file has both, they must agree.
+The two forms use different fields for the same values. If a file has both, they must agree.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from baton.models.config.rope import RopeConfig, read_rope
 from baton.models.families.latent.deepseek_config import GroupedExpertFields
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EVERY = 6  # each of these layers sees all tokens, and so does the first layer
-_TURNING = 0.334  # the part of a head, unless a table of rope_parameters has one
+_EVERY = 6  # each such layer sees all tokens, and so does the first layer
+_TURNING = 0.334  # the part of a head that turns, unless a table of rope_parameters has one
 
 
 @dataclass(frozen=True)
 class MiMoSwitches:
-    """What is special about a MiMo.
+    """The options of a MiMo.
 
     Attributes:
         value_scale: factor of values.
@@ -97,7 +97,7 @@ class _MiMoFields(GroupedExpertFields):
         return replace(gqa, layer_heads=heads if len(set(heads)) > 1 else (), v_head_dim=narrow)
 
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window.
+        """Returns each layer's window.
 
         NOTE: as in transformers, `sliding_window_size` does not count the token itself, and takes precedence over
         `sliding_window`, which does.
@@ -114,7 +114,7 @@ class _MiMoFields(GroupedExpertFields):
         return tuple(window if slide else None for slide in slides)
 
     def ropes(self) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers without and with a window."""
+        """Returns the rotary embeddings of layers without and with a window."""
         if self.rope_scaling:
             raise self.refuse("rope_scaling", "null")
         table = self.table("rope_parameters")

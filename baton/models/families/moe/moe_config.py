@@ -1,4 +1,4 @@
-"""config.json of the families that are Llama's layers with the best experts by a softmax in place of the MLP."""
+"""Reads config.json of the families with Llama's layers, but with the best experts by a softmax instead of the MLP."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -14,7 +14,7 @@ class RoutedFields(LlamaLikeFields):
     """The fields of a config with routed experts.
 
     Attributes:
-        per_token_field: what the family calls the number of experts that a token has.
+        per_token_field: the family's name for the number of experts per token.
     """
 
     per_token_field: ClassVar[str] = "num_experts_per_tok"
@@ -23,7 +23,7 @@ class RoutedFields(LlamaLikeFields):
     num_local_experts: Heads | None = None  # the spelling of newer files
 
     def count_of_experts(self) -> int:
-        """In whichever spelling."""
+        """Returns the number of experts, from either spelling."""
         names = {"num_experts": self.num_experts, "num_local_experts": self.num_local_experts}
         given = {name: count for name, count in names.items() if count is not None}
         if len(set(given.values())) != 1:
@@ -41,10 +41,10 @@ class RoutedFields(LlamaLikeFields):
         shared_intermediate_size: int = 0,
         shared_gate: bool = False,
     ) -> MoEConfig | None:
-        """The best experts of all by a softmax.
+        """Returns a mixture that chooses the best of all experts by a softmax.
 
         Args:
-            layers: those with experts; None: all. Without any, the result is None.
+            layers: whether each layer has experts; None: all do. If none has, the result is None.
         """
         if per_token > num_experts:
             raise self.refuse(self.per_token_field, f"at most the number of experts, {num_experts}")
@@ -96,7 +96,7 @@ class _QwenMoEFields(RoutedFields):
 
 class _Qwen3MoEFields(_QwenMoEFields):
     attention_bias: bool = False
-    # NOTE: publishers mean a window from layer max_window_layers on, transformers one in all layers.
+    # NOTE: publishers mean a window from layer max_window_layers on; transformers has one in all layers.
     use_sliding_window: Literal[False] = False
 
 
@@ -120,7 +120,8 @@ class _Qwen3VLMoEFields(_Qwen3MoEFields):
 
 
 def read_qwen3_vl_moe(file: ConfigFile) -> ModelConfig:
-    """Raises: ConfigError: it is quantized, or as `read_qwen3_moe`."""
+    """Reads Qwen3-VL's language model with experts. Raises ConfigError if it is quantized, or as `read_qwen3_moe`
+    does."""
     fields = _Qwen3VLMoEFields.read(file)
     if fields.quantization_config is not None:
         cure = "the experts of this family are supported as bfloat16, float16 or float32"

@@ -1,5 +1,5 @@
-"""config.json of mixtures of experts whose routers have corrections, sigmoids or a sparse mixer: GLM-4.5, ERNIE-4.5,
-MiniMax-M2, Phi-3.5-MoE."""
+"""Reads config.json of mixtures of experts whose routers have corrections, sigmoids or a sparse mixer: GLM-4.5,
+ERNIE-4.5, MiniMax-M2, Phi-3.5-MoE."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -74,7 +74,7 @@ class _ErnieMoEFields(RoutedFields):
 
 def read_ernie_moe(file: ConfigFile) -> ModelConfig:
     fields = _ErnieMoEFields.read(file)
-    # The smallest sum that chosen scores are divided by. No sum is near it, so it is not computed.
+    # The smallest divisor of chosen scores. No sum is near it, so it is not applied.
     if fields.moe_norm_min > 1e-9:
         raise fields.refuse("moe_norm_min", "a number of at most 1e-9")
     attention = fields.gqa(windows=fields.uniform_windows(None), qkv_bias=False, output_bias=False)

@@ -14,8 +14,8 @@ from baton.models.config.model_config import GQAConfig, ModelConfig
 from baton.models.families.dense.llama import LlamaAttention, make_mlp
 from baton.models.families.moe.moe_routers_config import PhimoeSwitches
 from baton.models.layers.causal_lm import CausalLM
-from baton.models.layers.common import LayerNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.norms import LayerNorm
 from baton.models.layers.parallel import ParallelModule
 from baton.models.layers.step_context import StepContext
 
@@ -34,7 +34,7 @@ class PhimoeLayer(ParallelModule):
     def forward(
         self, stream_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Adds the updates of both halves to the stream, which it returns."""
+        """Adds the updates of both halves to the stream in place and returns it."""
         attended_TD = self.self_attn(self.input_layernorm(stream_TD), rotation, kv_cache, metadata)
         stream_TD = stream_TD.add_(self.parallel.all_reduce(attended_TD))
         return stream_TD.add_(self.parallel.all_reduce(self.mlp(self.post_attention_layernorm(stream_TD))))

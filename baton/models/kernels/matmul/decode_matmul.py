@@ -1,12 +1,12 @@
-"""Products of few rows, which take as long as reading the weight: `x @ weight.T + bias` in 16 bits, summed in float32
-and rounded once.
+"""Products of few rows, bound by reading the weight: `x @ weight.T + bias` in 16 bits, summed in float32 and rounded
+once.
 
 A library starts its kernels one after the other, so memory idles between them and while each begins. Here each kernel
 starts while the previous one runs, loads its first weights into the L2 cache and only then waits for its input. The
 twin is `torch.nn.functional.linear`.
 
-Weight rows stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns
-in 8s. A step is one block of a tile's channels. Legend: M tokens, N rows of the weight, K channels, P steps prefetched.
+Weight rows are a product's rows and tokens its columns, because the tensor cores' rows come in 64s and their columns in
+8s. A step is one block of a tile's channels. Legend: M tokens, N rows of the weight, K channels, P steps prefetched.
 
 On an H200, the products of a layer of Llama-3.1-8B with its norms: 1 token 118.7 us, the library's 122.7; 16 tokens
 120.4 and 126.0; 32 tokens 123.3 and 129.5; 64 tokens 146.3 and 133.1. Its head: 1 token 237 us, the library's 249; 32
@@ -29,16 +29,16 @@ from baton.tritonlib.rounding import round_to
 
 # The library multiplies more tokens than this.
 MAX_TOKENS = 64
-# Up to this many tokens, weights of all sizes; beyond, only the largest, such as a head's.
+# Up to this many tokens the kernel takes weights of all sizes; beyond, only the largest, such as a head's.
 _MAX_TOKENS_OF_MOST = 32
 _LARGEST_BYTES = 256 << 20
-# Products that read less take less than 10 us. The library's are faster, except where several programs share a tile: in
-# a step of DeepSeek-V2-Lite of one token, 3648 x 2048 takes 2 us less that way.
+# Products that read less take under 10 us. The library is faster there unless several programs share a tile: in a step
+# of DeepSeek-V2-Lite of one token, 3648 x 2048 takes 2 us less that way.
 _SHORT_BYTES = 32 << 20
 _MIN_BYTES = 2 << 20
 # Fewest rows of a tile; a weight needs one counter for this many rows.
 _MIN_TILE_ROWS = 64
-# A program with fewer steps than this spends its time on beginning and ending.
+# A program with fewer steps than this spends its time on startup and end.
 _MIN_STEPS = 4
 _DTYPES = (torch.bfloat16, torch.float16)
 # Partial sums that are in flight at once while they are added up.
@@ -49,9 +49,9 @@ class DecodeTile(NamedTuple):
     """The part of the result that one program computes.
 
     Attributes:
-        tokens: of the result; at least all of the batch's.
+        tokens: of the result; at least the batch's number.
         rows: of the weight, read `depth` channels at a time; `num_stages` such reads are in flight.
-        splits: number of programs that share each tile, at most one for each step.
+        splits: number of programs that share each tile, at most one per step.
         prefetched: steps whose weights go to the L2 cache early, a power of two or 0.
     """
 
@@ -65,8 +65,8 @@ class DecodeTile(NamedTuple):
 
 
 def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> DecodeTile | None:
-    """The tile for a product; None where the library is as fast. Each multiprocessor has 100 to 160 KiB of weights in
-    flight."""
+    """Returns the tile for a product; None where the library is as fast. Each multiprocessor has 100 to 160 KiB of
+    weights in flight."""
     num_bytes = rows * channels * 2
     if num_tokens > MAX_TOKENS or num_bytes < _MIN_BYTES:
         return None
@@ -79,7 +79,8 @@ def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> DecodeTil
 
 
 def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> DecodeTile:
-    """Tiles that fill the GPU, two or three per multiprocessor. Prefetching is off, because it would be too early."""
+    """Returns tiles that fill the GPU, two or three per multiprocessor. Prefetching is off, because it would be too
+    early."""
     if num_tokens > 16:
         return DecodeTile(32, 64, 128, num_warps=4, num_stages=4)
     # 384 tiles are faster three at a time, all at once: 50.8 us instead of 52.8.
@@ -88,7 +89,7 @@ def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> DecodeTile:
 
 
 def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> DecodeTile | None:
-    """One program for each multiprocessor; programs share tiles where there are fewer tiles."""
+    """Returns tiles for one program per multiprocessor; programs share tiles where there are fewer tiles."""
     num_bytes = tiles * 64 * channels * 2
     depth = 256 if num_tokens <= 16 and 2 * tiles <= num_sms else 128
     steps = triton.cdiv(channels, depth)
@@ -106,7 +107,7 @@ def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> De
     # Memory idles during attention of few tokens, so the next projection may be prefetched as a whole: its 32 MiB fit
     # into L2's 50 MB. The keys and values of more tokens, 4 MB for 1024 of them, would evict it.
     whole = num_tokens <= 8 and num_bytes <= _SHORT_BYTES and steps // splits >= 8
-    # So few steps are all in flight at once without prefetching.
+    # This few steps are all in flight at once even without prefetching.
     prefetched = 1 if steps // splits <= 5 else 8 if whole else 4
     return DecodeTile(16, 64, 256, num_warps=4, num_stages=5, splits=splits, prefetched=prefetched)
 
@@ -124,8 +125,8 @@ class DecodeMultiply:
 
     @classmethod
     def for_weight(cls, weight_NK: Tensor) -> "DecodeMultiply | None":
-        """None where the library is as fast for any number of tokens, on other GPUs than Hopper, and for dtypes and
-        strides that the kernel cannot read."""
+        """Returns None where the library is as fast for any number of tokens, on GPUs other than Hopper, and for dtypes
+        and strides that the kernel cannot read."""
         if weight_NK.device.type != "cuda" or torch.cuda.get_device_capability(weight_NK.device) != (9, 0):
             return None
         if not _copyable(weight_NK) or not weight_NK.is_contiguous():
@@ -192,7 +193,7 @@ def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Te
 
 
 def _copyable(matrix: Tensor) -> bool:
-    """Whether the copy engine (TMA) can read it."""
+    """Whether the copy engine (TMA) can read the matrix."""
     return (
         matrix.dtype in _DTYPES
         and matrix.dim() == 2
@@ -223,11 +224,11 @@ def multiply_few_rows(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program's share of a tile's steps.
+    """Computes one program's share of a tile's steps.
 
-    Without `partial_ptr` it has all of them. With it, each of the tile's `splits` programs writes a partial sum, and
-    the last one to arrive adds them up in the order of the programs.
-    PREFETCHED: number of steps whose weights go to the L2 cache before this program waits for the previous kernel.
+    Without `partial_ptr` the program has all steps. With it, each of the tile's `splits` programs writes a partial sum,
+    and the last to arrive adds them up in the order of the programs. PREFETCHED: number of steps whose weights go to
+    the L2 cache before this program waits for the previous kernel.
     """
     tile, part = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, stop = _share(part, tl.cdiv(num_channels, DEPTH), splits)
@@ -258,7 +259,7 @@ def multiply_few_rows(
 
 @triton.jit
 def _share(part, steps, splits):
-    """The first step of a part, and the step after its last; parts differ by one step at most."""
+    """Returns a part's first step and the step after its last; parts differ by at most one step."""
     least = steps // splits
     larger = steps % splits
     first = part * least + tl.minimum(part, larger)

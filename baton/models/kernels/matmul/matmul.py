@@ -1,4 +1,4 @@
-"""Products in which a row's result has the same bits for any other rows and any number of rows.
+"""Batch-invariant products: a row's result has the same bits for any other rows and any number of rows.
 
 On a GPU each number of the result is one sum over K in one float32 accumulator, in order. The tensor cores' instruction
 adds 16 products at a time (an fma of float32: one), and the choice of these products does not depend on a tile's rows
@@ -23,9 +23,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.tritonlib.launch import bound, interpreted
 
-# Rows in each call of a CPU's library. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
+# Rows in each call of a CPU's library. One row takes 3 to 5 times as long as in a call of its own, 256 rows 2 to 3
+# times.
 _CPU_ROWS = 16
-# Of each shape of weights at least so many results are compared, or as many as there are columns.
+# Number of results compared at least for each shape of weights, or as many as there are columns.
 _PROBED_NUMBERS = 256
 # Weights up to this size are drawn for the probe: an adapter's may be zero, which would hide a difference.
 _DRAWN_NUMBERS = 1 << 22
@@ -35,7 +36,7 @@ _GROUP_M = 16
 
 
 class _Alike(NamedTuple):
-    """What a CPU's library can choose its method by, besides the number of rows."""
+    """The facts besides the number of rows by which a CPU's library can choose its method."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -46,7 +47,7 @@ class _Alike(NamedTuple):
 
 @dataclass
 class _Probe:
-    """Rows in each call of a CPU's library with such weights; 0: not known yet."""
+    """The number of rows in each call of a CPU's library with such weights; 0: unknown yet."""
 
     weights: _Alike
     at_once: int = 0
@@ -83,7 +84,8 @@ _STRIDED_FLOAT32 = MatmulTile(32, 32, 32, num_warps=4, num_stages=2)
 
 
 def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [..., N], in one dtype. On a GPU sums, with the bias, are in float32 and rounded once."""
+    """Returns `x @ weight.T + bias`, [..., N], in one dtype. On a GPU, sums include the bias in float32 and are rounded
+    once."""
     x_MK = x.reshape(-1, x.shape[-1])
     out_MN = x.new_empty(x_MK.shape[0], weight_NK.shape[0])
     if x_MK.shape[0]:
@@ -118,7 +120,8 @@ def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> N
 
 
 def _rows_at_once(weight_HKN: Tensor) -> int:
-    """How many rows a CPU's library gets in one call with this weight: as many as it computes all alike, or one."""
+    """Returns how many rows a CPU's library gets in one call with this weight: a block if it computes all its rows
+    alike, else one."""
     shape, strides, address = tuple(weight_HKN.shape), weight_HKN.stride(), weight_HKN.data_ptr() % _ALIGNMENT
     probe = _probe_of(_Alike(shape, strides, weight_HKN.dtype, address, torch.get_num_threads()))
     if probe.at_once == 0:
@@ -129,7 +132,7 @@ def _rows_at_once(weight_HKN: Tensor) -> int:
 
 
 def _computes_rows_alike(weight_HKN: Tensor) -> bool:
-    """Whether equal rows of a block have results with equal bits, wherever in the block they are."""
+    """Whether equal rows have results with equal bits anywhere in a block."""
     heads, channels, columns = weight_HKN.shape
     for _ in range(max(1, _PROBED_NUMBERS // (heads * columns))):
         row_H1K = torch.empty(heads, 1, channels, dtype=weight_HKN.dtype).normal_()
@@ -144,10 +147,10 @@ def _probe_of(alike: "_Alike") -> "_Probe":
     return _Probe(alike)
 
 
-@lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer
+@lru_cache(maxsize=4096)  # else each product of each layer costs microseconds of host time
 def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> MatmulTile:
-    """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile of which every
-    multiprocessor gets at most one, else a tile wide enough to reread the rows only a few times."""
+    """Returns the fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile that gives
+    every multiprocessor at most one, else a tile wide enough to reread the rows only a few times."""
 
     def count(tile: MatmulTile) -> int:
         tiles: int = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
@@ -197,7 +200,7 @@ def multiply_in_tiles(
 
 
 def _has_tiles(matrix: Tensor) -> bool:
-    """Whether the copy engine can read it and the tensor cores multiply its dtype."""
+    """Whether the copy engine can read the matrix and the tensor cores support its dtype."""
     return (
         matrix.element_size() == 2
         and matrix.stride(1) == 1
@@ -212,7 +215,7 @@ def _num_sms(device: torch.device) -> int:
 
 @triton.jit
 def _find_tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The first row and column of this program's tile."""
+    """Returns the first row and column of this program's tile."""
     program = tl.program_id(0)
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tiles_of_group = GROUP_M * tl.cdiv(num_columns, BLOCK_N)
@@ -261,7 +264,7 @@ def _multiply_tiles(
     GROUP_M: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile. Numbers past the last row, column or channel are read as 0."""
+    """Computes one tile. Numbers past the last row, column or channel are read as 0."""
     start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
@@ -323,7 +326,7 @@ def _multiply_strided(
     GROUP_M: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile of one head."""
+    """Computes one tile of one head."""
     head = tl.program_id(1).to(tl.int64)
     start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
     rows_M = start_m + tl.arange(0, BLOCK_M)

@@ -1,5 +1,5 @@
-"""Sums that programs share: each leaves its part of a tile in memory, and the last one to arrive adds up the parts,
-always in the order of the programs.
+"""Sums shared among programs. Each program stores its part of a tile, and the last to arrive adds up the parts, always
+in the order of the programs.
 
 A tile's parts lie one after the other. Its counter, one of a tensor, is 0 before and after.
 """
@@ -12,7 +12,7 @@ from baton.tritonlib.launch import bound
 
 @triton.jit
 def leave_part(part_ptrs, part, mask, counters_ptr, tile):
-    """Stores a program's part. The number of programs that arrived before: one less than all for the last."""
+    """Stores a program's part; returns how many programs arrived before, which is one less than all for the last."""
     tl.store(part_ptrs, part, mask=mask)
     # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
     tl.debug_barrier()
@@ -21,7 +21,7 @@ def leave_part(part_ptrs, part, mask, counters_ptr, tile):
 
 @triton.jit
 def add_parts(first_ptrs, counters_ptr, tile, splits, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The sum of the parts, of which the first one is at `first_ptrs`, by the last program."""
+    """Adds up the parts, the first of which is at `first_ptrs`. The last program calls it."""
     SIZE: tl.constexpr = first_ptrs.shape[0] * first_ptrs.shape[1]
     total = tl.zeros(first_ptrs.shape, dtype)
     for part in range(bound(splits, INTERPRETED)):

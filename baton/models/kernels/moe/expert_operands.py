@@ -6,7 +6,7 @@ Legend: M row of a tile, N output channel, K input channel, P piece of a row.
 import triton
 import triton.language as tl
 
-# Channels of a row that one instruction asks for.
+# Channels of a row that one instruction fetches.
 _PIECE = tl.constexpr(256)
 
 
@@ -52,7 +52,8 @@ def weight_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of an expert's weights, 0 past their end. The map is of [E,N,K], with INPUTS_FIRST of [E,K,N]."""
+    """Loads a tile of an expert's weights, 0 past their end. The map describes [E,N,K], or [E,K,N] with
+    INPUTS_FIRST."""
     if weights_map is not None:
         if INPUTS_FIRST:
             tile_NK = tl.trans(tl.reshape(weights_map.load([expert, column, row]), [BLOCK_K, BLOCK_N]))

@@ -41,12 +41,12 @@ class ExpertOrder:
 
 
 def num_tiles_max(num_assignments: int, num_experts: int, tile_tokens: int) -> int:
-    """Number of tiles that suffices for any choice: each chosen expert may have one tile that is not full."""
+    """Returns a number of tiles that suffices for any choice: each chosen expert may have one partial tile."""
     return (num_assignments + min(num_assignments, num_experts) * (tile_tokens - 1)) // tile_tokens
 
 
 def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int, partial: bool = False) -> ExpertOrder:
-    """The order of the assignments. A single token's experts all differ and need no sorting."""
+    """Returns the order of the assignments. A single token's experts all differ and need no sorting."""
     if len(experts_TK) == 1:
         return ExpertOrder(None, experts_TK)
     return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens, partial=partial)
@@ -57,7 +57,7 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int, 
 
     Args:
         experts_TK: contiguous, at least one, each in [0, num_experts).
-        partial: some are below 0, which are no experts of this rank: they come last and have no tile.
+        partial: some are below 0, for experts of other ranks; these come last and have no tile.
     """
     num_assignments = experts_TK.numel()
     overlapping = overlap(experts_TK.device, rows=len(experts_TK))
@@ -155,14 +155,14 @@ def _place(
 
 @triton.jit
 def _experts(experts, assignments_C, exists_C, EXPERTS: tl.constexpr):
-    """The experts of assignments; the last number for those below 0."""
+    """Returns the experts of assignments; the last number, EXPERTS - 1, for assignments below 0."""
     experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
     return tl.where(experts_C < 0, EXPERTS - 1, experts_C)
 
 
 @triton.jit
 def _count_all(experts, num_assignments, first, EXPERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """(number of each expert's assignments, number of them before `first`)"""
+    """Returns (number of each expert's assignments, number of them before `first`)."""
     STEP: tl.constexpr = 1024
     totals_E = tl.zeros([EXPERTS], tl.int32)
     before_E = tl.zeros([EXPERTS], tl.int32)
@@ -177,7 +177,7 @@ def _count_all(experts, num_assignments, first, EXPERTS: tl.constexpr, INTERPRET
 
 @triton.jit
 def _add_counts(counts, num_chunks, EXPERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The result of `_count_all`, from the counts of all chunks."""
+    """Returns the result of `_count_all` from the counts of all chunks."""
     STEP: tl.constexpr = 32
     totals_E = tl.zeros([EXPERTS], tl.int32)
     before_E = tl.zeros([EXPERTS], tl.int32)

@@ -1,4 +1,4 @@
-"""Where each assignment's expert is, among the copies of it, and how many tokens each place got: one launch.
+"""Finds which copy of its expert each assignment uses, and counts the tokens of each place, in one launch.
 
 Legend: T token, K choice of a token, S = T*K assignment, E expert, C copy of an expert, P place on some rank.
 """
@@ -22,14 +22,14 @@ def find_places(
     counts_P: Tensor | None = None,
     slots_T: Tensor | None = None,
 ) -> Tensor:
-    """int32 [T,K]: the number of each expert's place on this rank; -1: the place is another rank's.
+    """Returns int32 [T,K], the number of each expert's place on this rank; -1: the place is on another rank.
 
     Args:
-        turns_EC: int32, the places of each expert's copies. The row of a token says which one takes it, in turn. Below
-            0: the expert has no place.
-        copies_E: int32, how many of them there are.
+        turns_EC: int32, the places of each expert's copies, which take tokens in turn by their row. Below 0: the expert
+            has no place.
+        copies_E: int32, the number of copies of each expert.
         own: this rank's places.
-        counts_P: int64; each place gets its assignments added. Additions commute, so the counts are exact.
+        counts_P: int64; the assignments of each place are added. Additions commute, so the counts are exact.
         slots_T: int64; rows whose slot is below 0 are padding and not counted. None: every row counts.
     """
     num_tokens, choices = experts_TK.shape

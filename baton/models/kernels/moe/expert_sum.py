@@ -1,4 +1,4 @@
-"""The last launch of a layer's experts: adds up each token's experts. Legend: N channel."""
+"""Adds up each token's experts, in the last launch of a layer's experts. Legend: N channel."""
 
 import triton
 import triton.language as tl

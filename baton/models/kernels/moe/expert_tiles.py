@@ -1,4 +1,4 @@
-"""Which tile of which expert a program of a grouped product computes, and where its rows are written.
+"""Finds the expert and tile that a program of a grouped product computes, and the places of its rows.
 
 Legend: M row of a tile (one assignment each, or a token), N output channel.
 """
@@ -6,13 +6,13 @@ Legend: M row of a tile (one assignment each, or a token), N output channel.
 import triton
 import triton.language as tl
 
-# Tiles that share weights or inputs run at about the same time, so L2 holds these.
+# Tiles that share weights or inputs run at about the same time, so L2 holds the shared data.
 _GROUP_TILES = tl.constexpr(8)
 
 
 @triton.jit
 def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr):
-    """A program's tile and its block of output channels, among the programs that compute routed experts."""
+    """Returns a program's tile and its block of output channels, among the programs for routed experts."""
     group = program // (_GROUP_TILES * BLOCKS)
     first_tile = group * _GROUP_TILES
     group_tiles = tl.minimum(num_tiles - first_tile, _GROUP_TILES)
@@ -22,7 +22,7 @@ def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr):
 
 @triton.jit
 def places(tiles, tile, num_tiles, EACH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, places, whether each place is the expert's). EACH: every assignment is a tile."""
+    """Returns (expert, places, whether each place is the expert's). With EACH, every assignment is a tile."""
     expert = tl.load(tiles + tile).to(tl.int32)
     if EACH:
         first = tile
@@ -44,8 +44,8 @@ def assignments(order, places_M, exists_M):
 
 @triton.jit
 def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, block of output channels, tokens, whether each token exists) of a program that computes shared experts.
-    These programs come first, those with the same weights next to each other."""
+    """Returns (expert, block of output channels, tokens, whether each token exists) for a program of shared experts.
+    These programs come first; programs with the same weights are neighbours."""
     token_tiles = tl.cdiv(num_tokens, BLOCK_M)
     tile, column = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
     tokens_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,9 +1,9 @@
-"""A layer's experts on a GPU: three launches after `order_by_expert`, and the host waits for nothing.
+"""A layer's experts on a GPU, in three launches after `order_by_expert`, without making the host wait.
 
 The first product finds its rows of x through the order and applies the activation. The second one applies the routing
 weights and writes each assignment to a row of its own, and the third launch adds up a token's experts in the order of
-its choices. Shared experts, through which every token goes, may be part of the same launches: their rows follow those
-of the assignments. Tiles depend on shapes alone, which the host knows: the router's choice stays on the device.
+its choices. Shared experts, which compute every token, may be part of the same launches; their rows follow the
+assignments' rows. Tiles depend on shapes alone, which the host knows: the router's choice stays on the device.
 
 An expert's weights are read once per tile of its tokens, from memory the first time and then from L2. Few tokens per
 expert get small tiles, so that many programs stream weights at once; many tokens get large tiles, for the tensor cores.
@@ -69,7 +69,7 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class GroupedActivation:
-    """silu(gate) * up; with a limit, both clamped: gate * sigmoid(alpha * gate) * (up + 1).
+    """The activation: silu(gate) * up; with a limit, gate * sigmoid(alpha * gate) * (up + 1) with both clamped.
 
     Attributes:
         tanh_gelu: gelu(gate), approximated by tanh, * up.
@@ -127,7 +127,8 @@ _SINGLE_PRECISION = ExpertTiles(GroupedTiles(16, 32, 32, 4, 2), GroupedTiles(16,
 def tiles_for(
     *, num_assignments: int, num_experts: int, dtype: torch.dtype, fp8: bool, batch_invariant: bool
 ) -> ExpertTiles:
-    """The smallest tiles that hold an expert's mean share of tokens and a third more, because shares are uneven."""
+    """Returns the smallest tiles that hold an expert's mean share of tokens and a third more, because shares are
+    uneven."""
     if dtype == torch.float32:
         return _SINGLE_PRECISION
     table = _FP8 if fp8 else _HALF_PRECISION
@@ -153,7 +154,7 @@ def run_gated_experts(
     plus_TD: Tensor | None = None,
     of: int | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, plus its shared experts, plus `plus_TD`.
+    """Returns the weighted sum of each token's experts, plus its shared experts, plus `plus_TD`.
 
     Args:
         x_TD: channels contiguous.
@@ -162,8 +163,8 @@ def run_gated_experts(
         weights_on_input: the weights multiply the experts' inputs instead of their outputs.
         batch_invariant: one shape of tiles for every number of tokens.
         shared: only together with routed experts that use silu.
-        of: number of experts among which tokens chose, where the weights are of some of them only: `experts_TK` is then
-            below 0 for the others, which count as 0.
+        of: number of experts from which tokens chose, if the weights cover only some of them. `experts_TK` is then
+            below 0 for the others, which contribute 0.
     """
     assert shared is None or activation == SILU
     num_tokens, choices = experts_TK.shape
@@ -227,8 +228,8 @@ def run_gated_experts(
 def multiply_by_expert(
     x_SC: Tensor, experts_TK: Tensor, layer: ExpertWeights, *, batch_invariant: bool = False, of: int | None = None
 ) -> Tensor:
-    """[S, N], each assignment's product with its expert's weights, given a row of x for each assignment. The rows of
-    experts below 0 are undefined. Other arguments are those of `run_gated_experts`."""
+    """Returns [S, N], the product of each assignment's row of x with its expert's weights. The rows of experts below 0
+    are undefined. Other arguments are as in `run_gated_experts`."""
     num_tokens, choices = experts_TK.shape
     num_experts, outputs, _ = layer.weights_ENC.shape
     tiles = tiles_for(
@@ -352,12 +353,12 @@ def _launch_down(
 
 
 def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> int:
-    """The number of channels that share a scale."""
+    """Returns the number of channels that share a scale."""
     return 128 if scales is not None and scales.shape[axis] > halves else size
 
 
 def _copy_map(weights_ENC: Tensor, block_n: int, block_c: int) -> TensorDescriptor | None:
-    """A descriptor for the copy engine (TMA), or None where strides or address are no multiples of 16 bytes."""
+    """Returns a descriptor for the copy engine (TMA); None if strides or address are no multiples of 16 bytes."""
     stored, block = weights_ENC, [1, block_n, block_c]
     if stored.stride(2) != 1:
         stored, block = stored.transpose(1, 2), [1, block_c, block_n]

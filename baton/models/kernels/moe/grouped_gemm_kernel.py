@@ -1,9 +1,9 @@
 """The products of rows with the weights of their experts, as Triton kernels, for `grouped_gemm`.
 
-Weights stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns in
-8s, so an expert with few tokens costs hardly more than reading its weights. Shared experts, which have all tokens, need
-neither order nor routing: their programs come first and load weights into L2 while the routing still runs. Legend:
-M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up.
+Weights are a product's rows and tokens its columns. The tensor cores' rows come in 64s and their columns in 8s, so an
+expert with few tokens costs hardly more than reading its weights. Shared experts, which have all tokens, need neither
+order nor routing: their programs come first and load weights into L2 while the routing still runs. Legend: M row of a
+tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up.
 """
 
 import triton
@@ -53,9 +53,9 @@ def grouped_gate_up(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[place] = gated activation of an expert's gate and up; rows of x are found through the order. The rows of the
-    SHARED experts follow, each over all tokens: `shared` has their gates before their ups. With SQUARED_RELU there is
-    no gate, and no scale or bias."""
+    """Computes out[place] = gated activation of an expert's gate and up; rows of x are found through the order. The
+    rows of the SHARED experts follow, each over all tokens: `shared` has their gates before their ups. With
+    SQUARED_RELU there is no gate, and no scale or bias."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
@@ -155,7 +155,7 @@ def _gate_and_up(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Products with a block of an expert's rows from the `first` on, and with the rows HALF of all rows later."""
+    """Multiplies by a block of an expert's rows from `first` on (gate), and by the rows HALF later (up)."""
     gate_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, IN, BLOCK_K):
@@ -221,9 +221,9 @@ def grouped_down(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[assignment] = an expert's product with x[place], times the assignment's weight. The rows of SHARED experts
-    follow; `shared` has those experts in its columns, one after the other. With `x_map`, a descriptor of x in blocks of
-    BLOCK_M rows, the rows of a tile are read by it."""
+    """Computes out[assignment] = an expert's product with x[place], times the assignment's weight. The rows of SHARED
+    experts follow; `shared` has those experts in its columns, one after the other. With `x_map`, a descriptor of x in
+    blocks of BLOCK_M rows, the rows of a tile are read by it."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
@@ -291,7 +291,7 @@ def _down(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The product with a block of an expert's rows."""
+    """Multiplies by a block of an expert's rows."""
     down_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, IN, BLOCK_K):
         if x_map is None:

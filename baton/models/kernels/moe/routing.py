@@ -1,4 +1,4 @@
-"""Routing: each token's scores over all experts, its chosen experts and their weights.
+"""Routing: computes each token's scores over all experts, its chosen experts and their weights.
 
 Two launches: products in float32 precision over parts of the channels, with x in its own dtype, then one program for
 each token that adds the parts and chooses. Legend: T token, D hidden channel, E expert, G group, X expert of a group,
@@ -52,7 +52,7 @@ def route(
     correction_E: Tensor | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T,K] float32, experts [T,K] int32), the best first. Among equal scores the first expert is chosen.
+    """Returns (weights [T,K] float32, experts [T,K] int32), the best first. Among equal scores the first expert wins.
 
     Args:
         weight_ED: float32, as are the biases.
@@ -63,7 +63,7 @@ def route(
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tensor:
-    """Parts of logits, float32 [P,T,E]; their sum over P is the logits."""
+    """Returns parts of the logits, float32 [P,T,E]; their sum over P is the logits."""
     num_tokens, channels = x_TD.shape
     num_experts = len(weight_ED)
     part = _SHORT_PART if short_parts else _LONG_PART
@@ -149,8 +149,8 @@ def _logits(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of tokens and experts, and one part. With OVERLAP a part is a single step, whose weights are read before
-    the previous kernel has ended."""
+    """Computes one part for a block of tokens and experts. With OVERLAP a part is a single step, whose weights are read
+    before the previous kernel has ended."""
     start_dependents(OVERLAP)
     tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -270,7 +270,7 @@ def _choose(
 
 @triton.jit
 def _rule_out_groups(ranked_GX, groups_G, CHOSEN_GROUPS: tl.constexpr, BY_TWO: tl.constexpr):
-    """-inf for the experts of all groups but the best."""
+    """Ranks the experts of all groups but the best at -inf."""
     worth_G = tl.max(ranked_GX, 1)
     if BY_TWO:
         within_X = tl.arange(0, ranked_GX.shape[1])

@@ -1,4 +1,4 @@
-"""What experts without weights add to a token: its own row, times the sum of its weights for them.
+"""Computes the contribution of experts without weights: the token's own row, times the sum of its weights for them.
 
 The twin is in `baton.models.layers.moe.moe`. Legend: T token, K choice of a token, D hidden channel.
 """
@@ -15,7 +15,7 @@ _NUM_WARPS = 4
 
 
 def given_back(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, first: int) -> Tensor:
-    """[T, D] in the dtype of x, rounded once. Weights are added up in the order of the choices, whatever the batch.
+    """Returns [T, D] in the dtype of x, rounded once. Weights are added up in the order of the choices, in any batch.
 
     Args:
         x_TD: rows at any stride.
@@ -57,7 +57,7 @@ def _given_back(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of one token."""
+    """Computes one tile of one token."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)

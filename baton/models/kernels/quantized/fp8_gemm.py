@@ -1,5 +1,5 @@
 """Products of quantized activations with fp8 weights. Tensor cores sum 128 channels; those sums are scaled and added up
-in float32, for the cores themselves keep too few bits of long sums.
+in float32, because the cores keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
 arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
@@ -66,14 +66,14 @@ class Weight(NamedTuple):
 
 
 def num_counters(rows: int) -> int:
-    """Number of counters of a weight with `rows` output channels: one for each tile that is split."""
+    """Returns the number of counters of a weight with `rows` output channels: one for each split tile."""
     tiles: int = _MAX_SPLIT_TOKENS // 64 * triton.cdiv(rows, 128)
     return tiles
 
 
 def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> Fp8Tile:
-    """The tile for a product. Up to 64 tokens take the time to read the weight, so their tiles all run at once; those
-    for more tokens were measured."""
+    """Returns the tile for a product. Up to 64 tokens are bound by reading the weight, so all tiles run at once; the
+    tiles for more tokens were measured."""
     if num_tokens > _MAX_SPLIT_TOKENS and not blocked:
         return Fp8Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
     if num_tokens > 64:
@@ -88,7 +88,7 @@ def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> F
 
 
 def choose_splits(tile: Fp8Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
-    """Number of programs that share a tile's channels."""
+    """Returns the number of programs that share a tile's channels."""
     if num_tokens > _MAX_SPLIT_TOKENS:
         return 1
     tiles: int = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
@@ -107,7 +107,7 @@ def multiply(
     tile: Fp8Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """[T, N] in `dtype` of quantized activations.
+    """Multiplies quantized activations by the weight; returns [T, N] in `dtype`.
 
     Args:
         x_TK: e4m3, contiguous.
@@ -199,7 +199,7 @@ def _multiply_kernel(
     tokens_T = (first_T + tile % group_tiles % grouped) * TOKENS + tl.arange(0, TOKENS)
     first_row = tile % group_tiles // grouped * ROWS
     rows_N = first_row + tl.arange(0, ROWS)
-    # Rows past the end are read as the last one and never written, so loads need no mask.
+    # Rows past the end read the last row and are never written, so loads need no mask.
     read_T = tl.minimum(tokens_T, num_tokens - 1)
     read_N = tl.minimum(rows_N, num_rows - 1)
     channels_K = tl.arange(0, BLOCK)

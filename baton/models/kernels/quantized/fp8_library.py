@@ -57,7 +57,7 @@ def is_faster(num_tokens: int, weight: Weight) -> bool:
 
 
 def multiply(x_PK: Tensor, x_scale_PC: Tensor, weight: Weight, *, dtype: torch.dtype) -> Tensor:
-    """[P, N] in `dtype`, of a weight that the library takes.
+    """Multiplies by a weight that the library supports; returns [P, N] in `dtype`.
 
     Args:
         x_PK: e4m3, contiguous; with blocks, P a multiple of `TOKENS`.
@@ -70,7 +70,7 @@ def multiply(x_PK: Tensor, x_scale_PC: Tensor, weight: Weight, *, dtype: torch.d
         scale_b=weight.scale_RC.T,
         bias=weight.bias,
         out_dtype=dtype,
-        # False: sums of more than 128 channels are kept in float32 outside of the tensor cores.
+        # False keeps sums of more than 128 channels in float32 outside the tensor cores.
         use_fast_accum=False,
     )
     return out_PN

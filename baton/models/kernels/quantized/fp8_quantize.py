@@ -21,7 +21,7 @@ _NUM_WARPS = 4
 
 
 def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
-    """(e4m3 [P, K] contiguous, scales [P, C] float32 with tokens adjacent in memory): one scale for every 128 channels.
+    """Returns (e4m3 [P, K] contiguous, scales [P, C] float32 with tokens adjacent), one scale for every 128 channels.
 
     Args:
         x_TK: channels adjacent.
@@ -34,14 +34,15 @@ def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: in
 
 
 def quantize_tokens(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, K] contiguous, scales [T, 1] float32): one scale for each token."""
+    """Returns (e4m3 [T, K] contiguous, scales [T, 1] float32), one scale for each token."""
     if not x_TK.is_cuda:
         return fp8.quantize_tokens(x_TK, power_of_two=power_of_two)
     return launch_tokens(x_TK, None, power_of_two=power_of_two)
 
 
 def quantize_static(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, K] contiguous, scales [T, 1] float32) by `scale`, a scalar on the device; larger numbers saturate."""
+    """Returns (e4m3 [T, K] contiguous, scales [T, 1] float32) by `scale`, a scalar on the device; larger numbers
+    saturate."""
     if not x_TK.is_cuda:
         return fp8.quantize_static(x_TK, scale)
     return launch_tokens(x_TK, scale, power_of_two=False)
@@ -159,7 +160,8 @@ def _quantize_tokens_kernel(
 
 @triton.jit
 def scales_of(largest, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Scales that map the largest numbers to e4m3's largest, 448, and their reciprocals; float32, divided exactly."""
+    """Returns scales that map the largest numbers to e4m3's largest, 448, and their reciprocals, in float32 with exact
+    division."""
     largest = tl.maximum(largest, SMALLEST)
     scale = tl.div_rn(largest, 448.0)
     if POWER_OF_TWO:

@@ -21,7 +21,7 @@ _MIN_STEPS = 4
 
 
 def quantize_tokens(x_TK: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(int8 [T, K], scales [T] float32): by the given scale, or one for each token."""
+    """Returns (int8 [T, K], scales [T] float32), by the given scale or one scale per token."""
     tokens, channels = x_TK.shape
     out_TK = torch.empty(tokens, channels, dtype=torch.int8, device=x_TK.device)
     scale_T = torch.empty(tokens, dtype=torch.float32, device=x_TK.device)
@@ -44,7 +44,7 @@ def multiply(
     dtype: torch.dtype,
     num_sms: int,
 ) -> Tensor:
-    """[T, N] in `dtype`.
+    """Multiplies; returns [T, N] in `dtype`.
 
     Args:
         arrived: int32 zeros, `num_counters` of them; left as zeros. Launches must not overlap in time.
@@ -90,7 +90,7 @@ def num_counters(rows: int) -> int:
 
 @triton.jit
 def _quantize_kernel(x_ptr, given_ptr, out_ptr, scale_ptr, x_stride, channels, BLOCK: tl.constexpr):
-    """One token. Rounds to the nearest, ties to even: the addend leaves no bits for a fraction."""
+    """Quantizes one token. Rounds to nearest, ties to even, by an addend that leaves no bits for a fraction."""
     token = tl.program_id(0).to(tl.int64)
     channels_K = tl.arange(0, BLOCK)
     in_K = channels_K < channels
@@ -128,7 +128,7 @@ def _multiply_kernel(
     steps = tl.cdiv(num_channels, DEPTH)
     rows_N = tile * ROWS + tl.arange(0, ROWS)
     tokens_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    # Rows past the end are read as the last one and never written.
+    # Rows past the end read the last row and are never written.
     read_N, read_T = tl.minimum(rows_N, num_rows - 1), tl.minimum(tokens_T, num_tokens - 1)
     channels_K = tl.arange(0, DEPTH)
     x_TK = x_ptr + read_T.to(tl.int64)[:, None] * num_channels + channels_K[None, :]

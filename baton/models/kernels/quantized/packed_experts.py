@@ -43,7 +43,7 @@ class Mxfp4Weight:
 
     Attributes:
         stored_ENB: uint8, in the form of `PackedWeight`; a number's bits are sign, two of exponent, one of mantissa.
-        scales_ENG: uint8 exponents of two, 127 more than they are, of 32 inputs each.
+        scales_ENG: uint8 exponents of two with a bias of 127, one per 32 inputs.
         columns: inputs.
         has_large_scales: some scale is above 2.
     """
@@ -68,7 +68,7 @@ def run_packed_experts(
     plus_TD: Tensor | None = None,
     of: int | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, plus `plus_TD`.
+    """Returns the weighted sum of each token's experts, plus `plus_TD`.
 
     Args:
         x_TD: channels contiguous.
@@ -119,7 +119,7 @@ def _tile_of(mean: int) -> HopperTile:
 
 
 def hopper_step(weight: PackedWeight | Mxfp4Weight, x_RC: Tensor) -> int | None:
-    """Inputs of one step of the kernel for Hopper; None: it cannot read the weight, or is not for this GPU."""
+    """Returns the inputs of one step of the Hopper kernel; None if it cannot read the weight or the GPU is another."""
     if x_RC.dtype != torch.bfloat16 or not has_hopper_kernels(x_RC.device, _HOPPER):
         return None
     step = min(_DEPTH, weight.columns & -weight.columns)
@@ -155,7 +155,8 @@ def multiply_experts(
     choices: int,
     step: int | None,
 ) -> Tensor:
-    """Rows in the order of experts from the rows of tokens, or rows in the order of tokens from the first ones.
+    """Multiplies one of the two layers: the first maps tokens' rows to rows in the order of experts, the second maps
+    those back to the order of tokens.
 
     Args:
         tokens: of a tile of the order.
@@ -270,7 +271,7 @@ def _product_kernel(
     assignments_M = assignments(order, places_M, exists_M)
     rows_M = assignments_M // CHOICES if IS_FIRST else places_M
     channels_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the end are read as the last one and never written.
+    # Rows past the end read the last row and are never written.
     read_N = expert.to(tl.int64) * OUT + tl.minimum(channels_N, OUT - 1)
     bytes_B = tl.arange(0, BYTES)
     inputs_B = bytes_B // _RUN * (2 * _RUN) + bytes_B % _RUN if BITS == 4 else bytes_B
@@ -323,7 +324,7 @@ def _product_kernel(
 
 @triton.jit
 def _from_mxfp4(numbers_NB, powers_NB):
-    """float32 of 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign) times powers of two."""
+    """Returns 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign) times powers of two, in float32."""
     places_NB = (numbers_NB & 7).to(tl.int32) * 4
     doubled_NB = ((tl.full(places_NB.shape, _DOUBLED, tl.int32) >> places_NB) & 15).to(tl.float32)
     signed_NB = tl.where(numbers_NB >= 8, -doubled_NB, doubled_NB)

@@ -61,7 +61,7 @@ class Product:
 
     @property
     def depth(self) -> int | None:
-        """Inputs of one step, which have one scale; None: the kernel cannot read the groups."""
+        """The inputs of one step, which share one scale; None: the kernel cannot read the groups."""
         weight = self.weight
         if weight.groups_K is not None:
             return None
@@ -71,7 +71,8 @@ class Product:
         return depth if depth >= _LEAST_DEPTH else None
 
     def hopper_step(self, dtype: torch.dtype) -> int | None:
-        """Inputs of one step of the kernel for Hopper; None: it cannot read the weight, or is not for this GPU."""
+        """Returns the inputs of one step of the Hopper kernel; None if it cannot read the weight or the GPU is
+        another."""
         weight = self.weight
         if weight.bits != 4 or self.depth is None or dtype != torch.bfloat16:
             return None
@@ -93,7 +94,7 @@ class Product:
         return self.by_kernel(x_TK, bias_N, splits=1 if batch_invariant else None)
 
     def by_kernel(self, x_TK: Tensor, bias_N: Tensor | None, *, splits: int | None = None) -> Tensor:
-        """Any number of tokens, whose inputs are in the weight's order.
+        """Multiplies any number of tokens by the kernel; their inputs must be in the weight's order.
 
         Args:
             splits: programs that share a tile; None: chosen by the shapes. Tests pass others.
@@ -145,7 +146,7 @@ class Product:
     def launch_on_hopper(
         self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor, step: int, *, splits: int | None
     ) -> None:
-        """Writes `out_TN`, whether or not `hopper_step` says so; arguments as those of `by_kernel`."""
+        """Writes `out_TN` by the Hopper kernel without asking `hopper_step`; arguments are as in `by_kernel`."""
         # NOTE: imported here because Gluon is experimental: with another Triton the import may fail.
         from baton.models.kernels.quantized.packed_hopper import WARPS, multiply_packed
 
@@ -198,7 +199,7 @@ class Product:
         return out_TN
 
     def dequantized_piece(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """Some outputs of the weight, inputs in the order of `PackedWeight.stored_NB`."""
+        """Returns some outputs of the weight, with inputs in the order of `PackedWeight.stored_NB`."""
         weight = self.weight
         rows = part.stop - part.start
         out_NK = torch.empty(rows, weight.columns, dtype=dtype, device=weight.stored_NB.device)

@@ -40,7 +40,7 @@ def multiply_packed(
     STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """ROWS outputs of TOKENS tokens, or a program's share of their steps."""
+    """Computes ROWS outputs of TOKENS tokens, or a program's share of their steps."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     tile, split = gl.program_id(0) // splits, gl.program_id(0) % splits
@@ -106,8 +106,8 @@ def multiply_packed_experts(
     STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A tile of an expert's outputs, as `baton.models.kernels.quantized.packed_experts` says of its kernel; the tokens'
-    tiles of one block of weights lie next to each other."""
+    """Computes a tile of an expert's outputs, like the kernel in `baton.models.kernels.quantized.packed_experts`; tiles
+    of tokens with the same block of weights are neighbours."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(1, C, 8)
     start_dependents(OVERLAP)

@@ -24,7 +24,7 @@ from baton.tritonlib.gluon_launch import await_predecessors, await_threads, star
 
 ROWS = 128  # of a tile, 64 for each warpgroup
 WARPS = 8
-STAGES = 4  # of steps that are in shared memory or on their way there
+STAGES = 4  # of steps that are in shared memory or in flight
 
 
 @gluon.constexpr_function
@@ -40,7 +40,7 @@ def _stored(num_bytes: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _copy(stored, x, weights, inputs, full, step, place, row, token, PART: gl.constexpr):
-    """Begins to copy a step's weights (PART 0), its activations (1), or both (2)."""
+    """Starts copying a step's weights (PART 0), its activations (1), or both (2)."""
     if PART != 1:
         mbarrier.expect(full.index(place), stored.block_type.nbytes + x.block_type.nbytes)
         start = step * stored.block_type.shape[1]
@@ -70,7 +70,7 @@ def _unpacked(weights, full, turn, zeros_ptr, group, rows_W, num_rows, A: gl.con
 
 @gluon.jit
 def _keep(numbers, out_ptr, num_tokens, STEP: gl.constexpr, A: gl.constexpr):
-    """Keeps the numbers in their registers up to here.
+    """Keeps the numbers in their registers until this call.
 
     NOTE: tensor cores read them until the wait for their product, but the assembler gives registers away after the
     instruction that begins it: without a later use the next step's numbers are unpacked into them.
@@ -101,7 +101,8 @@ def multiply_many_rows(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """ROWS outputs of TOKENS tokens, or a program's share of their steps, as `packed_hopper.multiply_packed`.
+    """Computes ROWS outputs of TOKENS tokens, or a program's share of their steps, like
+    `packed_hopper.multiply_packed`.
 
     Args:
         x: descriptor of the activations, in order, in boxes of [TOKENS, STEP].

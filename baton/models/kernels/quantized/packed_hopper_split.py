@@ -1,5 +1,4 @@
-"""Tiles that programs share on Hopper, in Gluon, as `baton.models.kernels.matmul.split_sums` has them in Triton. Legend
-as there."""
+"""Tiles that programs share on Hopper, in Gluon; `baton.models.kernels.matmul.split_sums` is the Triton version."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def sum_of_tile(
     TOKENS: gl.constexpr,
     C: gl.constexpr,
 ):
-    """(Whether this program has the tile's sum, that sum): of several programs, the one that arrives last adds up their
-    parts in the order of the programs.
+    """Returns (whether this program has the tile's sum, that sum). The last program to arrive adds up all parts in the
+    order of the programs.
 
     Args:
         sum_C: [ROWS, TOKENS], this program's part.

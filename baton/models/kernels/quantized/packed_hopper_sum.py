@@ -52,9 +52,9 @@ def packed_sum(
         GROUP: inputs with one scale, a multiple of STEP; mxfp4 has groups of 32.
         STEP: inputs of one step, of which COLUMNS is a multiple.
         AT_ONCE: steps of a stage.
-        STAGES: those whose weights are in shared memory or on their way there.
+        STAGES: stages whose weights are in shared memory or in flight.
         STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.
-        OVERLAP: the weights' way begins before the kernels before this one have ended.
+        OVERLAP: copying weights starts before the previous kernels have ended.
     """
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 8)
@@ -149,7 +149,7 @@ def load_scales(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """The scales of each step of a turn, float32 [ROWS]; of mxfp4 `mxfp4_exponents`."""
+    """Loads the scales of each step of a turn, float32 [ROWS]; for mxfp4, `mxfp4_exponents`."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     rows_C = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, C)), num_rows - 1)
     scales = ()
@@ -175,7 +175,7 @@ def load_zeros(
     STEP: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """The zeros of each step of a turn, float32 [ROWS]; nothing where there are none."""
+    """Loads the zeros of each step of a turn, float32 [ROWS]; an empty tuple if there are none."""
     A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 8)
     zeros = ()
     if zeros_ptr is not None:
@@ -195,7 +195,7 @@ def inputs_of_halves(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_weights(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Begins to copy the weights of a stage; those past the last step are that step's."""
+    """Starts copying the weights of a stage; past the last step it repeats that step's."""
     for one in gl.static_range(AT_ONCE):
         async_copy.async_copy_global_to_shared(
             stages.index(stage * AT_ONCE + one), stored + gl.minimum(step + one, stop - 1) * BYTES
@@ -204,7 +204,7 @@ def copy_weights(stages, stored, stage, step, stop, BYTES: gl.constexpr, AT_ONCE
 
 @gluon.jit
 def copy_x(halves, x, stage, step, stop, BYTES: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Begins to copy the activations of a stage, those of low halves apart from those of high ones."""
+    """Starts copying the activations of a stage, low and high halves separately."""
     for one in gl.static_range(AT_ONCE):
         place, start = 2 * (stage * AT_ONCE + one), gl.minimum(step + one, stop - 1) * (2 * BYTES)
         async_copy.async_copy_global_to_shared(halves.index(place), x + start)

@@ -37,7 +37,7 @@ def multiply_kernel(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """ROWS outputs of TOKENS tokens, or a program's share of their steps, each of DEPTH inputs with one scale."""
+    """Computes ROWS outputs of TOKENS tokens, or a program's share of their steps of DEPTH inputs with one scale."""
     start_dependents(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     kind: tl.constexpr = tl.float32 if INTERPRETED else dtype
@@ -106,7 +106,7 @@ def dequantize_kernel(
     RUNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A tile of ROWS outputs and RUNS times 32 inputs of the weight in `out`'s dtype, rounded once."""
+    """Dequantizes a tile of ROWS outputs and RUNS times 32 inputs to `out`'s dtype, rounded once."""
     rows_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_N = rows_N < num_rows
     read_N = first_row + tl.minimum(rows_N, num_rows - 1)
@@ -147,7 +147,7 @@ def _as_half(numbers, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _half_offset(dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What `_as_half` adds."""
+    """Returns the offset that `_as_half` adds."""
     if INTERPRETED:
         return 0.0
     elif dtype == tl.bfloat16:  # noqa: RET505
@@ -160,7 +160,7 @@ def _half_offset(dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _less_zero(numbers_NB, zero_N, BITS: tl.constexpr, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Numbers less their rows' zeros, exact in `dtype`. `zero_N` is float32 [N, 1]."""
+    """Returns numbers less their rows' zeros, exact in `dtype`. `zero_N` is float32 [N, 1]."""
     kind: tl.constexpr = tl.float32 if INTERPRETED else dtype
     if BITS == 8:
         return (numbers_NB.to(tl.float32) - zero_N).to(kind)

@@ -1,4 +1,4 @@
-"""Small products for the Hopper kernels of weights of 4 bits, and for the portable kernels."""
+"""Compares the Hopper kernels of 4-bit weights with references on small products."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from baton.models.kernels.quantized.packed_gemm import Product
 from baton.models.kernels.quantized.packed_many import multiply_many
 from baton.tritonlib.hopper_check import Pair
 
-# Neither rows nor tokens are whole tiles.
+# Neither rows nor tokens fill whole tiles.
 _ROWS, _COLUMNS, _GROUP, _STEP = 136, 640, 128, 128
 _EXPERTS, _CHOICES, _TOKENS, _TILE_TOKENS = 3, 2, 11, 16
 _MXFP4_GROUP, _MXFP4_SCALES = 32, (118, 128)

@@ -15,10 +15,10 @@ class HopperTile(NamedTuple):
 
     Attributes:
         at_once: steps of a stage.
-        stages: those whose weights are in shared memory or on their way there; a power of two.
+        stages: number of stages whose weights are in shared memory or in flight, a power of two.
         programs_per_sm: programs that share tiles until each multiprocessor has as many.
         least_steps: of a program that shares a tile.
-        staged_x: activations go through shared memory as weights do.
+        staged_x: activations go through shared memory like weights.
     """
 
     tokens: int

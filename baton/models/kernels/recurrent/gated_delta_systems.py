@@ -24,7 +24,7 @@ _LEAST = tl.constexpr(-150.0)  # 2 ** -150 is 0 in float32
 
 @dataclass(frozen=True)
 class Systems:
-    """Of each token and value head, in float32. Rows of tokens without a prompt hold anything.
+    """The values of each token and value head, in float32. Rows of tokens without a prompt are undefined.
 
     Attributes:
         inverses_THRJ: its row of the inverse of its sub-chunk's system.
@@ -45,7 +45,7 @@ class Systems:
 def systems(
     q_THK: Tensor, k_THK: Tensor, log_decay: Tensor, beta_THR: Tensor, rows: StateRows, *, precision: str
 ) -> Systems:
-    """Of all sub-chunks of the step's prompts.
+    """Computes `Systems` for all sub-chunks of the step's prompts.
 
     Args:
         log_decay, beta_THR: contiguous.
@@ -98,7 +98,7 @@ def systems(
 
 @triton.jit
 def _sub_chunk(slots_ptr, starts_ptr, context_ptr, most_chunks, CHUNK: tl.constexpr):
-    """First token and number of tokens of this program's sub-chunk: 0 or less where there is none."""
+    """Returns first token and number of tokens of this program's sub-chunk; 0 or less tokens if there is none."""
     prompt = tl.program_id(0) // most_chunks
     start = tl.load(starts_ptr + prompt)
     stop = tl.load(starts_ptr + prompt + 1)
@@ -121,7 +121,7 @@ def _add_up(
     TILE_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The decays of TILE_K channels of one sub-chunk of one value head."""
+    """Adds up the decays of TILE_K channels of one sub-chunk of one value head."""
     first, count = _sub_chunk(slots_ptr, starts_ptr, context_ptr, most_chunks, CHUNK)
     if count > 0:
         i_I = tl.arange(0, CHUNK)

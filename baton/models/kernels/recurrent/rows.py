@@ -1,4 +1,4 @@
-"""Which recurrent states a step reads and writes, for every recurrent layer alike."""
+"""The recurrent states that a step reads and writes, for all recurrent layers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class PromptRow(NamedTuple):
 
     Attributes:
         start, stop: its tokens in the step.
-        snapshots: slots that get its state, by the token before which they do.
+        snapshots: slots that receive the state, by the token before which it is taken.
     """
 
     slot: int
@@ -57,7 +57,7 @@ class PromptRow(NamedTuple):
 
 
 def prompts_of(rows: StateRows) -> Iterator[PromptRow]:
-    """Each prompt with tokens. Waits for the device."""
+    """Yields each prompt with tokens. Waits for the device."""
     starts = rows.prompt_starts_P1.tolist()
     prompts = rows.prompt_slots_P, rows.prompt_context_P, rows.snapshot_slots_PM, rows.snapshot_lens_PM
     for start, stop, slot, context, slots_M, lens_M in zip(

@@ -152,7 +152,7 @@ def _short_conv(
         out_ptrs_TX = out_ptr + (start + token_T).to(tl.int64)[:, None] * CHANNELS + x_X[None, :]
         tl.store(out_ptrs_TX, round_to(sum_TX, dtype, INTERPRETED), mask=in_T[:, None] & in_X[None, :])
         if first == 0:
-            for index in tl.static_range(SNAPSHOTS):  # before the state that they may take inputs from changes
+            for index in tl.static_range(SNAPSHOTS):  # runs before the state, which may hold their inputs, changes
                 snapshot = tl.load(snapshot_slots_ptr + row * SNAPSHOTS + index).to(tl.int64)
                 stop = tl.load(snapshot_lens_ptr + row * SNAPSHOTS + index)
                 in_snapshot_X = in_X & (snapshot >= 0)

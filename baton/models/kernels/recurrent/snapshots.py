@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states within a prompt's new tokens: which slot gets the state, for all kernels of prompts."""
+"""Finds the slots for snapshots of recurrent states within a prompt's new tokens, for all kernels of prompts."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def snapshot_slot(slots_ptr, lens_ptr, prompt, length, SNAPSHOTS: tl.constexpr):
-    """The slot that also gets the state after `length` new tokens of the prompt; -1: none.
+    """Returns the slot that also gets the state after `length` new tokens of the prompt; -1: none.
 
     Args:
         slots_ptr, lens_ptr: `StateRows.snapshot_slots_PM` and `snapshot_lens_PM`, contiguous; M is SNAPSHOTS.

@@ -1,4 +1,4 @@
-"""The routed experts of a layer as batched tensors, and how a CPU runs them.
+"""The routed experts of a layer as batched tensors, and their computation on a CPU.
 
 Shapes: T token, D hidden channel, E expert, K chosen expert of a token, S = T*K assignment, I intermediate channel,
 R row of some expert, A row of the input.
@@ -14,26 +14,27 @@ from baton.models.config.expert_places import LayerPlaces
 from baton.models.formats.fp8 import dequantize_blocks
 from baton.models.kernels.moe.expert_places import find_places
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
-from baton.models.layers.common import silu_and_multiply
 from baton.models.layers.elementwise import widened
 from baton.models.layers.expert_counts import LayerCounts
 from baton.models.layers.linear import Multiply
+from baton.models.layers.mlp import silu_and_multiply
 
 
 class RoutedExperts(nn.Module):
-    """A layer's experts, or those that one rank holds: it computes these for all tokens, and the ranks' sum is whole.
+    """A layer's experts, or one rank's share of them. A rank computes its experts for all tokens, and the sum over
+    ranks is the result.
 
     Args:
-        zero_experts: how many more experts have no weights, and are computed elsewhere.
+        zero_experts: number of extra experts without weights, which are computed elsewhere.
 
     Attributes:
-        held: their numbers, in the order of memory.
-        of: the number of all experts; None: all are held, and no other rank has any.
+        held: numbers of the experts in memory, in order.
+        of: the number of all experts; None: this rank holds all.
         own: the rank's places among those of all ranks (`baton.models.config.expert_places.LayerPlaces`).
-        turns_EC: int32, the places of each expert's copies, on the ranks in turn; None with `of`.
-        copies_E: int32, how many copies each expert has.
-        counts: gets the tokens of each place of this layer; None: they are not counted.
-        adapted: computes `forward` with the adapters of experts, or gives None in a step without adapters
+        turns_EC: int32, the places of each expert's copies, which take tokens in turn; None if `of` is.
+        copies_E: int32, number of copies of each expert.
+        counts: counters for the tokens of each place of this layer; None: they are not counted.
+        adapted: computes `forward` with adapters of experts, or returns None in a step without adapters
             (`baton.models.adapters.experts`); None: the experts have no slots for adapters.
     """
 
@@ -52,20 +53,20 @@ class RoutedExperts(nn.Module):
         self.locate()
 
     def locate(self) -> None:
-        """Makes the tables of consecutive experts without copies, on the current device."""
+        """Makes the tables for consecutive experts without copies, on the current device."""
         if self.of is not None:
             self._set_turns([(expert,) for expert in range(self.of - self._zero_experts)])
 
     def place(self, places: LayerPlaces, rank: int) -> None:
-        """Makes this the rank's part of a plan, with its tables on the current device. Memory is as it was: as many
-        experts as the rank has places."""
+        """Takes the rank's part of a plan, and makes its tables on the current device. Memory does not change: it
+        already has one expert per place."""
         assert len(self.held) == len(places.ranks[rank])
         self.held, self.of = places.ranks[rank], len(places.turns) + self._zero_experts
         self.own = range(places.first(rank), places.first(rank) + len(self.held))
         self._set_turns(places.turns)
 
     def take_places_of(self, other: "RoutedExperts") -> None:
-        """For experts that replace others."""
+        """Copies the places of the experts that this module replaces."""
         self.held, self.of, self.own, self._zero_experts = other.held, other.of, other.own, other._zero_experts
         self.turns_EC, self.copies_E, self.counts = other.turns_EC, other.copies_E, other.counts
 
@@ -76,7 +77,7 @@ class RoutedExperts(nn.Module):
         self.copies_E = torch.tensor([len(each) for each in turns], dtype=torch.int32)
 
     def places(self, experts_TK: Tensor) -> Tensor:
-        """Places in memory of the chosen experts; -1: of another rank. Counts the step's tokens."""
+        """Returns the chosen experts' places in memory, -1 for another rank's, and counts the step's tokens."""
         if self.turns_EC is None or self.copies_E is None:
             return experts_TK
         slots_T = None if self.counts is None else self.counts.of_model.slots_T
@@ -96,11 +97,11 @@ class RoutedExperts(nn.Module):
 
 
 class Experts(RoutedExperts):
-    """All experts of a layer, or one rank's.
+    """All experts of a layer, or one rank's share of them, gated by silu.
 
     Attributes:
-        gate_up_proj_scale_inv: where `gate_up_proj` is fp8, float32 [E, rows, columns] of blocks of 128x128 numbers,
-            the gate's rows before the up's; a weight is number * scale. As is `down_proj_scale_inv`.
+        gate_up_proj_scale_inv: scales of an fp8 `gate_up_proj`, float32 [E, rows, columns], one per block of 128x128
+            numbers, the gate's rows before the up's; a weight is number * scale. `down_proj_scale_inv` is alike.
         multiply: on a CPU, as in `baton.models.layers.linear.Linear`.
         batch_invariant: on a GPU, a token's result has the same bits in every batch.
     """
@@ -128,7 +129,7 @@ class Experts(RoutedExperts):
         self.batch_invariant = False
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(tensor name in the checkpoint, relative to this module; what it fills)."""
+        """Yields (checkpoint's tensor name, relative to this module; the memory that it fills)."""
         for expert, gate_up, down in zip(self.held, self.gate_up_proj.data, self.down_proj.data, strict=True):
             gate, up = gate_up.chunk(2)
             yield f"{expert}.gate_proj.weight", gate
@@ -136,7 +137,7 @@ class Experts(RoutedExperts):
             yield f"{expert}.down_proj.weight", down
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None) -> Tensor:
-        """The weighted sum of each token's experts.
+        """Returns the weighted sum of each token's experts.
 
         Args:
             plus_TD: added to the sum of a token's experts.
@@ -159,7 +160,7 @@ class Experts(RoutedExperts):
         shared: SharedWeights | None = None,
         plus_TD: Tensor | None = None,
     ) -> Tensor:
-        """`forward` on a GPU, with the `shared` experts in the same launches. The host waits for nothing."""
+        """Runs `forward` on a GPU, with the `shared` experts in the same launches, without making the host wait."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -182,7 +183,7 @@ class Experts(RoutedExperts):
 
 
 def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The outputs [T,K,D] of each token's experts, on a CPU: the host reads how many tokens each expert has.
+    """Returns the outputs [T,K,D] of each token's experts. For a CPU: the host reads how many tokens each expert has.
 
     Tokens are sorted by expert, so every expert's weights are read once and never copied. Gathering the chosen experts'
     weights into one batched product saves calls but copies the weights: measured on a CPU it was 10 to 30 % faster up
@@ -206,9 +207,10 @@ def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callabl
 
 
 def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """The sum of each token's experts in the order of its choices, in float32, rounded once.
+    """Returns the sum of each token's experts in the order of its choices, in float32, rounded once.
 
-    NOTE: no product of matrices. On a CPU the method of a batched product depends on the number of tokens.
+    NOTE: this must be no matrix product, because on a CPU the method of a batched product depends on the number of
+    tokens.
     """
     wide_TKD, wide_TK1 = widened(out_TKD), widened(weights_TK.to(out_TKD.dtype)).unsqueeze(-1)
     sum_TD = wide_TKD[:, 0] * wide_TK1[:, 0]

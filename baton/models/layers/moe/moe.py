@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, the routed experts, and the shared ones that every token goes through.
+"""Mixture of experts: the router, the routed experts, and the shared experts, which compute every token.
 
 Shapes: T token, D hidden channel, K chosen expert of a token.
 """
@@ -11,9 +11,9 @@ from baton.models.config.model_config import MoEConfig
 from baton.models.kernels.matmul.decode_matmul import DecodeMultiply
 from baton.models.kernels.moe.grouped_gemm import SharedWeights
 from baton.models.kernels.moe.zero_experts import given_back
-from baton.models.layers.common import GatedMLP, silu_and_multiply
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Linear, Multiply
+from baton.models.layers.mlp import GatedMLP, silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 from baton.models.layers.moe.router import Router
 from baton.models.layers.parallel import ParallelModule
@@ -27,8 +27,7 @@ _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
 
 class MoE(ParallelModule):
-    """Routed experts plus, where the model has them, experts that every token goes through, each token to a degree of
-    its own where they have a gate."""
+    """Routed experts, plus the shared experts if the model has them, scaled per token if they have a gate."""
 
     def __init__(self, size: int, moe: MoEConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,7 +58,8 @@ class MoE(ParallelModule):
         return out_TD
 
     def _given_back(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor | None:
-        """The sum of the experts that give their input back: the first rank's part of it, which is the whole."""
+        """Returns the sum of the experts that return their input. The first rank computes all of it; the others return
+        None."""
         if not self.zero_numbers or self.parallel.rank > 0:
             return None
         if x_TD.is_cuda:
@@ -75,11 +75,10 @@ class MoE(ParallelModule):
         return out_TD * sigmoid(self.shared_expert_gate(x_TD).float()).to(x_TD.dtype)
 
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
-        """The shared experts' weights if the launches of routed experts also compute them, else None.
+        """Returns the shared experts' weights if the launches of routed experts also compute them, else None.
 
-        They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
-        part of them may not be), and have no gate, bias, scales or activation that routed experts lack, and no
-        adapters, which routed experts do not have either then.
+        They do for few tokens if the shared experts are small, are a multiple of a routed expert's size (one rank's
+        part may not be), and have no adapters and no gate, bias, scales or activation that routed experts lack.
         """
         experts, mlp = self.experts, self.shared_experts
         if mlp is None or self.shared_expert_gate is not None or experts.adapted is not None:
@@ -100,11 +99,11 @@ class MoE(ParallelModule):
 
 
 def given_back_in_torch(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, first: int) -> Tensor:
-    """As `baton.models.kernels.moe.zero_experts.given_back`."""
+    """Does what `baton.models.kernels.moe.zero_experts.given_back` does."""
     share_T1 = weights_TK.masked_fill(experts_TK < first, 0).sum(dim=-1, keepdim=True)
     return (x_TD.float() * share_T1).to(x_TD.dtype)
 
 
 def _is_plain(multiply: Multiply) -> bool:
-    """Whether it multiplies unquantized numbers and does nothing else."""
+    """Whether the method is a plain product of unquantized numbers."""
     return multiply is linear or isinstance(multiply, DecodeMultiply)

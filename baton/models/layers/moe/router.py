@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token goes to, and their weights.
+"""The router of a mixture of experts, which chooses each token's experts and their weights.
 
 Shapes: T token, D hidden channel, E expert, G group, K chosen expert of a token.
 """
@@ -12,7 +12,7 @@ from baton.models.kernels.moe.routing import ExpertChoice, route
 from baton.models.layers.elementwise import sigmoid
 from baton.models.layers.linear import Multiply
 
-# Scores rise with logits, and high ones round to the same score where the logits still differ.
+# Scores rise with logits, and different high logits can round to the same score.
 _BY_LOGITS = (TopKMethod.GREEDY, TopKMethod.SPARSE_MIXER)
 
 
@@ -51,7 +51,7 @@ class Router(nn.Module):
             self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T,K] float32, experts [T,K] integers), the best first."""
+        """Returns (weights [T,K] float32, experts [T,K] integers), the best first."""
         if x_TD.is_cuda:
             return route(
                 x_TD,
@@ -73,14 +73,14 @@ class Router(nn.Module):
         return weights_TK * self.moe.weight_scale, experts_TK
 
     def _best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and experts [T,K]."""
+        """Returns scores and experts [T,K]."""
         scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
         ranked_TE = logits_TE if self.moe.method in _BY_LOGITS else self._rank(scores_TE)
         experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
         return scores_TE.gather(1, experts_TK), experts_TK
 
     def _rank(self, scores_TE: Tensor) -> Tensor:
-        """The scores that rank experts: `scores_TE`, corrected, and -inf in all groups but the best."""
+        """Returns the scores that rank experts: `scores_TE`, corrected, and -inf in all groups but the best."""
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.moe.num_groups == self.moe.groups_per_token:
@@ -97,7 +97,7 @@ class Router(nn.Module):
 
 
 def mixed_experts(logits_TE: Tensor, experts_per_token: int, *, threshold: float) -> tuple[Tensor, Tensor]:
-    """Weights and experts [T,K] of `TopKMethod.SPARSE_MIXER`."""
+    """Returns weights and experts [T,K] by `TopKMethod.SPARSE_MIXER`."""
     left_TE, weights, experts = logits_TE, [], []
     for _ in range(experts_per_token):
         best_T1, expert_T1 = left_TE.max(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Experts as some checkpoints have them: all of a layer in two tensors, inputs first, all gates before all ups.
+"""Experts in some checkpoints' layout: all of a layer in two tensors, inputs first, all gates before all ups.
 
 Shapes: as in `baton.models.layers.moe.experts`.
 """
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.kernels.moe.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
-from baton.models.layers.common import silu_and_multiply
+from baton.models.layers.mlp import silu_and_multiply
 from baton.models.layers.moe.experts import Experts
 
 
 class StackedExperts(Experts):
-    """Attributes: as in `baton.models.layers.moe.experts.Experts`, but for the order of axes."""
+    """Experts in two tensors. Attributes are as in `baton.models.layers.moe.experts.Experts`, except for the order of
+    axes."""
 
     def __init__(
         self,

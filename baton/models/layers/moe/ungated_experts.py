@@ -1,4 +1,4 @@
-"""Experts without a gate: two products with the square of a ReLU between.
+"""Experts without a gate: two products with the square of a ReLU in between.
 
 Shapes: T token, C channel of inputs and outputs, E expert, K chosen expert of a token, I intermediate channel, R row of
 some expert.
@@ -29,7 +29,7 @@ class SquaredReluMLP(nn.Module):
 
 
 class SquaredReluExperts(RoutedExperts):
-    """Attributes: as in `baton.models.layers.moe.experts.Experts`."""
+    """Experts without a gate. Attributes are as in `baton.models.layers.moe.experts.Experts`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SquaredReluExperts(RoutedExperts):
         self.batch_invariant = False
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(tensor name in the checkpoint, relative to this module; what it fills)."""
+        """Yields (checkpoint's tensor name, relative to this module; the memory that it fills)."""
         for expert, up, down in zip(self.held, self.up_proj.data, self.down_proj.data, strict=True):
             yield f"{expert}.up_proj.weight", up
             yield f"{expert}.down_proj.weight", down
@@ -61,7 +61,7 @@ class SquaredReluExperts(RoutedExperts):
         return weighted_sum(run_experts(x_TC, places_TK, len(self.up_proj), self._one), weights_TK)
 
     def run_grouped(self, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """`forward` on a GPU. The host waits for nothing."""
+        """Runs `forward` on a GPU without making the host wait."""
         return run_gated_experts(
             x_TC,
             weights_TK,

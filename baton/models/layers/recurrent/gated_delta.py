@@ -33,9 +33,9 @@ def gated_delta(
     states_SHRKV: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """[T, H, R, V] in the dtype of the values; zeros or anything in rows of padding. Changes the requests' states.
+    """Returns [T, H, R, V] in the dtype of the values, and updates the requests' states. Rows of padding are undefined.
 
-    On a GPU nothing waits for the host.
+    On a GPU the host never waits.
 
     Args:
         q_THK, k_THK: with a stride of 1 along channels; brought to unit length here, and queries scaled by K ** -0.5.
@@ -97,7 +97,7 @@ def unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the rule takes of each token, in float32; X is K, or 1 where all channels of a key fade alike."""
+    """The rule's inputs of each token, in float32; X is K, or 1 if all channels of a key fade alike."""
 
     q_TH1K: Tensor
     k_TH1K: Tensor

@@ -16,8 +16,8 @@ class GatedGroupNorm(ParallelModule):
 
     Args:
         size: of this rank.
-        num_groups: of which this rank has channels.
-        ranks_per_group: how many ranks have equal parts of the channels of one group; they sum up their squares.
+        num_groups: number of groups of which this rank has channels.
+        ranks_per_group: number of ranks with equal parts of one group's channels; they sum up their squares.
     """
 
     def __init__(self, size: int, *, num_groups: int, ranks_per_group: int, eps: float, dtype: torch.dtype) -> None:
@@ -45,7 +45,8 @@ class GatedGroupNorm(ParallelModule):
         return (normed_TX * self.weight.float()).to(x_TX.dtype)
 
     def _mean_of_ranks(self, mean_T11: Tensor) -> Tensor:
-        """The mean over the whole group of which this rank has a part. All ranks sum up one column for each group."""
+        """Returns the mean over the whole group, of which this rank has a part. All ranks sum up one column per
+        group."""
         parallel, ranks = self.parallel, self.ranks_per_group
         group = parallel.rank // ranks
         means_TG1 = mean_T11.new_zeros(len(mean_T11), parallel.size // ranks, 1)

@@ -23,7 +23,7 @@ SUB_CHUNK = kernels.SUB_CHUNK
 
 @dataclass(frozen=True)
 class ScanWeights:
-    """What a layer has learnt, float32.
+    """The learnt weights of a layer, in float32.
 
     Attributes:
         log_rate_H: the state fades by exp(-dt * exp(log_rate)).
@@ -48,7 +48,7 @@ def selective_scan(
     states_SHPN: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """y [T, H, P], computed in float32 and rounded once; tokens of no request get zeros or anything finite.
+    """Returns y [T, H, P], computed in float32 and rounded once. Tokens of no request get finite but undefined values.
 
     Args:
         x_THP, b_TGN, c_TGN: any strides over tokens, the other axes side by side. Heads h of group h * G // H.

@@ -19,7 +19,7 @@ Activation: TypeAlias = Literal["silu"] | None
 
 
 class DepthwiseWeights(nn.Module):
-    """Weights of a convolution of each channel by itself, as checkpoints have them."""
+    """The weights of a depthwise convolution, in checkpoints' layout."""
 
     def __init__(self, channels: int, width: int, *, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ def short_conv(
     *,
     activation: Activation = None,
 ) -> Tensor:
-    """[T, X]: for each token the sum of its channel's last W inputs times the weights, in float32, rounded once. Tokens
-    of no request get zeros or anything finite.
+    """Returns [T, X], for each token the sum of its channel's last W inputs times the weights, in float32, rounded
+    once. Tokens of no request get finite but undefined values.
 
     Args:
         x_TX: the inputs; X = H * C in this order. Rows at any stride.

@@ -1,1 +1,1 @@
-"""Tokenizers in other forms than tokenizer.json, converted to it; `find.tokenizer_json` is what others call."""
+"""Converts tokenizers in other formats to tokenizer.json; callers use `find.tokenizer_json`."""

@@ -1,4 +1,5 @@
-"""Tokenizers of bytes with ranks, as tiktoken computes them: tiktoken.model of Kimi, tekken.json of Mistral. Pure."""
+"""Converts tiktoken-style tokenizers, which are bytes with ranks: Kimi's tiktoken.model and Mistral's tekken.json.
+Pure."""
 
 import base64
 import binascii
@@ -36,7 +37,7 @@ _TEKKEN_SPECIAL_TOKENS = (
 
 
 def read_ranks(text: str) -> dict[bytes, int]:
-    """The lines of a tiktoken file: a token in base64 and its rank.
+    """Reads the lines of a tiktoken file, each a token in base64 and its rank.
 
     Raises:
         ValueError: a line is something else, or ranks are not 0, 1, 2...
@@ -56,7 +57,7 @@ def read_ranks(text: str) -> dict[bytes, int]:
 
 
 def convert_kimi(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer.json of a tiktoken.model with Kimi's pattern.
+    """Makes tokenizer.json from a tiktoken.model with Kimi's pattern.
 
     Args:
         config: tokenizer_config.json.
@@ -72,7 +73,7 @@ def convert_kimi(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_tekken(text: str) -> dict[str, Any]:
-    """tokenizer.json of a tekken.json.
+    """Makes tokenizer.json from a tekken.json.
 
     Raises:
         ValueError, KeyError, TypeError: it has another form.
@@ -127,7 +128,7 @@ def _byte_level(
 
 
 def _letters() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte."""
+    """Returns the printable character that byte-level BPE writes for each byte."""
     printable = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

@@ -14,7 +14,7 @@ def document(
     model: Mapping[str, object],
     **parts: object,
 ) -> dict[str, Any]:
-    """The file's content.
+    """Returns the file's content.
 
     Args:
         added: entries made by `added_token`. The library numbers them as the vocabulary does, so it has them too.
@@ -43,7 +43,8 @@ def added_token(content: str, token_id: int, *, special: bool = True) -> dict[st
 
 
 def added_of_config(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Added tokens by id, of tokenizer_config.json and added_tokens.json; entries of wrong types are left out."""
+    """Returns added tokens by id, from tokenizer_config.json and added_tokens.json; entries of wrong types are left
+    out."""
     tokens = {
         token_id: added_token(content, token_id)
         for content, token_id in added.items()
@@ -60,13 +61,13 @@ def added_of_config(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict
 
 
 def merges_of(vocab: Mapping[str, int], order: Iterable[str]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make another token, best first.
+    """Returns all pairs of tokens that make another token, best first.
 
     Both kinds of originals join the neighbours whose joint token is best, whatever its parts; so every way to divide a
     token is a merge, and those of one token stand together.
 
     Args:
-        order: tokens that may be made, best first.
+        order: tokens that merges may make, best first.
     """
     merges: list[tuple[str, str]] = []
     for token in order:

@@ -1,7 +1,7 @@
 """Finds the tokenizer of a model directory: its tokenizer.json, or another file that is converted to one.
 
-A converted file is kept under a name that is a hash of what it was made from, so that a model directory may be
-read-only and a second start is fast.
+A converted file is cached under a hash of its source, so that a model directory may be read-only and a second start is
+fast.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ _VERSION = b"1"  # of the conversion
 
 
 def tokenizer_json(directory: Path) -> Path:
-    """The model's tokenizer.json, in `directory` or converted. A path that does not exist where there is none.
+    """Returns the path of the model's tokenizer.json, in `directory` or converted. If there is no tokenizer, the path
+    does not exist.
 
     Raises:
         ConfigError: a file cannot be read or converted.
@@ -55,7 +56,7 @@ def tokenizer_json(directory: Path) -> Path:
 
 
 def _convert(source: Path, data: bytes) -> dict[str, Any]:
-    """Raises: ConfigError: the file has another form, or something that is not supported."""
+    """Converts a file to tokenizer.json. Raises ConfigError if it has another form or an unsupported feature."""
     config, added = (_values(path) for path in (source.with_name(name) for name in _SETTINGS))
     converters: dict[str, Callable[[], dict[str, Any]]] = {
         TEKKEN: lambda: byte_pairs.convert_tekken(data.decode()),
@@ -105,7 +106,7 @@ def _places() -> Iterator[Path]:
 
 
 def _folders() -> Iterator[Path]:
-    """Those of the places that are this user's own: what another user wrote there would be taken for ours."""
+    """Yields the cache folders that this user owns, because files in another user's folder cannot be trusted."""
     for place in _places():
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Whether there is a whole file now. Other processes may write the same at the same time."""
+    """Writes the file; returns whether a whole file exists now. Other processes may write the same file meanwhile."""
     try:
         write_regular_file(path, text)
     except OSError:

@@ -1,4 +1,4 @@
-"""tokenizer.model, the file of the sentencepiece library, as Llama 2 and Mistral have it. Pure."""
+"""Converts tokenizer.model, the sentencepiece library's file, which Llama 2 and Mistral have. Pure."""
 
 import re
 import struct
@@ -37,7 +37,7 @@ class VocabularyPiece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """The file's content; `trainer` and `normalizer` are fields by number, as far as they are there."""
+    """The file's content; `trainer` and `normalizer` hold the fields that are present, by number."""
 
     pieces: tuple[VocabularyPiece, ...]
     trainer: Mapping[int, int | bytes]
@@ -45,7 +45,7 @@ class SentencePieceModel:
 
 
 def read_model(data: bytes) -> SentencePieceModel:
-    """Raises: ValueError: the bytes are no such file."""
+    """Reads the file's bytes. Raises ValueError if they are no such file."""
     pieces: list[VocabularyPiece] = []
     specs: dict[int, dict[int, int | bytes]] = {_TRAINER: {}, _NORMALIZER: {}}
     try:
@@ -67,14 +67,14 @@ def read_model(data: bytes) -> SentencePieceModel:
 
 
 def convert(data: bytes, config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer.json of a tokenizer.model.
+    """Makes tokenizer.json from a tokenizer.model.
 
     Args:
         config: tokenizer_config.json.
         added: added_tokens.json: ids by text.
 
     Raises:
-        ValueError: the bytes are no such file, or have something that is not supported, which the error names.
+        ValueError: the bytes are no such file, or use an unsupported feature, which the error names.
     """
     model = read_model(data)
     _check(model)
@@ -132,7 +132,7 @@ def _around(model: SentencePieceModel, names: Mapping[int, str], field: int, def
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of one protobuf message: number, and an integer or bytes."""
+    """Yields the fields of one protobuf message: number, and an integer or bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,42 +1,24 @@
-"""Decoder layers whose norms are elsewhere than Llama's: after both halves, around them, or one before both at once.
+"""Decoder layers with norms in other places than Llama's: after both halves, around each, or one before both together.
 
-`baton.models.layers.causal_lm.DecoderLayer` is Llama's. All take their attention and MLP, which return a rank's part of
-a sum, and all are called alike: a layer adds the update of the layer before to the residual stream, and returns its own
-last one. Shapes: T token, D hidden channel.
+`baton.models.layers.causal_lm.DecoderLayer` is Llama's. All receive an attention and an MLP that return a rank's part
+of a sum, and share one signature: a layer adds the previous layer's update to the residual stream, and returns its own
+last update. Shapes: T token, D hidden channel.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
 
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from baton.kvcache.cache import PagedKVCache
-from baton.models.layers.common import RMSNorm
+from baton.models.layers.norms import CenteredNorm, RMSNorm
 from baton.models.layers.parallel import ParallelModule
 
 
-class CenteredNorm(nn.Module):
-    """A layer norm without bias: (x - mean(x)) / sqrt(var(x) + eps) * weight, rounded once."""
-
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return layer_norm(x_TD, self.weight.shape, self.weight, None, self.eps)
-
-    def add_and_norm(self, stream_TD: Tensor, update_TD: Tensor | None) -> Tensor:
-        """As `RMSNorm.add_and_norm`."""
-        return self.forward(stream_TD if update_TD is None else stream_TD.add_(update_TD))
-
-
 class _Block(ParallelModule):
-    """Any of the layers below."""
+    """Base of the layers below."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -54,7 +36,7 @@ class _Block(ParallelModule):
 
 
 class NormsAfter(_Block):
-    """x + norm(attention(x)), then x + norm(mlp(x)), as OLMo-2 has it."""
+    """Computes x + norm(attention(x)), then x + norm(mlp(x)), as in OLMo-2."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
         super().__init__(self_attn, mlp)
@@ -78,7 +60,7 @@ class NormsAfter(_Block):
 
 
 class NormsAround(_Block):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as GLM-4 has it."""
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as in GLM-4."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, make_norm: Callable[[], RMSNorm]) -> None:
         super().__init__(self_attn, mlp)
@@ -105,7 +87,7 @@ class NormsAround(_Block):
 
 
 class ParallelHalves(_Block):
-    """x + attention(norm(x)) + mlp(norm(x)), as Cohere has it: one sum over ranks for both."""
+    """Computes x + attention(norm(x)) + mlp(norm(x)), as in Cohere, with one sum over ranks for both."""
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: CenteredNorm) -> None:
         super().__init__(self_attn, mlp)

@@ -284,7 +284,7 @@ class Attention(nn.Module):
         self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=target.scales)
 
     def _calculate_scales(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, metadata: AttentionMetadata) -> None:
-        """Calculates scales from the first batch if requested. Padding, which may hold anything, does not count."""
+        """Calculates scales from the first batch if requested. Undefined padding does not count."""
         if self.scales is None or not self.scales.calculate:
             return
         if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -337,7 +337,7 @@ class MLAAttention(nn.Module):
         return None if self.scales is None else self.scales.k_scale
 
     def _calculate_scales(self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, metadata: MLAMetadata) -> None:
-        """Calculates scales from the first batch if requested. Padding, which may hold anything, does not count."""
+        """Calculates scales from the first batch if requested. Undefined padding does not count."""
         if self.scales is None or not self.scales.calculate:
             return
         if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():

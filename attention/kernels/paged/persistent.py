@@ -1,4 +1,4 @@
-"""The Hopper kernel with one program per multiprocessor, each of which takes tile after tile of a batch's list.
+"""The Hopper kernel with one program per multiprocessor; a program takes tile after tile of a batch's list.
 
 The loading warp runs ahead into a program's next tile while the multiplying warpgroups finish the last one, and the
 list is dealt out so that all programs end together. Both matter where tiles are short: in batches of many prompts.

@@ -52,7 +52,7 @@ class LayerCounts:
 
 
 class FetchedCounts:
-    """Counts on their way to the host."""
+    """Counts that are being copied to the host."""
 
     def __init__(self, layers: Sequence[int], tokens_LP: Tensor) -> None:
         self._layers = layers

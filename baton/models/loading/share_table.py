@@ -1,4 +1,4 @@
-"""The table of the tensors of which a rank holds only a part, for all families.
+"""The table of the tensors that are split among ranks, for all families.
 
 Names are as in checkpoints, or paths of our modules for families with other names there. Where ranks' results are
 summed, the first rank holds the bias and the others have zeros.

@@ -57,7 +57,7 @@ class Fp8Linear(FusedLinear):
         return torch.empty(shapes[self.config.weights], dtype=torch.float32, device="cpu")
 
     def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yields (checkpoint's name of the part; memory of the weight's scales; memory of the input's scale or None)."""
+        """Yields (part's name in the checkpoint; memory of the weight's scales; memory of the input's scale)."""
         for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
             yield part, scale, input_scale if self.config.static_inputs else None
 

@@ -47,7 +47,7 @@ class Int8Linear(FusedLinear):
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
 
     def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yields (checkpoint's name of the part; memory of the weight's scales; memory of the input's scale or None)."""
+        """Yields (part's name in the checkpoint; memory of the weight's scales; memory of the input's scale)."""
         for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
             yield part, scale, input_scale if self.config.static_inputs else None
 

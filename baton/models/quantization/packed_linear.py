@@ -51,7 +51,7 @@ class StoredLayer:
             kind = TORCH_DTYPES[layout.dtype] if layout.dtype else _float_of(found, dtype)
             sizes = list(layout.shape(*shape))
             if found is not None and layout.inputs is not None and config.cut_whole(layout):
-                # All ranks' groups, of which a rank may have any inputs.
+                # The groups of all ranks, because a rank may have inputs of any group.
                 sizes[layout.inputs.dim] = self._groups_of_all_inputs(stored)
             empty = torch.empty(sizes, dtype=kind, device=device)
             module.register_parameter(parameter, nn.Parameter(empty, requires_grad=False))

@@ -21,7 +21,7 @@ def leave_part(part_ptrs, part, mask, counters_ptr, tile):
 
 @triton.jit
 def add_parts(first_ptrs, counters_ptr, tile, splits, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Adds up the parts, the first of which is at `first_ptrs`. The last program calls it."""
+    """Adds up the parts; `first_ptrs` points to the first part. The last program calls it."""
     SIZE: tl.constexpr = first_ptrs.shape[0] * first_ptrs.shape[1]
     total = tl.zeros(first_ptrs.shape, dtype)
     for part in range(bound(splits, INTERPRETED)):

@@ -1,5 +1,5 @@
 """A layer's experts on a GPU with weights of packed integers or mxfp4: per layer one product over the rows of all
-experts, which reads the order of `expert_order`; the activation is a launch of its own. The host waits for nothing.
+experts, which reads the order of `expert_order`; the activation is a separate launch. The host never waits.
 
 A weight is (number - zero) * scale, or an mxfp4 number times a power of two; both are rounded to the activations'
 dtype, as their twins in torch round them. Legend: as in `grouped_gemm`; B byte of packed numbers.

@@ -44,13 +44,13 @@ def packed_sum(
     STAGED_X: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """float32 [ROWS, TOKENS], `_C`: the products of steps [first, stop) of the rows from `row` on. Rows past the end
-    are those of the last one.
+    """Returns float32 [ROWS, TOKENS], `_C`: the products over steps [first, stop) of the rows from `row` on. Rows past
+    the end repeat the last row.
 
     Args:
         x_rows_X: where each token's activations begin.
         GROUP: inputs with one scale, a multiple of STEP; mxfp4 has groups of 32.
-        STEP: inputs of one step, of which COLUMNS is a multiple.
+        STEP: inputs of one step, a divisor of COLUMNS.
         AT_ONCE: steps of a stage.
         STAGES: stages whose weights are in shared memory or in flight.
         STAGED_X: the activations of a stage are in shared memory too; else each thread loads those that it multiplies.

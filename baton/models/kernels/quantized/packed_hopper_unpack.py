@@ -84,7 +84,7 @@ def from_mxfp4(bytes_A, scales_A):
 def mxfp4_exponents(
     scales_ptr, row, num_rows, first_group, GROUPS: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr
 ):
-    """int32 [ROWS, eights of bytes]: the exponent of each eight's group, of which a row has GROUPS."""
+    """Returns int32 [ROWS, eights of bytes], the exponent of each eight's group; a row has GROUPS groups."""
     EIGHTS: gl.constexpr = _eights(ROWS, BYTES)
     OF_EIGHTS: gl.constexpr = gl.SliceLayout(2, EIGHTS)
     rows_R = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, OF_EIGHTS)), num_rows - 1)
@@ -105,7 +105,7 @@ def mxfp4_factors(exponents_RG, ROWS: gl.constexpr, BYTES: gl.constexpr):
 
 @gluon.constexpr_function
 def _eights(rows: int, num_bytes: int) -> gl.DistributedLinearLayout:
-    """The weight's layout with each row's bytes apart in eights, of which a thread has all."""
+    """Returns the weight's layout with each row's bytes split into eights; one thread has a whole eight."""
     of_registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]]
     if num_bytes == 64:
         of_registers.append([0, 4, 0])

@@ -8,16 +8,16 @@ from torch import Tensor
 
 _TILE = 1024
 _NUM_WARPS = 4
-_LINEAR_ABOVE = 20.0  # there softplus(x) is x in float32, as torch has it
+_LINEAR_ABOVE = 20.0  # above it softplus(x) is x in float32, as in torch
 
 
 def log_decays(a_THE: Tensor, log_rates: Tensor, bias_HE: Tensor) -> Tensor:
-    """As `baton.models.layers.recurrent.delta_gates.log_decays`; rates and biases contiguous."""
+    """Implements `baton.models.layers.recurrent.delta_gates.log_decays`; rates and biases must be contiguous."""
     return _launch(a_THE, log_rates, bias_HE)
 
 
 def sigmoids(b_THR: Tensor) -> Tensor:
-    """As `baton.models.layers.recurrent.delta_gates.correction_rates`."""
+    """Implements `baton.models.layers.recurrent.delta_gates.correction_rates`."""
     return _launch(b_THR, None, None)
 
 

@@ -27,7 +27,7 @@ def gated_delta(
     states_SHRKV: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """As `baton.models.layers.recurrent.gated_delta.gated_delta`."""
+    """Implements `baton.models.layers.recurrent.gated_delta.gated_delta`."""
     out_THRV = torch.zeros_like(v_THRV, memory_format=torch.contiguous_format)
     num_decodes = min(len(rows.decode_slots_N), len(v_THRV))
     operands = (q_THK, k_THK, v_THRV, log_decay.contiguous(), beta_THR.contiguous(), out_THRV, states_SHRKV)

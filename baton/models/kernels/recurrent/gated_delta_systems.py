@@ -49,7 +49,7 @@ def systems(
 
     Args:
         log_decay, beta_THR: contiguous.
-        precision: of the products of queries and keys, as `tl.dot` has it.
+        precision: of the products of queries and keys, in `tl.dot`'s spelling.
     """
     num_tokens, heads, per_head = beta_THR.shape
     keys = q_THK.shape[2]

@@ -14,7 +14,7 @@ _MOST_WARPS = 16
 
 
 def gated_group_norm(x_TX: Tensor, gate_TX: Tensor, weight_X: Tensor, *, num_groups: int, eps: float) -> Tensor:
-    """[T, X] in the dtype of x."""
+    """Returns [T, X] in the dtype of x."""
     num_tokens, size = x_TX.shape
     out_TX = torch.empty(x_TX.shape, dtype=x_TX.dtype, device=x_TX.device)
     block = triton.next_power_of_2(size // num_groups)

@@ -14,7 +14,7 @@ _NUM_WARPS = 4
 
 
 def gated_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, *, eps: float, sigmoid: bool) -> Tensor:
-    """[T, H, V] in the dtype of `x_THV`, contiguous.
+    """Returns contiguous [T, H, V] in the dtype of `x_THV`.
 
     Args:
         x_THV: contiguous.

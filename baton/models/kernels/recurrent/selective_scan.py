@@ -35,7 +35,7 @@ def selective_scan(
     states_SHPN: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """As `baton.models.layers.recurrent.selective_scan.selective_scan`; tokens of no request get zeros.
+    """Implements `baton.models.layers.recurrent.selective_scan.selective_scan`; tokens of no request get zeros.
 
     Args:
         learnt: logarithm of the rate, skip and bias of dt, [H] each.
@@ -95,7 +95,7 @@ def selective_scan(
 
 
 def share_inputs(conv_SHXW: Tensor, rows: StateRows, *, num_groups: int) -> None:
-    """As `baton.models.layers.recurrent.selective_scan.share_inputs`."""
+    """Implements `baton.models.layers.recurrent.selective_scan.share_inputs`."""
     _, heads, channels, width = conv_SHXW.shape
     tiles = triton.cdiv(channels * width, _INPUTS)
     for slots_R, others, snapshots in (

@@ -23,7 +23,7 @@ _NUM_WARPS = 4
 def short_conv(
     x_TX: Tensor, weight_XW: Tensor, bias_X: Tensor | None, state_SHCW: Tensor, rows: StateRows, *, silu: bool
 ) -> Tensor:
-    """As `baton.models.layers.recurrent.short_conv.short_conv`; tokens of no request get zeros."""
+    """Implements `baton.models.layers.recurrent.short_conv.short_conv`; tokens of no request get zeros."""
     num_decodes, num_prompts = len(rows.decode_slots_N), len(rows.prompt_slots_P)
     x_TX = x_TX if x_TX.stride(1) == 1 else x_TX.contiguous()
     weight_XW = weight_XW.contiguous()

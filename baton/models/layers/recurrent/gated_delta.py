@@ -110,7 +110,8 @@ class _Tokens:
 
 
 def _decode(tokens: _Tokens, states_SHRKV: Tensor, rows: StateRows, *, num_rows: int) -> Tensor:
-    """One token of each decode. Rows of padding repeat the first decode, so every slot is written with one value."""
+    """Computes one token of each decode. Rows of padding repeat the first decode, so every slot is written with one
+    value."""
     lens_N, slots_N = rows.decode_lens_N[:num_rows], rows.decode_slots_N[:num_rows]
     is_decode_N = (lens_N > 0) & (slots_N >= 0)
     row_N = torch.where(is_decode_N, torch.arange(num_rows, device=lens_N.device), is_decode_N.int().argmax())

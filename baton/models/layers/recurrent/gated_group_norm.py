@@ -16,7 +16,7 @@ class GatedGroupNorm(ParallelModule):
 
     Args:
         size: of this rank.
-        num_groups: number of groups of which this rank has channels.
+        num_groups: number of groups with channels on this rank.
         ranks_per_group: number of ranks with equal parts of one group's channels; they sum up their squares.
     """
 
@@ -45,8 +45,7 @@ class GatedGroupNorm(ParallelModule):
         return (normed_TX * self.weight.float()).to(x_TX.dtype)
 
     def _mean_of_ranks(self, mean_T11: Tensor) -> Tensor:
-        """Returns the mean over the whole group, of which this rank has a part. All ranks sum up one column per
-        group."""
+        """Returns the mean over the whole group; this rank has a part of it. All ranks sum up one column per group."""
         parallel, ranks = self.parallel, self.ranks_per_group
         group = parallel.rank // ranks
         means_TG1 = mean_T11.new_zeros(len(mean_T11), parallel.size // ranks, 1)

@@ -153,7 +153,8 @@ class _Tokens:
 
 
 def _decode(tokens: _Tokens, decay_H: Tensor, states_SHPN: Tensor, rows: StateRows) -> Tensor:
-    """One token of each decode. Rows of padding repeat the first decode, so every slot is written with one value."""
+    """Computes one token of each decode. Rows of padding repeat the first decode, so every slot is written with one
+    value."""
     x_RHP, dt_RH, b_RHN, c_RHN = tokens.x_THP, tokens.dt_TH, tokens.b_THN, tokens.c_THN
     lens_R, slots_R = rows.decode_lens_N[: len(x_RHP)], rows.decode_slots_N[: len(x_RHP)]
     is_decode_R = (lens_R > 0) & (slots_R >= 0)

@@ -215,14 +215,14 @@ class CudaMover:
             stream.synchronize()
 
     def _table(self, blocks: Blocks, place: PartPlace) -> BlockTable:
-        """The blocks of the place's part, which hold its tokens."""
+        """The block table of the place's part. Raises InternalError if its blocks do not hold the place's tokens."""
         assert isinstance(blocks, PlacedTables)
         part = self._parts[place.part]
         table = blocks.slot if part.spec.kind is KVKind.STATE else blocks.paged
         held = 0 if table is None else table.count * part.shape.block_size
         if table is None or place.token_stop > held:
             raise InternalError(
-                f"tokens [{place.token_start}, {place.token_stop}) of a request whose blocks hold {held}",
+                f"the request's blocks hold {held} tokens, not [{place.token_start}, {place.token_stop})",
                 field="token_stop",
             )
         return table
@@ -260,7 +260,7 @@ class CudaMover:
         return _Queued(buffers)
 
     def _time_handling(self) -> float:
-        """Host time per segment, the larger of both sides'; runs every kernel."""
+        """Runs every kernel and returns the host time per segment, the larger of sender's and receiver's."""
         spec = self._cache.spec
         size = spec.bytes_per_token_layer
         (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members

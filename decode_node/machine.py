@@ -49,7 +49,7 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
-from decode_node.local_prefill import why_wanted_here
+from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
 from decode_node.task_times import Deadlines
 
@@ -61,7 +61,7 @@ class DecodeMachine:
         lease_numbers: each is drawn once.
 
     Attributes:
-        messages_refused: messages of prefill nodes about leases that another one fills.
+        messages_refused: number of prefill nodes' messages about leases that another node fills.
     """
 
     def __init__(self, rules: DecodeRules, lease_numbers: Iterator[int]) -> None:
@@ -79,7 +79,7 @@ class DecodeMachine:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is due; None: no timer runs."""
+        """When `TimePassed` is due. Returns None if no timer runs."""
         return self._deadlines.first_s
 
     @property
@@ -89,16 +89,16 @@ class DecodeMachine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for blocks."""
+        """Number of requests that wait for blocks."""
         return len(self._queue)
 
     def waiting_blocks(self) -> list[int]:
-        """How many blocks each request needs that waits for them."""
+        """Number of blocks that each waiting request needs."""
         waiting = (self._by_engine_id[engine_id] for engine_id in self._queue)
         return [blocks_for(task.num_tokens + 1, self.rules.block_size) for task in waiting]
 
     def task_of(self, engine_id: str) -> DecodeTask | None:
-        """The request that the engine has under this id."""
+        """The request with this id in the engine, unless it has ended."""
         return self._by_engine_id.get(engine_id)
 
     def task(self, session: int, key: int) -> DecodeTask | None:
@@ -107,7 +107,7 @@ class DecodeMachine:
 
     @property
     def leases(self) -> dict[str, int]:
-        """How many leases there are by state."""
+        """Number of leases by state."""
         phases = Counter(task.phase for task in self._by_lease.values())
         return {phase.name.lower(): phases[phase] for phase in (Phase.OPENING, Phase.FILLING, Phase.CLOSING)}
 
@@ -206,7 +206,7 @@ class DecodeMachine:
             raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
             raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
-        if not self.rules.gives_leases and not why_wanted_here(submit):
+        if not self.rules.gives_leases and not requested_local_reason(submit):
             raise InvalidRequest(
                 f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
                 field="placement",
@@ -214,7 +214,7 @@ class DecodeMachine:
                 allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
                 cure="send a request that needs a hand-over to a decode node",
             )
-        # After a client has given up, its first token is of no use. A time that is longer than a queue says nothing.
+        # A first token is useless once its client has given up. A longer budget says nothing about the first token.
         soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
         gives_up_s = now_s + submit.budget_s if soon else None
         return EngineRequest(
@@ -238,7 +238,7 @@ class DecodeMachine:
     # ---- from the engine
 
     def _step_done(self, events: StepEvents, now_s: float) -> list[Command]:
-        """One message per session with all its tokens of the step; then what ended requests give back."""
+        """Sends each session its tokens of the step in one message; then ends finished and failed requests."""
         steps: dict[int, pb.SessionResponse] = {}
         finished: list[DecodeTask] = []
         tasks, decoding = self._by_engine_id, Phase.DECODING  # looked up once, not for every token
@@ -314,7 +314,7 @@ class DecodeMachine:
         return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
 
     def _from_peer(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
-        """An event that a prefill node reports: only the one that the lease's ticket is for is believed."""
+        """Reacts to a prefill node's report, unless the lease's ticket is for another node."""
         task = self._by_lease.get(event.lease)
         if task is not None and task.prefill_incarnation not in (0, incarnation):
             self.messages_refused += 1
@@ -338,11 +338,11 @@ class DecodeMachine:
         return commands
 
     def _reserve_first(self) -> list[Command]:
-        """Asks for the blocks of the first request that waits for some."""
+        """Reserves blocks for the first waiting request."""
         return [] if self._queue.first is None else self._by_engine_id[self._queue.first].reserve()
 
     def _end_sessions(self) -> list[Command]:
-        """Ends every stream once the process ends and nothing is held for any gateway."""
+        """Ends every stream if the process is ending and no request is left."""
         if not self._closing or self._by_key:
             return []
         sessions, self._sessions = sorted(self._sessions), set()
@@ -350,12 +350,12 @@ class DecodeMachine:
 
 
 def _name_of(placement: pb.Placement.ValueType) -> str:
-    """A gateway of a later version may know more of them."""
+    """The placement's name, or its number if only a later version knows it."""
     return pb.Placement.Name(placement) if placement in pb.Placement.values() else str(placement)
 
 
 def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:
-    """Adds them to the request's token, which the step has unless the request is ending."""
+    """Adds prompt logprobs to the request's token, which the step has unless the request is ending."""
     for token in step.tokens:
         if token.key == key:
             add_prompt_logprobs(token, scored.logprobs)

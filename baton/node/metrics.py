@@ -1,4 +1,4 @@
-"""A node's page of metrics: its own counters, and the figures of its status, engine, transfer and pairs."""
+"""A node's page of metrics: its own counters, and those of its status, engine, transfer and pairs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -15,13 +15,13 @@ _PREFILL = node_status_pb2.ROLE_PREFILL
 
 
 class NodeMetrics:
-    """What one node shows.
+    """The metrics of one node.
 
     Args:
-        status: the node's current status.
-        leases: how many there are by state; empty: the node gives none.
-        knows: whether a request of the engine belongs to somebody. Blocks of any other are leaked.
-        switches: how often a switch of the role has ended so.
+        status: returns the node's current status.
+        leases: returns the number of leases by state; empty if the node gives none.
+        knows: whether a request of the engine belongs to the role; the blocks of other requests are leaked.
+        switches: number of role switches by outcome.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ class DecodePeer:
         )
 
     async def _measure(self, call: Call) -> bool:
-        """Sends the warm-up messages that the decode node times. Returns False if either node refuses so slow a link."""
+        """Sends the warm-up messages that the decode node times. Returns False if a node refuses so slow a link."""
         transfer = self._node.transfer
         warm = await transfer.warm_up(self.number, self._sender_number)
         await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))

@@ -140,6 +140,6 @@ class Gate:
 
 
 def _is_address(leader: ListenAddress) -> bool:
-    """Whether host 0 listens at this address only. A name may resolve to an address that host 0 itself does not have."""
+    """Whether host 0 listens at this address only. A name may resolve to an address that host 0 does not have."""
     host = leader.host.strip("[]")
     return host not in _EVERYWHERE and (":" in host or host.replace(".", "").isdigit())

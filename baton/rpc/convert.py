@@ -31,7 +31,7 @@ _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
 
 def role_name(role: node_status_pb2.Role.ValueType) -> str:
-    """The role's name in flags and logs: "decode"; "unknown" if it is unset, "role 7" if only newer versions know it."""
+    """The role's name in flags and logs, such as "decode"; "unknown" if unset, "role 7" if this version lacks it."""
     return _enum_name(node_status_pb2.Role, "ROLE_", role)
 
 

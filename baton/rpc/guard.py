@@ -45,14 +45,16 @@ class CertificateGuard:
 
 
 class OpenGuard:
-    """The guard of servers without TLS: every caller has all rights. Only this machine reaches such a server, unless the
-    operator allowed more."""
+    """The guard of servers without TLS: every caller has all rights.
+
+    Only this machine reaches such a server, unless the operator allowed more.
+    """
 
     def caller(self, context: Context) -> Caller:
         return Caller(host_of(context.peer()), ALL_RIGHTS)
 
 
-class DoorGuard:
+class ClientGuard:
     """The guard of servers for clients: keys identify callers."""
 
     def __init__(self, door: Authenticator) -> None:

@@ -87,7 +87,7 @@ def _guard_message(behavior: Any, method: str) -> Any:
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with _typed(context, method):
+            async with _ending_with_status(context, method):
                 _check(request, method)
                 answering = behavior(request, context)
                 del request
@@ -98,7 +98,7 @@ def _guard_message(behavior: Any, method: str) -> Any:
         return guarded_generator
 
     async def guarded(request: Any, context: Context) -> Any:
-        async with _typed(context, method):
+        async with _ending_with_status(context, method):
             _check(request, method)
             answering = behavior(request, context)
             del request
@@ -113,7 +113,7 @@ def _guard_stream(behavior: Any, method: str) -> Any:
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with _typed(context, method):
+            async with _ending_with_status(context, method):
                 messages = _Messages(requests, method)
                 async with messages.all_parsed(), aclosing(behavior(messages.iterate(), context)) as responses:
                     async for response in responses:
@@ -122,7 +122,7 @@ def _guard_stream(behavior: Any, method: str) -> Any:
         return guarded_generator
 
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _typed(context, method):
+        async with _ending_with_status(context, method):
             messages = _Messages(requests, method)
             async with messages.all_parsed():
                 return await behavior(messages.iterate(), context)
@@ -163,7 +163,7 @@ class _Messages:
 
 
 @asynccontextmanager
-async def _typed(context: Context, method: str) -> AsyncIterator[None]:
+async def _ending_with_status(context: Context, method: str) -> AsyncIterator[None]:
     """Ends the call with a status of ours if the handler inside fails."""
     try:
         yield

@@ -6,7 +6,7 @@ from typing import Protocol
 import grpc
 
 from baton.core.errors import ConfigError
-from baton.rpc.guard import CertificateGuard, DoorGuard, Guard, OpenGuard
+from baton.rpc.guard import CertificateGuard, ClientGuard, Guard, OpenGuard
 from baton.security.authenticator import Authenticator
 from baton.security.exposure import Address, check_exposed
 from baton.security.pem import Files, Pems, read_pems
@@ -52,7 +52,7 @@ def protect_node(settings: ServerSettings, role: Role, where: Address) -> Protec
 
 def protect_door(pems: Watched[Pems] | None, door: Authenticator) -> Protection:
     """The protection of a gateway's server, which clients call."""
-    return Protection(None if pems is None else client_server_credentials(pems), DoorGuard(door))
+    return Protection(None if pems is None else client_server_credentials(pems), ClientGuard(door))
 
 
 def watch_client_pems(files: Files) -> Watched[Pems] | None:

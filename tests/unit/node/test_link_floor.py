@@ -41,7 +41,7 @@ def test_below_the_floor_both_sides_get_the_measurement_and_the_floor() -> None:
         ("tcp", "/dev/shm"),
         ("tcp", "memlock"),
         ("tcp", "UCX_NET_DEVICES"),
-        ("sysv through host memory", "show both to both"),
+        ("sysv through host memory", "make both visible to both"),
         ("cuda_ipc", "lower the floor"),
     ],
 )

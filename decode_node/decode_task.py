@@ -85,7 +85,7 @@ class DecodeTask:
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
-        self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any one
+        self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any node
         self._requested_local_reason = requested_local_reason(submit)
         self._split_tokens = split_tokens(submit, request, rules)
         self._rules = rules
@@ -303,7 +303,7 @@ class DecodeTask:
     def time_passed(self, now_s: float) -> list[Command]:
         """The request's deadline has come."""
         if self.times.budget_is_over(now_s):
-            return self.fail(DeadlineExceeded(f"the request's {self.times.budget_s:g} s are over"))
+            return self.fail(DeadlineExceeded(f"the request's budget of {self.times.budget_s:g} s is over"))
         if self.phase is Phase.WAITING:
             return self.fail(no_room(self.times.max_queue_s))
         late = f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s"

@@ -151,7 +151,7 @@ class TimePassed:
 
 @dataclass(frozen=True)
 class Draining:
-    """Refuse new requests; those that run go on."""
+    """New requests are refused from now on; running requests go on."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Divides KV among the links between two nodes' ranks, so that every rank receives its share exactly once. Pure.
 
-Ranks split the kv heads in order; where there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
+Ranks split the kv heads in order; if there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
 hold the same heads. Cells that several ranks of the sender hold are split among them by layers. Each part of a model's
 cache has its own heads.
 

@@ -67,9 +67,9 @@ class SegmentRefusal(StrEnum):
 
     LATE = "its lease has ended"
     UNKNOWN_SENDER = "its sender number belongs to another peer"
-    UNKNOWN_LEASE = "that lease was never given"
+    UNKNOWN_LEASE = "no such lease was granted"
     FOREIGN_SENDER = "another sender fills that lease"
-    UNEXPECTED = "its peer has warmed up already"
+    UNEXPECTED = "its peer has sent all of its warm-up already"
     DUPLICATE = "that segment has arrived before"
     TOO_LARGE = "it is larger than a staging slot"
     MALFORMED = "it has no readable trailer"

@@ -31,7 +31,7 @@ class NodeDescription:
 
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
     content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
-    `attention_data_parallel` may differ. The dtype of `spec` may differ where the receiver accepts conversion and
+    `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver accepts conversion and
     neither node is batch-invariant; index and state are never converted.
 
     Attributes:

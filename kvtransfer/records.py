@@ -25,7 +25,7 @@ class SendJob:
             GPU the step that computed the tokens must be over, not only queued: gathers are not ordered after its
             stream.
         layers: layers to send, numbered over all parts; None: all, those of the state only if there is a slot.
-        flows: what the link carries; empty: all that the cache has.
+        flows: what the link carries; empty: everything that the cache has.
         key: of the lease, for a peer that wants seals.
         state_slot: where the recurrent state after `token_stop` tokens is; it must not change either. -1: the state is
             not sent with this job, because it is sent with the lease's last one.
@@ -75,7 +75,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class LinkMeasure:
-    """A measured link. `transport` is what carries the bytes; times are those of `LinkSpeed`."""
+    """A measured link. `transport` names the carrier of the bytes; times are those of `LinkSpeed`."""
 
     transport: str
     gigabytes_per_s: float

@@ -122,7 +122,7 @@ class Segment:
 
     @property
     def summand(self) -> int:
-        """The digest's summand beside the payload's digest: a hash of all other fields, 64 bits."""
+        """The number that is added to the payload's digest: a hash of all other fields, 64 bits."""
         return self._hashes[1]
 
     @property

@@ -63,7 +63,7 @@ class EngineRefused:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One engine step's results, or those of its first layers."""
+    """The results of one engine step, or of its first layers."""
 
     events: StepEvents
 
@@ -124,7 +124,7 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Draining:
-    """New calls are refused from now on; those that run go on."""
+    """New calls are refused from now on; running calls go on."""
 
 
 @dataclass(frozen=True)

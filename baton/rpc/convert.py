@@ -48,7 +48,7 @@ def _enum_name(enum: Any, prefix: str, number: int) -> str:
 
 
 def sampling_to_proto(sampling: SamplingParams | ResolvedSampling) -> pb.SamplingParams:
-    """The sampling parameters as a message, in which only those that are set appear.
+    """The sampling parameters that are set, as a message.
 
     Raises:
         InvalidRequest: a text cannot be sent.

@@ -78,7 +78,7 @@ class _Queued:
 
 
 class CudaMover:
-    """For a cache in GPU memory. Sets the calling thread's device and stream for the thread's life.
+    """The mover for a cache in GPU memory. It sets the calling thread's device and stream for the thread's life.
 
     The host does little per segment. A sender copies the trailer to the end of the payload's place, launches the
     gather, which digests into that trailer, and records an event. A receiver does the same for the digest, and again
@@ -250,7 +250,7 @@ class CudaMover:
             )
 
     def _put(self, buffers: _SlotBuffers, segment: Segment) -> _Queued:
-        """Copies the payload to where it is sent from."""
+        """Copies the payload into the slot if the slot is in host memory, and ends the operation."""
         if buffers.in_host:
             self._copy(buffers.slot_ptr, buffers.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
         return self._end(buffers, self._outgoing)

@@ -90,10 +90,10 @@ class Mover(Protocol):
         """Puts a segment's message into a slot: its payload, then its trailer.
 
         Args:
-            place: where the segment lies.
+            place: the segment's place in its part's cache.
             with_digest: write a digest into the trailer.
-            converter: applied to the payload; None: KV keeps its dtype, as other parts always do. Must stay until
-                the operation is done.
+            converter: applied to the payload until the operation is done; None: KV keeps its dtype. Other parts always
+                keep theirs.
 
         Raises:
             InternalError: the blocks hold no such tokens, or the cache no such layers or heads. Nothing has begun.

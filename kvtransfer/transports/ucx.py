@@ -21,7 +21,7 @@ from kvtransfer.transports.ucx_link import UcxLink, UcxRequest
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-# Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
+# Zero-copy lanes, if there are any, carry the bulk; another lane carries small messages.
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
 _GPU_LANES = ("cuda_ipc", "cuda_copy", "gdr_copy")
@@ -35,7 +35,7 @@ class UcxTransport:
     """The links of one node, each a UCX worker with one endpoint.
 
     Args:
-        on_gpu: messages are in memory of the GPU that is current on this thread, where the peer can reach it.
+        on_gpu: messages to peers that can reach it are in memory of the GPU that is current on this thread.
         ucxx: ucxx's bindings or a replacement; None: `ucxx._lib`.
     """
 

@@ -109,7 +109,8 @@ def connect(address: bytes) -> None:
 def copy_before_unreadable_page(content: bytes) -> int:
     """Copies the bytes to the end of readable memory and returns the copy's address.
 
-    UCX reads beyond damaged addresses; elsewhere the memory behind the copy would decide whether that ends the process.
+    UCX reads beyond damaged addresses. Here such a read ends the process every time; elsewhere that would depend on the
+    memory after the copy.
     """
     page = mmap.PAGESIZE
     room = -(-len(content) // page) * page

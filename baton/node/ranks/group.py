@@ -107,7 +107,7 @@ class RankGroup:
         self._meeting = Meeting(Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}"))
 
     def start(self) -> None:
-        """Starts the ranks of this host, and the gate for those of others."""
+        """Starts the ranks of this host, and the gate for ranks of other hosts."""
         for rank in self._hosts.local[1:]:
             worker = self._start(rank, self._settings)
             self.workers = (*self.workers, worker)

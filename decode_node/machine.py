@@ -125,11 +125,11 @@ class DecodeMachine:
                 self._sessions.discard(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
             case HandOverReceived(message=hand_over, incarnation=incarnation):
-                return self._from_peer(incarnation, handed_over(hand_over), now_s)
+                return self._peer_report(incarnation, handed_over(hand_over), now_s)
             case QuietReceived(message=quiet, incarnation=incarnation):
                 if not quiet.HasField("error"):
                     return []
-                return self._from_peer(incarnation, LeaseLost(quiet.lease, from_detail(quiet.error)), now_s)
+                return self._peer_report(incarnation, LeaseLost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
                 lost = [LeaseLost(lease, NoNode(f"{name} is gone")) for lease in leases]
                 return [command for each in lost for command in self._lease_event(each, now_s)]
@@ -138,19 +138,19 @@ class DecodeMachine:
             case LeaseFilled(totals=totals):
                 return self._lease_event(Filled(totals.number), now_s)
             case LeaseOpened(lease=lease):
-                return self._of_lease(lease, lambda task: task.lease_opened(now_s))
+                return self._for_lease(lease, lambda task: task.lease_opened(now_s))
             case LeaseClosed(totals=totals):
-                return self._of_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
+                return self._for_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
             case LeaseFailed(lease=lease, error=error):
-                return self._of_lease(lease, lambda task: task.lease_failed(error))
+                return self._for_lease(lease, lambda task: task.lease_failed(error))
             case Reserved(engine_id=engine_id, reservation=reservation):
-                return self._of_request(engine_id, lambda task: task.reserved(reservation, now_s))
+                return self._for_request(engine_id, lambda task: task.reserved(reservation, now_s))
             case EngineRefused(engine_id=engine_id, error=error):
-                return self._of_request(engine_id, lambda task: task.refused(error))
+                return self._for_request(engine_id, lambda task: task.refused(error))
             case Admitted(engine_id=engine_id, finish_reason=finish_reason):
-                return self._of_request(engine_id, lambda task: task.admitted(finish_reason))
+                return self._for_request(engine_id, lambda task: task.admitted(finish_reason))
             case Aborted(engine_id=engine_id):
-                return [*self._of_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
+                return [*self._for_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
             case RoomFreed():
                 return self._reserve_first()
             case TimePassed():
@@ -172,13 +172,13 @@ class DecodeMachine:
             case "renew":
                 renew = message.renew
                 renewal = Renewal(renew.failed_lease, tuple(renew.output_token_ids), renew.prefill_incarnation)
-                return self._of_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
+                return self._for_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
             case "here":
                 here = message.here
                 local = LocalPrefill(here.failed_lease, tuple(here.output_token_ids))
-                return self._of_key(session, here.key, lambda task: task.lease_event(local, now_s))
+                return self._for_key(session, here.key, lambda task: task.lease_event(local, now_s))
             case "cancel":
-                return self._of_key(session, message.cancel.key, DecodeTask.cancel)
+                return self._for_key(session, message.cancel.key, DecodeTask.cancel)
         return []
 
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
@@ -192,7 +192,7 @@ class DecodeMachine:
         task = DecodeTask(session, submit, request, rules=self.rules, lease_numbers=self._lease_numbers, now_s=now_s)
         self._by_key[session, submit.key] = self._by_engine_id[task.engine_id] = task
         commands = self._reserve_first() if self._queue.first == task.engine_id else []
-        return self._after(task, commands)
+        return self._update_tables(task, commands)
 
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
         """The engine's request for a gateway's message.
@@ -233,7 +233,7 @@ class DecodeMachine:
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
         # The latest first: blocks are then not reserved for a request that is cancelled next.
-        return [command for task in reversed(list(tasks)) for command in self._after(task, task.cancel())]
+        return [command for task in reversed(list(tasks)) for command in self._update_tables(task, task.cancel())]
 
     # ---- from the engine
 
@@ -276,10 +276,10 @@ class DecodeMachine:
                 _add_prompt_logprobs(steps[task.session].step, task.key, scored)
         commands: list[Command] = [Send(session, message) for session, message in steps.items()]
         for task in finished:
-            commands += self._after(task, task.finished())
+            commands += self._update_tables(task, task.finished())
         for failed in events.failed:
             if (task := tasks.get(failed.request_id)) is not None:
-                commands += self._after(task, task.engine_failed(failed.error))
+                commands += self._update_tables(task, task.engine_failed(failed.error))
         return commands
 
     # ---- time
@@ -288,32 +288,32 @@ class DecodeMachine:
         return [
             command
             for engine_id in reversed(self._deadlines.due(now_s))
-            for command in self._of_request(engine_id, lambda task: task.time_passed(now_s))
+            for command in self._for_request(engine_id, lambda task: task.time_passed(now_s))
         ]
 
     # ---- tables
 
-    def _of_key(self, session: int, key: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_key(self, session: int, key: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_key.get((session, key))
-        return [] if task is None else self._after(task, react(task))
+        return [] if task is None else self._update_tables(task, react(task))
 
-    def _of_request(self, engine_id: str, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_request(self, engine_id: str, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_engine_id.get(engine_id)
-        return [] if task is None else self._after(task, react(task))
+        return [] if task is None else self._update_tables(task, react(task))
 
-    def _of_lease(self, lease: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_lease(self, lease: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_lease.get(lease)
         if task is None:
             return []
         commands = react(task)
         if task.lease != lease:
             del self._by_lease[lease]
-        return self._after(task, commands)
+        return self._update_tables(task, commands)
 
     def _lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
-        return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
+        return self._for_lease(event.lease, lambda task: task.lease_event(event, now_s))
 
-    def _from_peer(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
+    def _peer_report(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
         """Reacts to a prefill node's report, unless the lease's ticket is for another node."""
         task = self._by_lease.get(event.lease)
         if task is not None and task.prefill_incarnation not in (0, incarnation):
@@ -321,8 +321,8 @@ class DecodeMachine:
             return []
         return self._lease_event(event, now_s)
 
-    def _after(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
-        """Brings the tables up to date with a request that has reacted to an event."""
+    def _update_tables(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
+        """Updates the tables after a request has reacted to an event; returns the commands, with those that follow."""
         for command in commands:
             if isinstance(command, OpenLease):
                 self._by_lease[command.grant.number] = task

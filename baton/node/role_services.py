@@ -52,23 +52,23 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> None:
-        await self._run(self._of(PREFILL).Prefill(request, context))
+        await self._run(self._servicer(PREFILL).Prefill(request, context))
 
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:
-        state: node_status_pb2.PeerState = await self._run(self._of(PREFILL).Connect(request, context))
+        state: node_status_pb2.PeerState = await self._run(self._servicer(PREFILL).Connect(request, context))
         return state
 
     async def Session(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
     ) -> None:
-        await self._run(self._of(DECODE).Session(request_iterator, context))
+        await self._run(self._servicer(DECODE).Session(request_iterator, context))
 
     async def Pair(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[decode_pb2.PairRequest], context: Context
     ) -> None:
-        await self._run(self._of(DECODE).Pair(request_iterator, context))
+        await self._run(self._servicer(DECODE).Pair(request_iterator, context))
 
-    def _of(self, service: str) -> Any:
+    def _servicer(self, service: str) -> Any:
         if (servicer := self._servicers.get(service)) is None:
             raise Draining(f"{self._name} does not serve {service} now", cure="ask another node, see `baton status`")
         return servicer

@@ -1,5 +1,7 @@
-"""Which request gets the next free blocks: by priority, then by the time its first token is due, then first come, first
-served, each for as long as it may wait. Pure.
+"""Decides which request gets the next free blocks. Pure.
+
+Requests are served by priority, then by the time their first token is due, then first come, first served. Each waits
+for at most its `max_queue_s`.
 """
 
 from bisect import bisect_left, insort
@@ -14,11 +16,11 @@ _RETRY_AFTER_S = 1.0
 class BlockQueue:
     """The requests that wait for blocks, by engine id. Only the first one may reserve.
 
-    A request that needs much room keeps all later ones waiting, and better ones keep worse ones waiting, until their
-    `max_queue_s` are over.
+    A request that needs many blocks holds up all requests after it, and new requests may go before waiting ones, until
+    the `max_queue_s` of those is over.
 
     Args:
-        waiting_max: how many requests may wait.
+        waiting_max: maximum number of waiting requests.
     """
 
     def __init__(self, *, waiting_max: int) -> None:
@@ -28,7 +30,7 @@ class BlockQueue:
         self._queue: list[tuple[QueuePlace, str]] = []  # sorted
 
     def enter(self, request: EngineRequest, *, max_queue_s: float, now_s: float) -> None:
-        """Puts a request at its place, where it may wait for `max_queue_s`; 0: it must be served at once.
+        """Puts a request at its place in the queue, where it may wait for `max_queue_s`; with 0 it must not wait.
 
         Raises:
             Overloaded: too many wait already, or others go first and this one may not wait.
@@ -45,7 +47,7 @@ class BlockQueue:
         insort(self._queue, entry)
 
     def leave(self, engine_id: str) -> bool:
-        """Removes a request that was served or has ended. True: it was the first, so the next one may reserve."""
+        """Removes a request that was served or has ended. Returns whether it was first, so the next may reserve."""
         was_first = self.first == engine_id
         if (place := self._places.pop(engine_id, None)) is not None:
             del self._queue[bisect_left(self._queue, (place, engine_id))]

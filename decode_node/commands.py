@@ -32,7 +32,7 @@ class Reserve:
     """Hold all blocks of a request. Answered by `Reserved` or `EngineRefused`.
 
     Args:
-        arriving_tokens: only the tokens before this one come from elsewhere; 0: all.
+        arriving_tokens: only the tokens before this one come from a prefill node; 0: all do.
     """
 
     request: EngineRequest
@@ -91,7 +91,7 @@ class CloseLease:
 
 @dataclass(frozen=True)
 class SendLeaseEnded:
-    """Send all prefill nodes that this lease has ended: they may stop computing and sending for it."""
+    """Notify all prefill nodes that this lease has ended, so that they stop computing and sending for it."""
 
     lease: int
 

@@ -6,7 +6,7 @@
        └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
     any of these ── finished, failed, cancelled ──► ending ──► over
 
-Decoding begins with what is still to compute of the prompt: all of it, nothing, or, where the prompt is split, the part
+Decoding begins with what is left to compute of the prompt: all of it, nothing, or, if the prompt is split, the part
 after the lease's tokens.
 
 A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
@@ -37,7 +37,7 @@ from decode_node.commands import (
     SendLeaseEnded,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal
-from decode_node.local_prefill import split_tokens, why_wanted_here
+from decode_node.local_prefill import requested_local_reason, split_tokens
 from decode_node.rules import DecodeRules
 from decode_node.task_times import TaskTimes
 from kvtransfer.leases import LeaseGrant, LeaseTotals
@@ -50,7 +50,7 @@ class Phase(Enum):
     OPENING = "its lease is being opened"
     FILLING = "waits for its KV"
     CLOSING = "its lease is being closed"
-    EXTENDING = "waits for blocks for the tokens that it was given elsewhere"
+    EXTENDING = "waits for blocks for tokens that another node generated"
     DECODING = "runs in the engine"
     ENDING = "gives back what it holds"
     OVER = "holds nothing"
@@ -59,11 +59,11 @@ class Phase(Enum):
 class DecodeTask:
     """What one request holds (blocks, at most one lease, a place in the batch) and what it waits for.
 
-    Every method returns the commands that follow. The request begins in the queue for blocks.
+    Every method that reacts to an event returns the commands that follow. The request begins in the queue for blocks.
 
     Args:
-        submit: the gateway's message; `request` is what the engine gets of it.
-        lease_numbers: of all requests of the node; each number is drawn once.
+        submit: the gateway's message; `request` is its form for the engine.
+        lease_numbers: shared by all requests of the node; each number is drawn once.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class DecodeTask:
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
-        self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any one
-        self._why_wanted_here = why_wanted_here(submit)
+        self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any node
+        self._requested_local_reason = requested_local_reason(submit)
         self._split_tokens = split_tokens(submit, request, rules)
         self._rules = rules
         self._lease_numbers = lease_numbers
@@ -104,14 +104,14 @@ class DecodeTask:
     # ---- waiting for blocks
 
     def reserve(self) -> list[Command]:
-        """It is this request's turn. Does nothing while an earlier attempt is unanswered."""
+        """Reserves blocks, because it is this request's turn. Does nothing while an earlier attempt is unanswered."""
         if self._reserving:
             return []
         self._reserving = True
         return [Reserve(self._request, self._split_tokens)]
 
     def reserved(self, reservation: Reservation, now_s: float) -> list[Command]:
-        """The engine holds the blocks: of a new request, or of one that goes on after tokens given elsewhere."""
+        """The engine holds the blocks of a new request, or of one that continues after another node's tokens."""
         self._reserving = False
         self._reservation = reservation
         match self.phase:
@@ -126,7 +126,7 @@ class DecodeTask:
         return []
 
     def refused(self, error: BatonError) -> list[Command]:
-        """The engine refused the last command."""
+        """The engine has refused the last command."""
         was_reserving, self._reserving = self._reserving, False
         if self.phase is Phase.ENDING:
             return self._give_back() if was_reserving else []
@@ -136,8 +136,8 @@ class DecodeTask:
 
     def _local_prefill_reason(self, reservation: Reservation) -> str:
         """Why this node should prefill the request itself; empty when a prefill node should."""
-        if self._why_wanted_here or self._policy == pb.LOCAL_POLICY_STRICT:
-            return self._why_wanted_here
+        if self._requested_local_reason or self._policy == pb.LOCAL_POLICY_STRICT:
+            return self._requested_local_reason
         cached = self._skipped_tokens(reservation)
         if 0 < self._split_tokens <= cached:
             return f"the first {cached} tokens, which a prefill node would compute, are cached"
@@ -164,7 +164,7 @@ class DecodeTask:
         return [OpenLease(grant)]
 
     def lease_opened(self, now_s: float) -> list[Command]:
-        """Every rank accepts KV for the lease: the gateway gets its ticket."""
+        """Every rank accepts KV for the lease, so the gateway gets its ticket."""
         if self.phase is Phase.ENDING:
             return [self._close()]
         self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
@@ -204,7 +204,7 @@ class DecodeTask:
         return self._decide(replace(sent, sampled_ago_s=sent.sampled_ago_s + waited_s))
 
     def _report_loss(self, lease: int, error: BatonError) -> list[Command]:
-        """The gateway decides: it renews the ticket, leaves the prompt to this node, or cancels."""
+        """Reports a lost lease. The gateway then renews the ticket, leaves the prompt to this node, or cancels."""
         if self._loss_reported:
             return []
         self._loss_reported = True
@@ -271,12 +271,12 @@ class DecodeTask:
         return PrefillHere(self.engine_id, self._request.output, received_tokens=self._lease_stop)
 
     def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
-        """A part of the prompt, before the first token."""
+        """The engine has computed a part of the prompt, before the first token."""
         if self.prefill_started_s is not None:
             self.times.trace_chunk(chunk, now_s)
 
     def _skipped_tokens(self, reservation: Reservation) -> int:
-        """How many tokens need not be computed if the prompt is computed here."""
+        """Number of tokens that need not be computed if the prompt is prefilled here."""
         return 0 if self._request.scores_prompt else reservation.skipped_tokens
 
     def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
@@ -303,7 +303,7 @@ class DecodeTask:
     def time_passed(self, now_s: float) -> list[Command]:
         """The request's deadline has come."""
         if self.times.budget_is_over(now_s):
-            return self.fail(DeadlineExceeded(f"the request's {self.times.budget_s:g} s are over"))
+            return self.fail(DeadlineExceeded(f"the request's budget of {self.times.budget_s:g} s is over"))
         if self.phase is Phase.WAITING:
             return self.fail(no_room(self.times.max_queue_s))
         late = f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s"
@@ -321,7 +321,7 @@ class DecodeTask:
         return [] if self.phase in (Phase.ENDING, Phase.OVER) else self._end()
 
     def _end(self) -> list[Command]:
-        """Prefill nodes stop, the lease is closed once it is open, and only then are the blocks given back."""
+        """Stops prefill nodes, closes the lease once it is open, and only then gives the blocks back."""
         was = self.phase
         self._enter(Phase.ENDING)
         if self.lease is None:

@@ -102,7 +102,7 @@ class DecodeDriver:
             node.listen(Listener(self._on_step, on_filled=self._on_filled, on_refused=self._on_refused))
 
     def deliver(self, event: Event) -> None:
-        """Hands an event to the machine and executes what follows, the engine's answers included."""
+        """Delivers an event to the machine, executes its commands, and delivers answers that are known at once."""
         events = deque([event])
         loop = asyncio.get_running_loop()
         while events:
@@ -125,7 +125,7 @@ class DecodeDriver:
         self.peers.close()
 
     def pair_refused(self) -> pb.PairRefused:
-        """The answer of a prefill node to another one that takes it for a decode node."""
+        """A prefill node's refusal of another prefill node that takes it for a decode node."""
         cure = "pair prefill nodes with decode nodes"
         mismatch = node_status_pb2.Mismatch(field="role", ours="prefill", theirs="prefill", cure=cure)
         return pb.PairRefused(info=self._node_info, mismatches=[mismatch])
@@ -200,7 +200,7 @@ class DecodeDriver:
                 case PrefillHere(output=output, received_tokens=received_tokens):
                     self._engine.prefill_here(engine_id, output, received_tokens=received_tokens)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
-            return EngineRefused(engine_id, _typed(error, f"request {engine_id}"))
+            return EngineRefused(engine_id, _to_baton_error(error, f"request {engine_id}"))
         return None
 
     def _log_failure(self, session: int, failed: pb.Failed) -> None:
@@ -217,19 +217,21 @@ class DecodeDriver:
         try:
             opening = self._transfer.open_lease(command.grant)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
-            return LeaseFailed(lease, _typed(error, f"lease {lease}"))
+            return LeaseFailed(lease, _to_baton_error(error, f"lease {lease}"))
         opening.add_done_callback(partial(self._opened, lease))
         return None
 
     def _opened(self, lease: int, opening: "asyncio.Future[Any]") -> None:
         error = opening.exception()
-        self.deliver(LeaseOpened(lease) if error is None else LeaseFailed(lease, _typed(error, f"lease {lease}")))
+        self.deliver(
+            LeaseOpened(lease) if error is None else LeaseFailed(lease, _to_baton_error(error, f"lease {lease}"))
+        )
 
     async def _close_lease(self, lease: int) -> None:
         try:
             totals = await self._transfer.close_lease(lease)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
-            self.deliver(LeaseFailed(lease, _typed(error, f"lease {lease}")))
+            self.deliver(LeaseFailed(lease, _to_baton_error(error, f"lease {lease}")))
         else:
             self._counts.lease_closed(totals)
             self.deliver(LeaseClosed(totals))
@@ -240,9 +242,9 @@ class DecodeDriver:
         task.add_done_callback(self._calls.discard)
 
 
-def _typed(error: BaseException, subject: str) -> BatonError:
-    """The error as one that may be sent. An error of any other type is a defect, and is logged."""
+def _to_baton_error(error: BaseException, subject: str) -> BatonError:
+    """The error in a form that may be sent. An error of any other type is a defect, and is logged."""
     if isinstance(error, BatonError):
         return error
-    log.error("%s", subject, exc_info=error)
+    log.error("%s failed", subject, exc_info=error)
     return InternalError(f"{type(error).__name__} on the decode node")

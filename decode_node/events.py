@@ -36,7 +36,7 @@ class SessionClosed:
 
 @dataclass(frozen=True)
 class HandOverReceived:
-    """A prefill node of that incarnation says that it has sent all KV of a lease."""
+    """A prefill node of that incarnation reports that it has sent all KV of a lease."""
 
     peer: int
     message: pb.HandOver
@@ -45,7 +45,7 @@ class HandOverReceived:
 
 @dataclass(frozen=True)
 class QuietReceived:
-    """A prefill node of that incarnation says that it sends nothing more for a lease."""
+    """A prefill node of that incarnation reports that it sends nothing more for a lease."""
 
     peer: int
     message: pb.Quiet
@@ -124,7 +124,7 @@ class LeaseClosed:
 class LeaseFailed:
     """Answers `OpenLease` or `CloseLease` when the transfer raised.
 
-    A lease that failed to open may be open on some ranks: it is still to be closed. One that failed to close is over.
+    A lease that failed to open may be open on some ranks, so it must be closed. A lease that failed to close is over.
     """
 
     lease: int
@@ -141,7 +141,7 @@ class SegmentRefused:
 
 @dataclass(frozen=True)
 class RoomFreed:
-    """A prefill node that also decodes: a call of its Prefill service has given its blocks back."""
+    """A call of this node's Prefill service has given its blocks back; only on a prefill node that also decodes."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TimePassed:
 
 @dataclass(frozen=True)
 class Draining:
-    """Refuse new requests; those that run go on."""
+    """New requests are refused from now on; running requests go on."""
 
 
 @dataclass(frozen=True)

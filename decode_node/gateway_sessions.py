@@ -1,6 +1,6 @@
-"""The gateways' Session streams: reads the gateways' messages, and queues the messages to each of them.
+"""The gateways' Session streams: reads each gateway's messages, and queues the messages to it.
 
-Steps that wait behind one another are sent as one: a message costs a gateway more than its tokens.
+Steps that wait in a queue are merged into one message, because a message costs a gateway more than its tokens.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _STEP_TOKENS_MAX = 4096  # of several steps in one message
 
 @dataclass(eq=False)
 class _Queued:
-    """A message, and how many were made one to get it."""
+    """A message, and the number of messages that were merged into it."""
 
     message: pb.SessionResponse
     count: int = 1
@@ -31,7 +31,7 @@ class _Stream:
     """The queued messages to one gateway; None ends the stream.
 
     Attributes:
-        unread: messages in the outbox, as they were queued.
+        unread: messages in the outbox, counted before merging.
         last_step: the last message in the outbox, if it is a step.
     """
 
@@ -101,13 +101,13 @@ class GatewaySessions:
             self._deliver(SessionClosed(number))
 
     def send(self, session: int, message: pb.SessionResponse) -> None:
-        """Queues a message. Messages to a session that is gone or ended are dropped."""
+        """Queues a message. Drops it if the session is gone or ended."""
         stream = self._streams.get(session)
         if stream is None or stream.ended:
             return
         stream.put(message)
         if stream.unread > _OUTBOX_MAX:
-            log.warning("gateway %s reads nothing: nothing more is sent to it", stream.gateway)
+            log.warning("gateway %s has not read %d messages: its session ends", stream.gateway, stream.unread)
             stream.end()
 
     def end(self, session: int) -> None:

@@ -14,7 +14,7 @@ class HandedOver:
     """The prefill node has sent all KV of the lease.
 
     Attributes:
-        first: None: the ticket asked for the first part of the prompt, and the rest is computed here.
+        first: the first token; None if the ticket was for the first part of a split prompt.
         finished: the first token was also the last one, so no KV is needed.
         sampled_ago_s: how long ago the first token was sampled, or the first part was computed.
     """
@@ -42,10 +42,10 @@ class LeaseLost:
 
 @dataclass(frozen=True)
 class Renewal:
-    """The gateway wants a new lease in place of this one; `output` is all tokens given so far.
+    """The gateway wants a new lease in place of this one; `output` is all tokens generated so far.
 
     Attributes:
-        prefill_incarnation: of the node that gets the new ticket; 0: not known.
+        prefill_incarnation: of the node that gets the new ticket; 0 if unknown.
     """
 
     lease: int
@@ -55,7 +55,7 @@ class Renewal:
 
 @dataclass(frozen=True)
 class LocalPrefill:
-    """The gateway wants the prompt prefilled here; `output` is all tokens given so far."""
+    """The gateway wants the prompt prefilled here; `output` is all tokens generated so far."""
 
     lease: int
     output: tuple[int, ...]

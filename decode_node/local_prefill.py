@@ -1,7 +1,7 @@
-"""Which tokens of a prompt the decode node prefills itself. Pure.
+"""Decides which tokens of a prompt the decode node prefills itself. Pure.
 
-These are all if the gateway wants it or the node's streams hardly notice, those after the first part of a split prompt,
-or none.
+All of them, if the gateway wants it or the node's decoding requests hardly slow down; those after the first part of a
+split prompt; or none.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _TOKENS_WITHOUT_COSTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What the node's decoding requests cost.
+    """The load of the node's decoding requests, and the costs of its steps.
 
     Args:
         costs: of this node's steps; None: not measured yet.
-        rows, keys: requests that decode, and the sum of their contexts.
-        step_tokens: most tokens of one step.
+        rows, keys: number of decoding requests, and the sum of their contexts.
+        step_tokens: maximum number of tokens of one step.
     """
 
     costs: StepCosts | None
@@ -37,10 +37,10 @@ UNKNOWN = Streams(costs=None, rows=0, keys=0, step_tokens=0)
 
 
 def local_prefill_reason(tokens: int | None, uncached: int, cached: int, *, streams: Streams) -> str:
-    """Why the node prefills `uncached` tokens after `cached` ones itself; empty: a prefill node should.
+    """Why the node prefills `uncached` tokens after `cached` ones itself; empty if a prefill node should.
 
     Args:
-        tokens: the operator's threshold; None: by costs.
+        tokens: the operator's threshold; None: costs decide.
     """
     idle = not streams.rows and uncached < _TOKENS_WITHOUT_COSTS  # nobody waits, and a hand-over takes longer
     if tokens is None and streams.costs is not None and not idle:
@@ -65,8 +65,8 @@ def _by_costs(costs: StepCosts, uncached: int, cached: int, streams: Streams) ->
     )
 
 
-def why_wanted_here(submit: pb.SubmitRequest) -> str:
-    """Why the gateway wants the prompt computed on this node, whatever its cache has; empty: it does not."""
+def requested_local_reason(submit: pb.SubmitRequest) -> str:
+    """Why the gateway wants the prompt computed on this node, whatever is cached; empty if it does not."""
     if submit.policy == pb.LOCAL_POLICY_STRICT:
         return ""
     if submit.policy == pb.LOCAL_POLICY_LOCAL:
@@ -77,7 +77,7 @@ def why_wanted_here(submit: pb.SubmitRequest) -> str:
 
 
 def split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: DecodeRules) -> int:
-    """How many leading tokens a prefill node computes of a split prompt; 0: it is not split."""
+    """Number of leading tokens of a split prompt that a prefill node computes; 0 if the prompt is not split."""
     asked = submit.placement == pb.PLACEMENT_SPLIT and submit.policy == pb.LOCAL_POLICY_PREFER
     if not asked or request.scores_prompt:  # prompt logprobs come from one node
         return 0

@@ -49,7 +49,7 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LeaseLost, LocalPrefill, Renewal, handed_over
-from decode_node.local_prefill import why_wanted_here
+from decode_node.local_prefill import requested_local_reason
 from decode_node.rules import DecodeRules
 from decode_node.task_times import Deadlines
 
@@ -61,7 +61,7 @@ class DecodeMachine:
         lease_numbers: each is drawn once.
 
     Attributes:
-        messages_refused: messages of prefill nodes about leases that another one fills.
+        messages_refused: number of prefill nodes' messages about leases that another node fills.
     """
 
     def __init__(self, rules: DecodeRules, lease_numbers: Iterator[int]) -> None:
@@ -79,7 +79,7 @@ class DecodeMachine:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is due; None: no timer runs."""
+        """When `TimePassed` is due. Returns None if no timer runs."""
         return self._deadlines.first_s
 
     @property
@@ -89,16 +89,16 @@ class DecodeMachine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for blocks."""
+        """Number of requests that wait for blocks."""
         return len(self._queue)
 
     def waiting_blocks(self) -> list[int]:
-        """How many blocks each request needs that waits for them."""
+        """Number of blocks that each waiting request needs."""
         waiting = (self._by_engine_id[engine_id] for engine_id in self._queue)
         return [blocks_for(task.num_tokens + 1, self.rules.block_size) for task in waiting]
 
     def task_of(self, engine_id: str) -> DecodeTask | None:
-        """The request that the engine has under this id."""
+        """The request with this id in the engine, unless it has ended."""
         return self._by_engine_id.get(engine_id)
 
     def task(self, session: int, key: int) -> DecodeTask | None:
@@ -107,7 +107,7 @@ class DecodeMachine:
 
     @property
     def leases(self) -> dict[str, int]:
-        """How many leases there are by state."""
+        """Number of leases by state."""
         phases = Counter(task.phase for task in self._by_lease.values())
         return {phase.name.lower(): phases[phase] for phase in (Phase.OPENING, Phase.FILLING, Phase.CLOSING)}
 
@@ -125,11 +125,11 @@ class DecodeMachine:
                 self._sessions.discard(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
             case HandOverReceived(message=hand_over, incarnation=incarnation):
-                return self._from_peer(incarnation, handed_over(hand_over), now_s)
+                return self._peer_report(incarnation, handed_over(hand_over), now_s)
             case QuietReceived(message=quiet, incarnation=incarnation):
                 if not quiet.HasField("error"):
                     return []
-                return self._from_peer(incarnation, LeaseLost(quiet.lease, from_detail(quiet.error)), now_s)
+                return self._peer_report(incarnation, LeaseLost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
                 lost = [LeaseLost(lease, NoNode(f"{name} is gone")) for lease in leases]
                 return [command for each in lost for command in self._lease_event(each, now_s)]
@@ -138,19 +138,19 @@ class DecodeMachine:
             case LeaseFilled(totals=totals):
                 return self._lease_event(Filled(totals.number), now_s)
             case LeaseOpened(lease=lease):
-                return self._of_lease(lease, lambda task: task.lease_opened(now_s))
+                return self._for_lease(lease, lambda task: task.lease_opened(now_s))
             case LeaseClosed(totals=totals):
-                return self._of_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
+                return self._for_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
             case LeaseFailed(lease=lease, error=error):
-                return self._of_lease(lease, lambda task: task.lease_failed(error))
+                return self._for_lease(lease, lambda task: task.lease_failed(error))
             case Reserved(engine_id=engine_id, reservation=reservation):
-                return self._of_request(engine_id, lambda task: task.reserved(reservation, now_s))
+                return self._for_request(engine_id, lambda task: task.reserved(reservation, now_s))
             case EngineRefused(engine_id=engine_id, error=error):
-                return self._of_request(engine_id, lambda task: task.refused(error))
+                return self._for_request(engine_id, lambda task: task.refused(error))
             case Admitted(engine_id=engine_id, finish_reason=finish_reason):
-                return self._of_request(engine_id, lambda task: task.admitted(finish_reason))
+                return self._for_request(engine_id, lambda task: task.admitted(finish_reason))
             case Aborted(engine_id=engine_id):
-                return [*self._of_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
+                return [*self._for_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
             case RoomFreed():
                 return self._reserve_first()
             case TimePassed():
@@ -172,13 +172,13 @@ class DecodeMachine:
             case "renew":
                 renew = message.renew
                 renewal = Renewal(renew.failed_lease, tuple(renew.output_token_ids), renew.prefill_incarnation)
-                return self._of_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
+                return self._for_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
             case "here":
                 here = message.here
                 local = LocalPrefill(here.failed_lease, tuple(here.output_token_ids))
-                return self._of_key(session, here.key, lambda task: task.lease_event(local, now_s))
+                return self._for_key(session, here.key, lambda task: task.lease_event(local, now_s))
             case "cancel":
-                return self._of_key(session, message.cancel.key, DecodeTask.cancel)
+                return self._for_key(session, message.cancel.key, DecodeTask.cancel)
         return []
 
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
@@ -192,7 +192,7 @@ class DecodeMachine:
         task = DecodeTask(session, submit, request, rules=self.rules, lease_numbers=self._lease_numbers, now_s=now_s)
         self._by_key[session, submit.key] = self._by_engine_id[task.engine_id] = task
         commands = self._reserve_first() if self._queue.first == task.engine_id else []
-        return self._after(task, commands)
+        return self._update_tables(task, commands)
 
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
         """The engine's request for a gateway's message.
@@ -206,7 +206,7 @@ class DecodeMachine:
             raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
             raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
-        if not self.rules.gives_leases and not why_wanted_here(submit):
+        if not self.rules.gives_leases and not requested_local_reason(submit):
             raise InvalidRequest(
                 f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
                 field="placement",
@@ -214,7 +214,7 @@ class DecodeMachine:
                 allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
                 cure="send a request that needs a hand-over to a decode node",
             )
-        # After a client has given up, its first token is of no use. A time that is longer than a queue says nothing.
+        # A first token is useless once its client has given up. A longer budget says nothing about the first token.
         soon = submit.HasField("budget_s") and submit.budget_s < DEFAULT_TTFT_S
         gives_up_s = now_s + submit.budget_s if soon else None
         return EngineRequest(
@@ -233,12 +233,12 @@ class DecodeMachine:
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
         # The latest first: blocks are then not reserved for a request that is cancelled next.
-        return [command for task in reversed(list(tasks)) for command in self._after(task, task.cancel())]
+        return [command for task in reversed(list(tasks)) for command in self._update_tables(task, task.cancel())]
 
     # ---- from the engine
 
     def _step_done(self, events: StepEvents, now_s: float) -> list[Command]:
-        """One message per session with all its tokens of the step; then what ended requests give back."""
+        """Sends each session its tokens of the step in one message; then ends finished and failed requests."""
         steps: dict[int, pb.SessionResponse] = {}
         finished: list[DecodeTask] = []
         tasks, decoding = self._by_engine_id, Phase.DECODING  # looked up once, not for every token
@@ -276,10 +276,10 @@ class DecodeMachine:
                 _add_prompt_logprobs(steps[task.session].step, task.key, scored)
         commands: list[Command] = [Send(session, message) for session, message in steps.items()]
         for task in finished:
-            commands += self._after(task, task.finished())
+            commands += self._update_tables(task, task.finished())
         for failed in events.failed:
             if (task := tasks.get(failed.request_id)) is not None:
-                commands += self._after(task, task.engine_failed(failed.error))
+                commands += self._update_tables(task, task.engine_failed(failed.error))
         return commands
 
     # ---- time
@@ -288,41 +288,41 @@ class DecodeMachine:
         return [
             command
             for engine_id in reversed(self._deadlines.due(now_s))
-            for command in self._of_request(engine_id, lambda task: task.time_passed(now_s))
+            for command in self._for_request(engine_id, lambda task: task.time_passed(now_s))
         ]
 
     # ---- tables
 
-    def _of_key(self, session: int, key: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_key(self, session: int, key: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_key.get((session, key))
-        return [] if task is None else self._after(task, react(task))
+        return [] if task is None else self._update_tables(task, react(task))
 
-    def _of_request(self, engine_id: str, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_request(self, engine_id: str, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_engine_id.get(engine_id)
-        return [] if task is None else self._after(task, react(task))
+        return [] if task is None else self._update_tables(task, react(task))
 
-    def _of_lease(self, lease: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+    def _for_lease(self, lease: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
         task = self._by_lease.get(lease)
         if task is None:
             return []
         commands = react(task)
         if task.lease != lease:
             del self._by_lease[lease]
-        return self._after(task, commands)
+        return self._update_tables(task, commands)
 
     def _lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
-        return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
+        return self._for_lease(event.lease, lambda task: task.lease_event(event, now_s))
 
-    def _from_peer(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
-        """An event that a prefill node reports: only the one that the lease's ticket is for is believed."""
+    def _peer_report(self, incarnation: int, event: HandedOver | LeaseLost, now_s: float) -> list[Command]:
+        """Reacts to a prefill node's report, unless the lease's ticket is for another node."""
         task = self._by_lease.get(event.lease)
         if task is not None and task.prefill_incarnation not in (0, incarnation):
             self.messages_refused += 1
             return []
         return self._lease_event(event, now_s)
 
-    def _after(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
-        """Brings the tables up to date with a request that has reacted to an event."""
+    def _update_tables(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
+        """Updates the tables after a request has reacted to an event; returns the commands, with those that follow."""
         for command in commands:
             if isinstance(command, OpenLease):
                 self._by_lease[command.grant.number] = task
@@ -338,11 +338,11 @@ class DecodeMachine:
         return commands
 
     def _reserve_first(self) -> list[Command]:
-        """Asks for the blocks of the first request that waits for some."""
+        """Reserves blocks for the first waiting request."""
         return [] if self._queue.first is None else self._by_engine_id[self._queue.first].reserve()
 
     def _end_sessions(self) -> list[Command]:
-        """Ends every stream once the process ends and nothing is held for any gateway."""
+        """Ends every stream if the process is ending and no request is left."""
         if not self._closing or self._by_key:
             return []
         sessions, self._sessions = sorted(self._sessions), set()
@@ -350,12 +350,12 @@ class DecodeMachine:
 
 
 def _name_of(placement: pb.Placement.ValueType) -> str:
-    """A gateway of a later version may know more of them."""
+    """The placement's name, or its number if only a later version knows it."""
     return pb.Placement.Name(placement) if placement in pb.Placement.values() else str(placement)
 
 
 def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:
-    """Adds them to the request's token, which the step has unless the request is ending."""
+    """Adds prompt logprobs to the request's token, which the step has unless the request is ending."""
     for token in step.tokens:
         if token.key == key:
             add_prompt_logprobs(token, scored.logprobs)

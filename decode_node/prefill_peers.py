@@ -1,10 +1,10 @@
 """The prefill nodes that may send KV here: their Pair streams, their links, and the measured speed of the links.
 
-A peer lives as long as its stream. When that breaks, the peer's endpoints are closed, which cancels what was in flight,
-and only the peer's line in the status is kept.
+A peer lives as long as its stream. When the stream ends, the peer's endpoints are closed, which cancels what was in
+flight, and only the peer's entry in the status is kept.
 
-Each incarnation has one ready pair. The older one stays, because anybody may claim an incarnation, and a node that
-makes its pair again has ended the older stream.
+Each incarnation has one ready pair, and an older pair wins over a newer one: anybody may claim an incarnation, and a
+node that pairs again has ended its older stream.
 """
 
 import asyncio
@@ -41,16 +41,16 @@ Write = Callable[[pb.PairResponse], Awaitable[None]]
 
 _HELLO_TIMEOUT_S = 10.0
 _WARM_UP_TIMEOUT_S = 10.0
-# Peers that are gone: this many lines stay in the status.
+# Maximum number of past peers in the status.
 _PAST_MAX = 32
 # Handshakes under way; each may take the two timeouts above.
 _HANDSHAKES_MAX = 64
-# A stream of an incarnation that is paired waits this long for the older one to end.
+# A new stream of a paired incarnation waits this long for the older stream to end.
 _OLDER_END_S = 5.0
-# A pair whose link has broken ends this much later: what its stream has brought already is read first.
+# A pair ends this long after its link has broken, so that messages already received are read first.
 _BROKEN_END_S = 0.2
-# Of two lines with one incarnation the status has the one that comes first here.
-_LIVELY = (
+# If two peers have one incarnation, the status shows the one whose phase comes first here.
+_PHASE_ORDER = (
     node_status_pb2.PEER_PHASE_READY,
     node_status_pb2.PEER_PHASE_CONNECTING,
     node_status_pb2.PEER_PHASE_REFUSED,
@@ -64,7 +64,7 @@ class _Peer:
 
     Attributes:
         number: the sender number of its first rank; the other ranks' numbers follow.
-        state: its line in the status.
+        state: its entry in the status.
         outbox: the queued messages to it; None ends the stream.
         ended: set when its stream has ended.
     """
@@ -83,7 +83,7 @@ class PrefillPeers:
     """All Pair streams of this node.
 
     Args:
-        deliver: receives the peers' messages about requests and the losses of peers, in order.
+        deliver: receives, in order, the peers' messages about leases, and their losses.
     """
 
     def __init__(self, node: Node, deliver: Callable[[Event], None]) -> None:
@@ -92,15 +92,15 @@ class PrefillPeers:
         self._sender_numbers = SenderNumbers()
         self._peers: dict[int, _Peer] = {}
         self._handshakes = 0
-        self._past: dict[str, node_status_pb2.PeerState] = {}  # by address: peers that are gone, the latest last
+        self._past: dict[str, node_status_pb2.PeerState] = {}  # peers that are gone, by address, the latest last
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def serve(self, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: the first message is no valid hello, the peer's cache is unknown to this version, or its
-                incarnation has a ready pair, whose stream does not end.
+            PeerRefused: the first message is no valid hello, this version does not know the peer's kind of cache, or
+                the peer's incarnation has a ready pair whose stream does not end.
             Overloaded: too many handshakes are under way, or too many prefill nodes are paired.
             NoNode: the stream ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
@@ -112,15 +112,15 @@ class PrefillPeers:
             theirs = from_info(info)
             plan = agree(self._node.description, theirs)
             with self._handshake():
-                await self._older_ends(state)
+                await self._wait_for_older_pair(state)
             number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         except PlanRefused as refused:
-            self._forget(state)
+            self._keep_past(state)
             await write(self._refuse(state, to_mismatches(refused.mismatches)))
             return
         except BatonError as error:
             state.phase, state.detail = node_status_pb2.PEER_PHASE_LOST, str(error)
-            self._forget(state)
+            self._keep_past(state)
             raise
         state.kv_converted = plan.conversion
         peer = self._peers[number] = _Peer(number, state)
@@ -137,28 +137,28 @@ class PrefillPeers:
         finally:
             del self._peers[number]
             peer.ended.set()
-            # A task of its own: gRPC may cancel this handler when the stream's end has been read already.
+            # In a separate task, because gRPC may cancel this handler once the stream's end has been read.
             leaving = asyncio.create_task(self._disconnect(peer), name=f"disconnect-{number}")
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
             await asyncio.shield(leaving)
 
     def send_lease_ended(self, lease: int) -> None:
-        """Makes prefill nodes stop computing and sending for this lease. Every peer gets the message; one knows it."""
+        """Notifies every peer that this lease has ended. The one that fills it stops computing and sending."""
         for peer in self._peers.values():
             peer.outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
     def states(self) -> list[node_status_pb2.PeerState]:
-        """One line for each incarnation, with what it has sent so far; of those that are gone, the latest."""
+        """One entry for each incarnation, with its traffic so far; also for the latest peers that are gone."""
         traffic = self._node.transfer.counters().peers
         for peer in self._peers.values():
             peer.note_traffic(traffic)
         live = [peer.state for peer in self._peers.values()]
         addresses = {state.address for state in live}
         past = [state for address, state in self._past.items() if address not in addresses]
-        # A hello that only claims to be from a peer that is paired must not hide that peer.
+        # A hello that falsely claims the incarnation of a paired peer must not hide that peer.
         lines: dict[int, node_status_pb2.PeerState] = {}
-        for state in sorted((*past, *live), key=lambda state: _LIVELY.index(state.phase)):
+        for state in sorted((*past, *live), key=lambda state: _PHASE_ORDER.index(state.phase)):
             lines.setdefault(state.incarnation, state)
         return list(lines.values())
 
@@ -184,7 +184,7 @@ class PrefillPeers:
         finally:
             self._handshakes -= 1
 
-    async def _older_ends(self, state: node_status_pb2.PeerState) -> None:
+    async def _wait_for_older_pair(self, state: node_status_pb2.PeerState) -> None:
         """Waits until no other pair of the incarnation is ready.
 
         Raises:
@@ -211,10 +211,10 @@ class PrefillPeers:
         incoming: AsyncIterator[pb.PairRequest],
         write: Write,
     ) -> bool:
-        """Listens, connects, and measures the warm links; false: they are too slow, and the peer is refused.
+        """Listens, connects, and measures the warm links. If they are too slow, refuses the peer and returns False.
 
         Raises:
-            PeerRefused: another stream of the same incarnation was quicker.
+            PeerRefused: another stream of the same incarnation became ready first.
             TimeoutError: the peer did not send its next message in time.
         """
         transfer = self._node.transfer
@@ -283,7 +283,7 @@ class PrefillPeers:
                         mismatches = list(message.refused.mismatches)
                         peer.state.phase = node_status_pb2.PEER_PHASE_REFUSED
                         peer.state.mismatches.extend(mismatches)
-                        log.warning("%s refused: %s", peer.state.name, describe_mismatches(mismatches))
+                        log.warning("%s refused this node: %s", peer.state.name, describe_mismatches(mismatches))
                         return
         finally:
             peer.outbox.put_nowait(None)
@@ -301,15 +301,15 @@ class PrefillPeers:
             state.phase = node_status_pb2.PEER_PHASE_LOST
             state.detail = state.detail or "its stream broke"
         peer.note_traffic(self._node.transfer.counters().peers)  # `disconnect` drops the peer's counters
-        self._forget(state)
+        self._keep_past(state)
         leases = await self._node.transfer.disconnect(peer.number)
         self._sender_numbers.give_back(peer.number)
         self._deliver(PeerLost(peer.number, state.name, leases))
 
-    # ---- lines in the status
+    # ---- entries in the status
 
-    def _forget(self, state: node_status_pb2.PeerState) -> None:
-        """The peer is gone, or was refused: only its line is kept, and replaces an older one of its address."""
+    def _keep_past(self, state: node_status_pb2.PeerState) -> None:
+        """Keeps the entry of a peer that is gone or was refused, in place of an older one of its address."""
         self._past.pop(state.address, None)
         self._past[state.address] = state
         while len(self._past) > _PAST_MAX:
@@ -343,7 +343,7 @@ async def _next(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:
 
 
 async def _receive(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:
-    """Raises: NoNode: the peer has ended the stream."""
+    """The peer's next message. Raises NoNode if the peer has ended the stream."""
     message = await anext(aiter(incoming), None)
     if message is None:
         raise NoNode("the prefill node ended the stream during the handshake", cure="see its log")

@@ -13,13 +13,13 @@ class DecodeRules:
 
     Attributes:
         lease_s: how long a lease may wait for its KV.
-        why_local: why a prompt with so many uncached tokens after so many cached ones is prefilled here, although a
-            prefill node is available; empty: it is not.
-        waiting_max: how many requests may wait for blocks.
+        why_local: maps a prompt's uncached and cached tokens to the reason to prefill it here although a prefill node
+            is available; empty: there is none.
+        waiting_max: maximum number of requests that wait for blocks.
         block_size: tokens of one block of the cache.
-        split_unit: the first part of a split prompt is a multiple of so many tokens; itself a multiple of `block_size`.
+        split_unit: the first part of a split prompt is a multiple of this many tokens, which `block_size` divides.
         lease_secret: up to 64 random bytes of this process, which no other process gets.
-        gives_leases: False: a prefill node, which decodes only what it has prefilled itself, so that no KV arrives.
+        gives_leases: False on a prefill node that also decodes: it computes every prompt itself, so no KV arrives.
     """
 
     name: str
@@ -34,7 +34,7 @@ class DecodeRules:
     gives_leases: bool = True
 
     def lease_key(self, number: int) -> bytes:
-        """The key of a lease. To whoever does not know the secret it is random; it is used once, as the number is."""
+        """The key of a lease. Without the secret nobody can compute it; like the number, it is used once."""
         return hashlib.blake2b(
             number.to_bytes(8, "little"), digest_size=LEASE_KEY_BYTES, key=self.lease_secret
         ).digest()

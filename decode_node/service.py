@@ -1,4 +1,4 @@
-"""The Decode service: gives each stream to the part that serves it, and is the decode role of a node process."""
+"""The Decode service, which is the decode role of a node process. It passes each stream to the part that serves it."""
 
 from collections.abc import AsyncIterator, Mapping
 
@@ -17,7 +17,7 @@ SERVICE_NAME = "baton.internal.v1.Decode"
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """The decode role of a node process (`baton.node.process.Role`)."""
+    """The decode role of a node process (`baton.node.role`)."""
 
     def __init__(self, driver: DecodeDriver) -> None:
         self._driver = driver

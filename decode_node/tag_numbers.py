@@ -1,4 +1,4 @@
-"""Draws the numbers in the tags of KV messages, of senders and of leases. Pure, but for the source of randomness."""
+"""Draws the numbers of senders and leases, which KV messages carry in their tags. Pure, except for its randomness."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -42,8 +42,10 @@ class SenderNumbers:
 
 
 def lease_numbers(random_bits: Callable[[int], int] = secrets.randbits) -> Iterator[int]:
-    """Random numbers, which nobody guesses: a prefill node knows those of its own tickets only. What tags carry of a
-    number is never what they carry of one that was drawn a short time ago."""
+    """Random lease numbers, too long to guess, so that a prefill node knows only those of its own tickets.
+
+    A number's lease field is never that of a recently drawn number.
+    """
     used = UsedNumbers()
     while True:
         number = random_bits(LEASE_NUMBER_BITS)

@@ -12,9 +12,9 @@ class TaskTimes:
     """The times of one request. Traces get them as seconds since the request arrived, if the gateway traces it.
 
     Attributes:
-        budget_s: how long the whole request may take; None: for ever.
+        budget_s: maximum duration of the whole request; None: no limit.
         max_queue_s: how long it may wait for blocks; 0: not at all.
-        phase_deadline_s: when its present phase must be over.
+        phase_deadline_s: when its present phase must be over; None: no limit.
         queued_s: how long it has waited for blocks.
         filled_s, handed_over_s: when all KV of its lease was here, and when its sender had sent it.
     """
@@ -59,14 +59,14 @@ class TaskTimes:
 class ChunkTimes:
     """When the chunks of one prompt that is computed here were ready, for its trace.
 
-    A prompt may have very many chunks, so that neighbours are joined beyond a fixed number.
+    A prompt may have very many chunks, so beyond a fixed number neighbours are joined.
     """
 
     def __init__(self) -> None:
         self._chunks: list[pb.ComputedChunk] = []
 
     def add(self, token_start: int, token_stop: int, ended_s: float) -> None:
-        """`ended_s`: seconds since the request arrived."""
+        """Adds a chunk that was ready at `ended_s`, in seconds since the request arrived."""
         if len(self._chunks) >= _CHUNKS_MAX:
             pairs = zip(self._chunks[::2], self._chunks[1::2], strict=True)
             self._chunks = [_joined(first, second) for first, second in pairs]
@@ -74,13 +74,13 @@ class ChunkTimes:
         self._chunks.append(chunk)
 
     def take(self) -> list[pb.ComputedChunk]:
-        """All of them, in their order; they are forgotten here."""
+        """Removes all chunks and returns them in order."""
         taken, self._chunks = self._chunks, []
         return taken
 
 
 def _joined(first: pb.ComputedChunk, second: pb.ComputedChunk) -> pb.ComputedChunk:
-    """The second begins before the first where the request had to be computed again."""
+    """Joins two neighbours. The second begins before the first if the request had to be computed again."""
     return pb.ComputedChunk(
         ended_s=second.ended_s,
         token_start=min(first.token_start, second.token_start),

@@ -1,8 +1,7 @@
-"""Conversion of KV to the receiver's dtype: from which dtype, to which, with which scales. Pure values; no torch.
+"""Conversion of KV to the receiver's dtype: source, target and scales. Pure values; no torch.
 
-Index and state are not converted.
-
-The sender converts, so that fewer bytes travel and the receiver gets what its own cache would hold.
+The sender converts, so that fewer bytes travel and the receiver gets what its own cache would hold. Index and state are
+never converted.
 """
 
 import math
@@ -29,13 +28,13 @@ class KVConversion:
 
 
 def conversion_of(plan: WirePlan, scales: Sequence[float]) -> KVConversion | None:
-    """How a sender converts under a plan; None where it sends its own dtype.
+    """How a sender converts KV under a plan. Returns None if it sends its own dtype.
 
     Args:
         scales: the scales of the receiver's cache, as the receiver sent them.
 
     Raises:
-        PeerRefused: no cache can have these scales.
+        PeerRefused: the number of scales is wrong, or one is not finite and above 0.
     """
     if plan.converted_from is None:
         return None

@@ -1,4 +1,4 @@
-"""Cuts a job into its segments, part by part in the order of the parts: so a state comes last. Pure; no torch."""
+"""Cuts a job into segments, part by part in the parts' order, so that a state comes last. Pure; no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from kvtransfer.segments import SEGMENTS_MAX, Segment, SegmentPiece, cut, payloa
 
 
 class _Share(NamedTuple):
-    """What a job sends of one part: layers by the part's own numbers, heads by the model's."""
+    """A job's share of one part. Layers have the part's own numbers, heads the model's."""
 
     part: Part
     layers: range
@@ -26,11 +26,11 @@ def segments_of(
     """The segments of a job, without their digests.
 
     Args:
-        parts: of the sender's rank, with the dtypes that travel.
-        payload_for: the largest payload of one message of a job of so many bytes.
+        parts: of the sender's rank, in the dtypes that travel.
+        payload_for: maps a job's bytes to the largest payload of one message.
 
     Raises:
-        ConfigError: there are more segments than numbers.
+        ConfigError: the job needs more segments than tags can number.
     """
     shares = list(_shares(job, parts))
     limit = payload_for(sum(_share_bytes(share, job.token_stop) for share in shares))
@@ -68,8 +68,8 @@ def _shares(job: SendJob, parts: Sequence[Part]) -> Iterator[_Share]:
         part, layers = part_with(parts, flow.layers), common(flow.layers, wanted)
         assert part is not None, "a flow lies in one part"
         if layers:
-            of_part = range(layers.start - part.layers.start, layers.stop - part.layers.start)
-            yield _Share(part, of_part, part.spec.first_kept(job.token_start, job.token_stop), flow.heads)
+            own_layers = range(layers.start - part.layers.start, layers.stop - part.layers.start)
+            yield _Share(part, own_layers, part.spec.first_kept(job.token_start, job.token_stop), flow.heads)
 
 
 def _share_bytes(share: _Share, token_stop: int) -> int:

@@ -1,11 +1,12 @@
-"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share once. Pure.
+"""Divides KV among the links between two nodes' ranks, so that every rank receives its share exactly once. Pure.
 
-Ranks split the kv heads in order; where there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
+Ranks split the kv heads in order; if there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
 hold the same heads. Cells that several ranks of the sender hold are split among them by layers. Each part of a model's
-cache has heads of its own.
+cache has its own heads.
 
-With attention data parallelism a rank holds whole requests. A receiver's request is one rank's: its links bring what
-they would bring to each rank. A sender's request is one rank's too, so every rank is linked with every receiving one.
+With attention data parallelism each request belongs to one rank, which holds all of its KV. At a receiver, only that
+rank's links carry the request, and each carries what it would carry otherwise. At a sender, any rank may own a request,
+so every rank is linked with every rank of the receiver.
 """
 
 from collections.abc import Mapping
@@ -25,8 +26,10 @@ class RankPair:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one link carries of every token, or of every state: layers, and heads by the model's numbers. The layers lie
-    in one part and are numbered over all parts."""
+    """The layers and heads that one link carries, of every token or of every state.
+
+    The layers lie in one part and are numbered over all parts; heads have the model's numbers.
+    """
 
     layers: range
     heads: range
@@ -53,15 +56,15 @@ def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
 def part_flows(
     spec: KVCacheSpec, *, senders: int, receivers: int, whole_requests: bool = False
 ) -> Mapping[RankPair, tuple[Flow, ...]]:
-    """All links between nodes of these numbers of ranks, with what each carries of each part. Some may carry nothing of
+    """All links between two nodes with that many ranks, and what each carries of each part. It may carry nothing of
     some parts.
 
     Args:
-        spec: the whole model's.
+        spec: of the whole model.
         whole_requests: each rank of the sender sends requests of its own.
 
     Raises:
-        ConfigError: as `heads_of`.
+        ConfigError: the ranks cannot split the kv heads, see `heads_of`.
     """
     found: dict[RankPair, tuple[Flow, ...]] = {}
     for part, numbered in zip(spec.parts, spec.part_layers, strict=True):
@@ -81,10 +84,10 @@ def part_flows(
 
 
 def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[RankPair, Flow]:
-    """All links that carry one part's cells between nodes of these numbers of ranks, its layers numbered from 0.
+    """All links that carry one part between two nodes with that many ranks. The part's layers are numbered from 0.
 
     Raises:
-        ConfigError: as `heads_of`.
+        ConfigError: the ranks cannot split the kv heads, see `heads_of`.
     """
     found: dict[RankPair, Flow] = {}
     for receiver in range(receivers):
@@ -105,5 +108,5 @@ def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -
 
 
 def common(one: range, other: range) -> range:
-    """The numbers that are in both ranges, whose steps are 1."""
+    """The intersection of two ranges, whose steps are 1."""
     return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,4 +1,4 @@
-"""The number of groups in which the layers of a chunk are sent, so that little remains once it is computed. Pure.
+"""Chooses how many layers of a chunk to send together, so that little is left to send once the chunk is computed. Pure.
 
 All groups but the last are sent while the chunk computes. With g groups, a chunk of S bytes adds at most about
 
@@ -14,7 +14,7 @@ from kvtransfer.link import LinkSpeed
 
 
 def choose_layers_per_group(link: LinkSpeed, *, turn_s: float, chunk_bytes: int, num_layers: int) -> int:
-    """How many layers of a chunk are sent together; all of them where a group would cost more than it hides.
+    """Number of layers of a chunk to send together; all of them if a group would cost more than it hides.
 
     Args:
         turn_s: time from the event loop to the sending threads and back.

@@ -3,8 +3,8 @@
     open ──► OPEN ──close, nothing is being scattered──────────────────────► closed
               └────close──► CLOSING ──the last running scatter is done──────► closed
 
-The table decides and its caller moves the bytes: `arrival` when a message arrives, `start_scatter` when its trailer has
-been read and is known to be the sender's, `finish_scatter` when the bytes are in the blocks.
+The table decides and its caller moves the bytes. It calls `arrival` when a message arrives, `start_scatter` when the
+trailer has been read and is known to be the sender's, and `finish_scatter` when the bytes are in the blocks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from baton.core.errors import InternalError, UnknownLease
 from kvtransfer.parts import Part, part_with
 from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
 
-# How many numbers are remembered, so that none is used again and late messages are known as such.
+# Number of latest leases that are remembered: their numbers are not used again, and their late messages are recognized.
 _USED_MAX = 1 << 14
 
 
@@ -40,7 +40,7 @@ class Coverage:
         self._claims: list[list[_Claim]] = [[] for _ in range(num_layers)]
 
     def claim(self, layers: range, token_start: int, token_stop: int, heads: range) -> bool:
-        """Claims all cells of a box, or none and returns False if one of them has been claimed before."""
+        """Claims all cells of a box. Returns False and claims none if one of them has been claimed before."""
         claim = _Claim(token_start, token_stop, heads.start, heads.stop)
         if any(claim.overlaps(other) for layer in layers for other in self._claims[layer]):
             return False
@@ -67,9 +67,9 @@ class SegmentRefusal(StrEnum):
 
     LATE = "its lease has ended"
     UNKNOWN_SENDER = "its sender number belongs to another peer"
-    UNKNOWN_LEASE = "that lease was never given"
+    UNKNOWN_LEASE = "no such lease was granted"
     FOREIGN_SENDER = "another sender fills that lease"
-    UNEXPECTED = "its peer has warmed up already"
+    UNEXPECTED = "its peer has sent all of its warm-up already"
     DUPLICATE = "that segment has arrived before"
     TOO_LARGE = "it is larger than a staging slot"
     MALFORMED = "it has no readable trailer"
@@ -88,15 +88,15 @@ class LeaseGrant:
     """Permission to write tokens [token_start, token_stop) of one request into its blocks.
 
     Attributes:
-        number: random; its lease field is not one of a lease that is open or was open a short time ago.
+        number: random; its `lease_field` differs from those of open leases and of recent ones.
         block_ids: blocks of the whole request: token i is in block_ids[i // block_size].
-        resume_at: first position that may still be computed. KV older than the sliding window is not sent. None:
-            `token_stop`.
-        prefill_incarnation: of the node that may fill it; 0: any one node.
+        resume_at: first position that may still be computed; None means `token_stop`. KV older than the sliding window
+            is not sent.
+        prefill_incarnation: of the only node that may fill it; 0: the first node that sends.
         key: LEASE_KEY_BYTES random bytes, which make the seals of its segments; empty: only segments without a seal can
             fill it, from peers of an older wire version.
         state_slot: where the recurrent state after `token_stop` tokens belongs; -1: the model has none.
-        owner: the rank with the blocks, the only one that receives; None: every rank receives its share.
+        owner: the rank that has the blocks and alone receives; None: every rank receives its share.
 
     Raises:
         InternalError: the number, the range or the key is impossible.
@@ -126,12 +126,12 @@ class LeaseGrant:
             raise InternalError(f"a lease's key has {len(self.key)} bytes", field="key")
 
     def first_wanted(self, part: Part, layer: int) -> int:
-        """The first token that is wanted in a layer, which has the part's own number."""
+        """The first token that is wanted in a layer; `layer` is the part's own number."""
         kept = part.spec.first_kept(self.token_start, self.token_stop)
         return max(kept, part.spec.first_read(layer, self.reader))
 
     def cells(self, part: Part) -> int:
-        """How many (layer, token, head) cells of a part are wanted."""
+        """Number of (layer, token, head) cells of a part that are wanted."""
         layers = range(part.spec.num_layers)
         if not part.spec.windows:  # the short path: all layers are alike
             return len(layers) * len(part.heads) * (self.token_stop - self.first_wanted(part, 0))
@@ -140,7 +140,7 @@ class LeaseGrant:
 
 @dataclass(frozen=True)
 class LeaseTotals:
-    """What was scattered under a lease. `seconds`: from its first segment's arrival to the end of its last scatter."""
+    """Totals of what was scattered under a lease; `seconds` from its first arrival to the end of its last scatter."""
 
     number: int
     bytes: int
@@ -150,7 +150,7 @@ class LeaseTotals:
 
 @dataclass(frozen=True)
 class ScatterDone:
-    """What a finished scatter completed: the lease's last token, or the closing of the lease."""
+    """What the end of a scatter completed: the filling of the lease, its closing, or neither."""
 
     filled: LeaseTotals | None = None
     closed: LeaseTotals | None = None
@@ -176,16 +176,16 @@ class _Lease:
 
 
 class UsedNumbers:
-    """The numbers of the latest leases, by what tags carry of them."""
+    """The lease fields of the latest leases' numbers."""
 
     def __init__(self) -> None:
         self._fields: dict[int, None] = {}
 
     def add(self, number: int) -> None:
-        """Raises: InternalError: a message could not tell it from one that was used a short time ago."""
+        """Adds a number. Raises InternalError if a recent lease has its lease field, because tags would be the same."""
         field_of_tag = lease_field(number)
         if field_of_tag in self._fields:
-            raise InternalError(f"lease {number} cannot be told from an earlier one", field="number", value=number)
+            raise InternalError(f"lease {number} has the lease field of a recent lease", field="number", value=number)
         self._fields[field_of_tag] = None
         if len(self._fields) > _USED_MAX:
             del self._fields[next(iter(self._fields))]
@@ -198,23 +198,25 @@ class LeaseTable:
     """All leases of one rank's cache in one incarnation.
 
     Args:
-        parts: the cache's.
+        parts: of the cache.
     """
 
     def __init__(self, parts: Sequence[Part], *, incarnation: int) -> None:
         self._parts = parts
         self._incarnation = incarnation
-        self._leases: dict[int, _Lease] = {}  # by what tags carry of their numbers
+        self._leases: dict[int, _Lease] = {}  # by lease field
         self._used = UsedNumbers()
 
     def open(self, grant: LeaseGrant) -> LeaseTotals | None:
         """Opens a lease. Returns its totals if it covers no token and is filled already.
 
         Raises:
-            InternalError: a message could not tell the number from an earlier one.
+            InternalError: an open or recent lease has the number's lease field.
         """
         if lease_field(grant.number) in self._leases:
-            raise InternalError(f"a lease like {grant.number} is open", field="number", value=grant.number)
+            raise InternalError(
+                f"lease {grant.number} has the lease field of an open lease", field="number", value=grant.number
+            )
         self._used.add(grant.number)
         cells = sum(map(grant.cells, self._parts))
         coverage = Coverage(self._parts[-1].layers.stop)
@@ -224,10 +226,12 @@ class LeaseTable:
     def arrival(
         self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0
     ) -> SegmentRefusal | None:
-        """None if a message with that tag may get memory. Claims nothing, because anybody may have sent the message.
+        """Why a message with that tag gets no memory. Returns None if it may get memory.
+
+        Claims nothing, because anybody may have sent the message.
 
         Args:
-            group: shared by the ranks of one node, each of which numbers its own segments; None: the sender is alone.
+            group: shared by the ranks of one node, which number their segments separately; None: the sender is alone.
             incarnation: of the sender.
         """
         group = tag.sender if group is None else group
@@ -247,21 +251,23 @@ class LeaseTable:
         return None
 
     def key(self, tag: Tag) -> bytes | None:
-        """The key of the open lease that the tag names; None: it has ended."""
+        """The key of the lease that the tag names. Returns None if that lease is not open."""
         lease = self._leases.get(tag.lease)
         return None if lease is None or lease.closing else lease.grant.key
 
     def filled_by(self, tag: Tag, *, group: int | None = None, incarnation: int = 0) -> int | None:
-        """Number of the open lease that this sender fills or may begin to fill; None: the tag names no such lease."""
+        """Number of the open lease that this sender fills or may begin to fill. Returns None if the tag names none."""
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing or lease.grant.prefill_incarnation not in (0, incarnation):
             return None
         return lease.grant.number if lease.group in (None, tag.sender if group is None else group) else None
 
     def start_scatter(self, tag: Tag, segment: Segment, *, group: int | None = None) -> SegmentRefusal | None:
-        """None if a received segment, whose message `arrival` let in, may be scattered. Its cells are then claimed: the
-        caller scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to its
-        sender's group."""
+        """Why a received segment may not be scattered. Returns None if it may, and claims its cells.
+
+        The caller then scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to
+        its sender's group.
+        """
         group = tag.sender if group is None else group
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing:

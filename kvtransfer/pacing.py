@@ -7,9 +7,10 @@ _KEPT_S = 0.02
 
 
 class RateLimit:
-    """While the budget is not overdrawn, a message of any size may be taken; the next one waits until it is paid back.
+    """Limits the average rate of bytes, for messages of any size.
 
-    So the rate holds on average for messages of any size, and no message is too large to be taken.
+    A message may be taken while the budget is not overdrawn; the next one waits until the debt is paid back. So no
+    message is too large to be taken.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -17,7 +18,7 @@ class RateLimit:
         self._even_at_s = float("-inf")
 
     def wait_s(self, now_s: float) -> float:
-        """Time until a message may be taken; 0: now."""
+        """Time until a message may be taken; 0 if it may be taken now."""
         return max(0.0, self._even_at_s - now_s)
 
     def take(self, num_bytes: int, now_s: float) -> None:

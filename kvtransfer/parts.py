@@ -1,4 +1,7 @@
-"""The caches of one rank as segments name them: the layers of all parts numbered in one row. Pure; no torch."""
+"""The parts of one rank's cache: KV, and an index or a state if the model has one. Pure; no torch.
+
+Segments number the layers of all parts in one sequence.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from kvtransfer.segments import Segment
 
 
 class PartPlace(NamedTuple):
-    """Where a segment lies: layers and heads by the numbers of its part's cache, tokens by those of its blocks."""
+    """Where a segment lies in its part's cache: the cache's own layers and heads, and positions in its blocks."""
 
     part: int
     layers: range
@@ -20,11 +23,11 @@ class PartPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One cache of a rank.
+    """One part of a rank's cache.
 
     Attributes:
-        number: its place in `KVCacheSpec.parts`; 0: that of KV.
-        spec: of the rank's cache, or of its payloads where a sender converts them.
+        number: its index in `KVCacheSpec.parts`; KV has 0.
+        spec: of the rank's cache, or of the payloads if a sender converts them.
         layers: its layers, numbered over all parts.
         heads: the model's heads that the cache holds.
     """
@@ -35,7 +38,7 @@ class Part:
     heads: range
 
     def place(self, segment: Segment) -> PartPlace:
-        """Where one of this part's segments lies. A state's slot holds one cell, whichever token it stands at."""
+        """Where one of this part's segments lies. A state's slot holds one cell, so its token is always 0."""
         layers, heads = segment.layers, segment.heads
         if self.layers.start:
             layers = range(layers.start - self.layers.start, layers.stop - self.layers.start, layers.step)
@@ -50,14 +53,14 @@ def parts_of(spec: KVCacheSpec, heads: Sequence[range] = ()) -> tuple[Part, ...]
     """The parts of a rank whose cache has that spec.
 
     Args:
-        heads: the model's heads that each part holds; empty: as many as its spec has, from the first.
+        heads: the model's heads that each part holds; empty: those of its spec, from the first.
     """
     held = heads or [range(part.num_kv_heads) for part in spec.parts]
     return tuple(map(Part, range(len(spec.parts)), spec.parts, spec.part_layers, held))
 
 
 def part_with(parts: Sequence[Part], layers: range) -> Part | None:
-    """The part that has all these layers; None: there is none."""
+    """The part that has all these layers. Returns None if no part has them all."""
     for part in parts:
         if layers.start in part.layers:
             return part if layers.start < layers.stop <= part.layers.stop else None

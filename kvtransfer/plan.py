@@ -12,14 +12,14 @@ WIRE_OLDEST = 3
 WIRE_NEWEST = 6
 # Since this version segments are sealed with their lease's key.
 _WIRE_SEALED = 4
-# Since this version a model's cache may have parts beside KV, whose layers are numbered after those of KV.
+# Since this version a model's cache may have other parts than KV; their layers are numbered after KV's.
 _WIRE_PARTS = 5
 # Since this version a node's ranks may each hold requests of their own.
 _WIRE_OWNERS = 6
 
 
 def wire_oldest(spec: KVCacheSpec, *, attention_data_parallel: bool = False) -> int:
-    """The oldest wire version in which a model with that cache travels whole, and to the right ranks."""
+    """The oldest wire version that carries every part of such a cache to the right ranks."""
     if attention_data_parallel:
         return _WIRE_OWNERS
     return WIRE_OLDEST if len(spec.parts) == 1 else _WIRE_PARTS
@@ -31,12 +31,12 @@ class NodeDescription:
 
     Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap; an unknown
     content digest equals all, because older versions have none. `shape`, `package_version`, `tensor_parallel_size` and
-    `attention_data_parallel` may differ. The dtype of `spec` may differ where the receiver accepts conversion and
+    `attention_data_parallel` may differ. The dtype of `spec` may differ if the receiver accepts conversion and
     neither node is batch-invariant; index and state are never converted.
 
     Attributes:
-        spec: the whole model's, not that of one rank's part.
-        shape: each rank's.
+        spec: of the whole model, not of one rank's share.
+        shape: of each rank's cache.
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
         attention_data_parallel: each rank has the whole KV of its own requests.
     """
@@ -87,8 +87,8 @@ class WirePlan:
     """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout.
 
     Attributes:
-        spec: of the KV as it travels, which is how the receiver stores it.
-        converted_from: dtype of the sender's cache, if it differs.
+        spec: of KV as it travels, which is as the receiver stores it.
+        converted_from: dtype of the sender's cache; None if the receiver's is the same.
     """
 
     wire_version: int
@@ -102,7 +102,7 @@ class WirePlan:
 
     @property
     def conversion(self) -> str:
-        """For operators; empty where KV keeps its dtype."""
+        """The conversion in words, for operators; empty if KV keeps its dtype."""
         return f"{self.converted_from} to {self.spec.dtype}" if self.converted_from else ""
 
 
@@ -176,7 +176,7 @@ def _spec_mismatches(
 
 
 def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | None) -> list[Mismatch]:
-    """Of a part beside KV, which travels as it is."""
+    """The mismatches of a part other than KV; such parts are never converted."""
     if ours is None and theirs is None:
         return []
     if ours is None or theirs is None:
@@ -186,7 +186,10 @@ def _part_mismatches(name: str, ours: KVCacheSpec | None, theirs: KVCacheSpec | 
 
 
 def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:
-    """The node that receives the other's KV in its own dtype; either one if the dtypes are equal; None: neither can."""
+    """The node that can receive the other's KV in its own dtype; `ours` if the dtypes are equal.
+
+    Returns None if neither can.
+    """
     if ours.spec.dtype == theirs.spec.dtype:
         return ours
     for sender, receiver in ((ours, theirs), (theirs, ours)):
@@ -209,7 +212,7 @@ def _dtype_mismatch(ours: NodeDescription, theirs: NodeDescription, *, converts:
 
 
 def _content_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:
-    """Of copies of one model that differ in some bytes."""
+    """The mismatch of two copies of one model that differ in some bytes."""
     digests = ours.content_digest, theirs.content_digest
     return None if "" in digests or digests[0] == digests[1] else Mismatch("content_digest", *digests, _DAMAGED)
 
@@ -224,7 +227,7 @@ def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch 
 
 
 def _batch_invariant_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
-    """The prompt and its continuation would be rounded differently, unlike in one process."""
+    """The mismatch of modes: prompt and continuation would be rounded differently, unlike in one process."""
     words = {True: "on", False: "off"}
     return Mismatch(
         "batch_invariant",

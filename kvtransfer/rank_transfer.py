@@ -19,7 +19,7 @@ from kvtransfer.segments import Segment
 OnFilled = Callable[[LeaseTotals], None]
 # A message was not scattered, so its lease cannot be trusted to become complete.
 OnRefused = Callable[[RefusedSegment], None]
-# The link to a peer has broken, for this reason: nothing more comes or goes over it. It is still to be disconnected.
+# The link to a peer has broken, for this reason: nothing more comes or goes over it. Disconnect it.
 OnLinkFailed = Callable[[int, BatonError], None]
 # The transfer cannot go on, for this reason. Every call fails from now on; the process should end.
 OnFailed = Callable[[BatonError], None]
@@ -35,7 +35,7 @@ class RankTransfer(Protocol):
     """
 
     def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:
-        """Sets who is called when a link breaks, or when the transfer cannot go on; before `start`."""
+        """Sets the callbacks for a broken link and for a transfer that cannot go on; call it before `start`."""
         ...
 
     async def start(self) -> None:
@@ -49,8 +49,8 @@ class RankTransfer(Protocol):
         """Cancels what is in flight. Every call that still waits gets an error."""
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
-        """Closes the transport and opens it again for another incarnation of the node, with all counters at 0. No lease
-        is open, and no link.
+        """Closes the transport and opens it again for another incarnation of the node, with all counters at 0. Call it
+        when no lease and no link is open.
 
         Raises:
             ConfigError: the transport cannot start.
@@ -85,13 +85,13 @@ class RankTransfer(Protocol):
             message_bytes: the largest message that the peer takes; None: this rank's own limit.
             group: shared by peers that fill leases together; None: the peer fills them alone.
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
-            incarnation: of the peer's node. Leases bound to another one are not filled by it.
+            incarnation: of the peer's node, which fills no lease that is bound to another incarnation.
             sealed: segments to and from the peer have seals, which need their leases' keys.
 
         Raises:
-            PeerRefused: the address is not one of this rank's kind of transport, or would end this process.
+            PeerRefused: the address belongs to another kind of transport, or would end this process.
             DataLoss: the peer cannot be reached.
-            Overloaded: an address that may be anybody's cannot be tried now.
+            Overloaded: the address of an unauthenticated peer cannot be tried now.
             ConfigError: no segment fits into the peer's messages.
         """
 
@@ -132,8 +132,8 @@ class RankTransfer(Protocol):
         """
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        """Sends one job. Returns when the transport has completed all of it: then every gather is over too, on a GPU as
-        well, and the job's blocks may be freed.
+        """Sends one job. Returns when the transport has completed all of it. Every gather is then over, also on a GPU,
+        and the job's blocks may be freed.
 
         Cancelling the call ends the job; `quiet` then waits until nothing of it is in flight.
 
@@ -157,13 +157,13 @@ class RankTransfer(Protocol):
         because scatters are not ordered after the engine's stream. At `on_filled` every scatter is over on the device.
 
         Raises:
-            InternalError: tags could not tell the number from an earlier one, or the blocks cannot hold the tokens.
-                Where the cache is in this process the call itself raises it, elsewhere the future does.
+            InternalError: a recent lease has the number's lease field, or the blocks cannot hold the tokens. The call
+                itself raises it if the cache is in this process, else the future does.
         """
         ...
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        """Ends a lease. When this returns, nothing writes to its blocks or ever will, on a GPU as well.
+        """Ends a lease. When this returns, nothing writes to its blocks or ever will, also on a GPU.
 
         Raises:
             UnknownLease: it is not open.
@@ -175,5 +175,5 @@ class RankTransfer(Protocol):
         ...
 
     def stuck(self, *, after_s: float) -> str:
-        """The Python stack of a rank that has made no turn for that long, or why it cannot go on; empty otherwise."""
+        """The Python stack of a rank whose thread has not moved for that long, or why it cannot go on; else empty."""
         ...

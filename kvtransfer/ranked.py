@@ -73,18 +73,19 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._leases: dict[int, _Lease] = {}
 
     def deliver_to(self, on_filled: OnFilled, on_refused: OnRefused) -> None:
-        """Sets who receives lease events; before `start`. A lease is filled once every rank has its tokens, and the
-        totals are those of all ranks together."""
+        """Sets the callbacks for lease events; call it before `start`. A lease is filled once every rank has its
+        tokens, and the totals are those of all ranks together."""
         self._on_filled, self._on_refused = on_filled, on_refused
 
     def on_failed(self, callback: OnFailed) -> None:
-        """Sets who is called once, on the event loop, when a rank cannot go on; at once if one cannot already."""
+        """Sets the callback for a rank that cannot go on. It is called once, on the event loop, and at once if a rank
+        has failed already."""
         self._on_failed = callback
         if self._failure is not None:
             callback(self._failure)
 
     async def start(self) -> None:
-        """Raises a rank's error, after all transfers are closed."""
+        """Starts all ranks. If one fails, closes all of them and raises its error."""
         assert self._on_filled is not None, "deliver_to comes first"
         try:
             await asyncio.gather(*(rank.start() for rank in self._ranks))
@@ -97,11 +98,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     @property
     def linked(self) -> bool:
-        """Whether there is a pair, or one that is not closed yet."""
+        """Whether a pair is open or still closing."""
         return bool(self._pairs)
 
     async def reopen(self, *, incarnation: int, receive_bytes_per_s: float | None) -> None:
-        """After the last pair and the last lease, on all ranks."""
+        """Reopens all ranks, after the last pair and the last lease."""
         assert not self._pairs, "disconnect comes first"
         self._leases.clear()
         await _all(
@@ -146,11 +147,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         incarnation: int = 0,
         sealed: bool = False,
     ) -> None:
-        """Raises PeerRefused: the peer listens on other links."""
+        """Connects all links of a pair. Raises PeerRefused if the peer listens on other links."""
         ends = self._pairs[pair]
         if addresses.keys() != {end.link for end in ends}:
             raise PeerRefused(
-                f"the peer listens on {len(addresses)} links, this node expects {len(ends)} others",
+                f"the peer listens on {len(addresses)} links, which are not the {len(ends)} that this node expects",
                 field="links",
                 cure="start both nodes with the same version",
             )
@@ -191,11 +192,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         and times are also the slowest link's.
 
         Raises:
-            PeerRefused: the peer has warmed up other links.
+            PeerRefused: the peer has not warmed up the links that this node expects.
         """
         ends = self._pairs[pair]
         if sent.keys() != {end.link for end in ends}:
-            raise PeerRefused("the peer has warmed up other links", field="links")
+            raise PeerRefused("the peer has not warmed up the links that this node expects", field="links")
         measures: list[LinkMeasure] = []
         for round_ends in _rounds(ends):
             measures += await asyncio.gather(
@@ -213,7 +214,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         )
 
     async def use_link(self, pair: int, speed: LinkSpeed) -> None:
-        """Chooses message sizes for the pair's link.
+        """Sets the measured speed of a pair, from which each link's message sizes follow.
 
         Args:
             speed: of the pair, as `warmed_up` measured it.
@@ -225,8 +226,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- sending
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        """Sends each link's part of the job over that link, where both of its ranks take part. Every link numbers its
-        segments from the job's first number. Returns or raises once nothing of the job is in flight on any link."""
+        """Sends the job over all links whose two ranks take part, a part over each. Every link numbers its segments
+        from the job's first number. Returns or raises once nothing of the job is in flight on any link."""
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
@@ -240,7 +241,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return tuple(segment for segments in sent for segment in segments)
 
     async def quiet(self, pair: int, lease: int) -> None:
-        """No-op for pairs that never listened."""
+        """Ends the lease's jobs on every link; no-op for pairs that never listened."""
         await asyncio.gather(*(end.rank.quiet(end.number, lease) for end in self._pairs.get(pair, ())))
 
     # ---- leases
@@ -259,7 +260,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         if lease is None:
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
         await asyncio.wait([lease.opening])
-        return _together(await _all(rank.close_lease(number) for rank in lease.ranks))
+        return _sum_totals(await _all(rank.close_lease(number) for rank in lease.ranks))
 
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
@@ -268,7 +269,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         lease.filled.append(totals)
         if len(lease.filled) == len(lease.ranks):
             assert self._on_filled is not None
-            self._on_filled(_together(lease.filled))
+            self._on_filled(_sum_totals(lease.filled))
 
     def _refused(self, refused: RefusedSegment) -> None:
         assert self._on_refused is not None
@@ -289,7 +290,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- status
 
     def counters(self) -> TransferCounters:
-        """Sums over all ranks, peers by their pairs' numbers. Figures of other processes are up to a second old."""
+        """Sums over all ranks, with peers by their pairs' numbers. Counts of other processes are up to a second old."""
         counters = [rank.counters() for rank in self._ranks]
         refusals = {
             refusal: count
@@ -337,7 +338,7 @@ def _part_of(job: SendJob, end: _End) -> SendJob | None:
 
 
 async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:
-    """All results once every call has ended; raises the first error then."""
+    """Waits until every call has ended; then returns all results or raises the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     done: list[T] = []
     for result in results:
@@ -347,7 +348,7 @@ async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:
     return done
 
 
-def _together(totals: Sequence[LeaseTotals]) -> LeaseTotals:
+def _sum_totals(totals: Sequence[LeaseTotals]) -> LeaseTotals:
     return LeaseTotals(
         totals[0].number,
         bytes=sum(each.bytes for each in totals),

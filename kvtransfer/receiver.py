@@ -98,7 +98,7 @@ class Receiver:
         self._blocks: dict[int, Blocks] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
-        self._held: Counter[int] = Counter()
+        self._slots_held: Counter[int] = Counter()
         # In order of arrival: messages over the limit, and messages of peers that already hold their share of slots.
         self._parked: deque[tuple[Tag, Arrival]] = deque()
         self._limit = RateLimit(settings.receive_bytes_per_s) if settings.receive_bytes_per_s else None
@@ -158,7 +158,7 @@ class Receiver:
 
     def holds(self, peer: int) -> bool:
         """Whether anything from that peer is in flight."""
-        return self._held[peer] > 0
+        return self._slots_held[peer] > 0
 
     def step(self) -> bool:
         """Accepts arrived messages and advances accepted ones. Returns whether anything happened."""
@@ -187,7 +187,7 @@ class Receiver:
                 refusal = self._look_up(tag, arrival)
             if refusal is not None:
                 self._transport.discard(arrival)
-                self._refuse(tag, refusal, peer=arrival.peer, proven=self._unsealed(arrival.peer))
+                self._refuse(tag, refusal, peer=arrival.peer, authenticated=self._unsealed(arrival.peer))
             elif not self._offer(tag, arrival):
                 self._parked.append((tag, arrival))
         return accepted
@@ -212,7 +212,7 @@ class Receiver:
             return False
         peer = self._ledger.peers[tag.sender]
         pool = self._pools.of(through_host=peer.through_host)
-        if self._held[tag.sender] >= self._ledger.fair_share(pool.slots):
+        if self._slots_held[tag.sender] >= self._ledger.fair_share(pool.slots):
             return False
         slot = pool.take()
         if slot is None:
@@ -220,7 +220,7 @@ class Receiver:
         request = self._transport.receive(arrival, slot.message(arrival.num_bytes))
         if limit is not None:
             limit.take(arrival.num_bytes, now_s)
-        self._held[tag.sender] += 1
+        self._slots_held[tag.sender] += 1
         self._receptions.append(_Reception(tag, peer, pool, slot, arrival.num_bytes, request))
         return True
 
@@ -277,7 +277,7 @@ class Receiver:
         return False
 
     def _to_scatter(self, item: _Reception, reading: CacheReading) -> Segment | None:
-        """The segment, if it may be written to its lease's blocks: its cells are claimed then. None otherwise."""
+        """Checks a message that was read. Returns its segment, with cells claimed, or None if nothing is scattered."""
         tag = item.tag
         if tag.number == WARM_UP:
             if tag.sender in self._ledger.peers:
@@ -286,7 +286,7 @@ class Receiver:
         peer = item.peer
         opened = self._open(tag, reading.trailer, sealed=peer.sealed)
         if isinstance(opened, SegmentRefusal):
-            self._refuse(tag, opened, peer=tag.sender, proven=not peer.sealed)
+            self._refuse(tag, opened, peer=tag.sender, authenticated=not peer.sealed)
             return None
         refusal = self._check(opened, item.num_bytes, reading)
         refusal = refusal or self._leases.start_scatter(tag, opened, group=peer.group)
@@ -304,7 +304,7 @@ class Receiver:
         return decode_sealed(trailer, key=key, incarnation=self._incarnation) or SegmentRefusal.SEAL
 
     def _unsealed(self, peer: int) -> bool:
-        """Whether messages of that peer are taken for its own without a seal."""
+        """Whether messages of that peer count as its own without a seal."""
         return peer in self._ledger.peers and not self._ledger.peers[peer].sealed
 
     def _check(self, segment: Segment, num_bytes: int, reading: CacheReading) -> SegmentRefusal | None:
@@ -324,9 +324,9 @@ class Receiver:
             self._closed(outcome.closed)
 
     def _end(self, item: _Reception) -> bool:
-        """The message is over: its slot is free."""
+        """Ends a message, whose slot is free then."""
         self._receptions.remove(item)
-        self._held[item.tag.sender] -= 1
+        self._slots_held[item.tag.sender] -= 1
         item.pool.give_back(item.slot)
         return True
 
@@ -334,12 +334,12 @@ class Receiver:
         self._blocks.pop(totals.number).free()
         self._closing.pop(totals.number).set_result(totals)
 
-    def _refuse(self, tag: Tag, refusal: SegmentRefusal, *, peer: int, proven: bool = True) -> None:
-        """Counts a message of that peer. It costs the peer's warm-up, or the lease that this peer fills, never another
-        lease.
+    def _refuse(self, tag: Tag, refusal: SegmentRefusal, *, peer: int, authenticated: bool = True) -> None:
+        """Counts a refused message from that peer. It fails the peer's warm-up, or the lease that this peer fills,
+        never another lease.
 
         Args:
-            proven: it is the peer's own. Others cost no lease.
+            authenticated: only such messages may fail a lease.
         """
         self._ledger.refusals[refusal] += 1
         if refusal is SegmentRefusal.LATE:
@@ -348,7 +348,7 @@ class Receiver:
         lease = None
         if tag.number == WARM_UP:
             self.warm_ups.failed(peer, error)
-        elif proven and (sender := self._ledger.peers.get(peer)):
+        elif authenticated and (sender := self._ledger.peers.get(peer)):
             own = Tag(peer, tag.lease, tag.number)
             lease = self._leases.filled_by(own, group=sender.group, incarnation=sender.incarnation)
         self._on_refused(RefusedSegment(lease, peer, refusal, error))

@@ -11,8 +11,9 @@ from kvtransfer.link import LinkSpeed
 
 @dataclass(frozen=True)
 class SendJob:
-    """KV of one request's tokens [token_start, token_stop) for one lease of a peer. It goes from rank to rank, or from
-    node to node over links that carry a part each.
+    """KV of one request's tokens [token_start, token_stop) for one lease of a peer.
+
+    A job is for one link between two ranks, or for a pair of nodes, which divides it among its links.
 
     Attributes:
         peer: this node's number for the receiver.
@@ -24,12 +25,12 @@ class SendJob:
             GPU the step that computed the tokens must be over, not only queued: gathers are not ordered after its
             stream.
         layers: layers to send, numbered over all parts; None: all, those of the state only if there is a slot.
-        flows: what the link carries; empty: all that the cache has.
+        flows: what the link carries; empty: everything that the cache has.
         key: of the lease, for a peer that wants seals.
         state_slot: where the recurrent state after `token_stop` tokens is; it must not change either. -1: the state is
             not sent with this job, because it is sent with the lease's last one.
-        owner: the rank with the blocks, the only one that sends; None: every rank sends its share.
-        owner_there: the receiver's rank that the lease is of, likewise.
+        owner: the rank that has the blocks and alone sends; None: every rank sends its share.
+        owner_there: the receiver's rank that owns the lease and alone receives; None: every rank receives its share.
     """
 
     peer: int
@@ -54,8 +55,7 @@ class RefusedSegment:
     """A message that was not scattered.
 
     Attributes:
-        lease: the lease that its sender fills, which cannot become complete any more; None: it names no such lease, so
-            it costs none.
+        lease: the lease that its sender fills and that can no longer become complete; None: no lease fails.
         sender: the peer whose link it came over.
     """
 
@@ -75,7 +75,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class LinkMeasure:
-    """A measured link. `transport`: what carries the bytes; the other figures as in `LinkSpeed`."""
+    """A measured link. `transport` names the carrier of the bytes; times are those of `LinkSpeed`."""
 
     transport: str
     gigabytes_per_s: float

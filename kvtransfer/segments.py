@@ -6,8 +6,8 @@ the payload's digest plus a hash of all other fields, from which a kernel can st
 Since wire version 4 a lease has a key, which only the ticket carries. The trailer then has a seal in place of the
 incarnation: a keyed hash of all fields but the digest. The other half of the same hash is the digest's summand.
 
-Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits. A lease's number has 63 random bits,
-of which the tag carries the lowest; the trailer has all of them.
+Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits. A lease's number has 63 random bits:
+the tag carries the lowest, the trailer all of them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from baton.kvcache.spec import ALIGN_TOKENS, KVCacheSpec
 
 SENDER_BITS = 12
 LEASE_BITS = 36
-# Of a lease's number, so that nobody guesses one.
+# Bits of a lease's number: too many to guess one.
 LEASE_NUMBER_BITS = 63
 LEASE_KEY_BYTES = 32
 NUMBER_BITS = 16
@@ -75,21 +75,22 @@ class Tag:
 
 
 def lease_field(lease: int) -> int:
-    """What tags carry of a lease's number."""
+    """The lowest bits of a lease's number, which tags carry."""
     return lease & ((1 << LEASE_BITS) - 1)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some layers and heads of some consecutive tokens of one request, in one of its parts (`kvtransfer.parts`). A
-    state is at one token, the last that is in it.
+    """Some layers and heads of consecutive tokens of one request, in one part of its cache (`kvtransfer.parts`).
+
+    A segment of a state has one token: the last that the state includes.
 
     Attributes:
         incarnation: of the node that granted the lease.
         digest: over the payload and all other fields; 0 when the sender has digests off.
         key: of the lease; empty: the segment has no seal, as before wire version 4 and in warm-ups.
 
-    The fields are in the order of the trailer's.
+    The fields are in the trailer's order.
     """
 
     incarnation: int
@@ -121,16 +122,16 @@ class Segment:
 
     @property
     def summand(self) -> int:
-        """The digest's other summand: a hash of all other fields, 64 bits."""
+        """The number that is added to the payload's digest: a hash of all other fields, 64 bits."""
         return self._hashes[1]
 
     @property
     def seal(self) -> int:
-        """The keyed hash of all fields but the digest, 64 bits. Only who has the key knows it."""
+        """The keyed hash of all fields but the digest, 64 bits. Only a holder of the key can compute it."""
         return self._hashes[0]
 
     def digest_over(self, payload_digest: int) -> int:
-        """The digest over a payload of that digest and all other fields."""
+        """The segment's digest, from the payload's digest and all other fields."""
         return (payload_digest + self.summand) % (1 << 64)
 
     def encode(self, digest: int) -> bytes:
@@ -140,7 +141,7 @@ class Segment:
 
     @cached_property
     def _hashes(self) -> tuple[int, int]:
-        """Seal and summand. Without a key there is no seal."""
+        """Seal and summand. Without a key the seal is 0."""
         unsealed = self._pack(_TAGS[0], self.incarnation, 0)
         if not self.key:
             return 0, int.from_bytes(hashlib.blake2b(unsealed, digest_size=DIGEST_BYTES).digest(), "little")
@@ -175,12 +176,12 @@ TRAILER_BYTES = _TRAILER.size
 DIGEST_OFFSET = struct.calcsize("<BQBQBIBIBIBIBIBIBIBQB")
 DIGEST_BYTES = 8
 SEAL_BYTES = 8
-# Of the field that is first in place of the incarnation; protobuf accepts fields in any order.
+# Tag byte of the seal, which is first in place of the incarnation; protobuf accepts fields in any order.
 _SEAL_TAG = 0x69
 
 
 def decode_sealed(trailer: bytes, *, key: bytes, incarnation: int) -> Segment | None:
-    """The segment that a sealed trailer describes; None unless its seal was made with this key for this incarnation.
+    """The segment that a sealed trailer describes. Returns None unless this key made the seal for this incarnation.
 
     The comparison takes as long for a seal that is almost right as for any other.
     """
@@ -195,7 +196,7 @@ def decode_sealed(trailer: bytes, *, key: bytes, incarnation: int) -> Segment | 
 
 
 def decode_trailer(trailer: bytes) -> Segment | None:
-    """The segment that a trailer without a seal describes; None when the bytes are not a whole one."""
+    """The segment that a trailer without a seal describes. Returns None if the bytes are not a whole trailer."""
     if len(trailer) != TRAILER_BYTES:
         return None
     numbers = _TRAILER.unpack(trailer)
@@ -246,8 +247,8 @@ def cut(
 def read_boxes(
     spec: KVCacheSpec, *, layers: range, token_start: int, token_stop: int, resume_at: int
 ) -> Iterator[SegmentPiece]:
-    """The KV of a token range that tokens from `resume_at` on read: one box for each run of tokens that is read by the
-    same evenly spaced layers."""
+    """The KV of a token range that tokens from `resume_at` on will read, as boxes: one for each run of tokens that the
+    same evenly spaced layers read."""
     if not spec.windows:  # the short path, because a link waits for the first piece
         if layers and token_start < token_stop:
             yield SegmentPiece(layers, token_start, token_stop)

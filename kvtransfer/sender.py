@@ -90,7 +90,7 @@ class Sender:
         self._digests = settings.digests
         self._jobs: list[_Job] = []
         self._in_flight: list[_InFlight] = []
-        self._held: Counter[int] = Counter()
+        self._slots_held: Counter[int] = Counter()
         self._quiet_waiters: list[tuple[int, int, Future[None]]] = []
 
     @property
@@ -130,7 +130,7 @@ class Sender:
         self._jobs.append(_Job(job.peer, job.sender_number, job.lease, pool, segments, fill, done))
 
     def warm_up(self, peer_number: int, sender_number: int, future: "Future[WarmUp]") -> None:
-        """Queues messages through every slot. The future gets their number and payload bytes."""
+        """Queues warm-up messages through every slot. The future gets their number and payload bytes."""
         peer = self._ledger.peers.get(peer_number)
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=peer_number))
@@ -165,7 +165,7 @@ class Sender:
 
     def holds(self, peer: int) -> bool:
         """Whether anything for that peer is in flight."""
-        return self._held[peer] > 0
+        return self._slots_held[peer] > 0
 
     def step(self) -> bool:
         """Advances segments in flight and begins at most one more. Returns whether anything happened."""
@@ -196,12 +196,12 @@ class Sender:
         return True
 
     def _has_room(self, job: _Job) -> bool:
-        return job.pool.available > 0 and self._held[job.peer] < self._ledger.fair_share(job.pool.slots)
+        return job.pool.available > 0 and self._slots_held[job.peer] < self._ledger.fair_share(job.pool.slots)
 
     def _begin(self, job: _Job, slot: Slot, segment: Segment) -> None:
         item = _InFlight(job, slot, segment, job.fill(slot, segment))
         job.in_flight += 1
-        self._held[job.peer] += 1
+        self._slots_held[job.peer] += 1
         self._in_flight.append(item)
         self._advance(item)
 
@@ -231,10 +231,10 @@ class Sender:
         return self._transport.send(job.peer, tag, item.slot.message(segment.payload_bytes + TRAILER_BYTES))
 
     def _end(self, item: _InFlight) -> bool:
-        """The segment is over: its slot is free."""
+        """Ends a segment, whose slot is free then."""
         self._in_flight.remove(item)
         item.job.in_flight -= 1
-        self._held[item.job.peer] -= 1
+        self._slots_held[item.job.peer] -= 1
         item.job.pool.give_back(item.slot)
         self._finish_jobs()
         return True

@@ -1,4 +1,4 @@
-"""Settings of one rank's KV transfer. The defaults are those of the node's settings."""
+"""Settings of one rank's KV transfer."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class TransferSettings:
         staging_slots: number of slots, for each direction that is used.
         digests: segments are sent with a digest, and refused without the right one.
         receive_bytes_per_s: highest average rate of received segments; senders wait. None: no limit.
-        peers_are_known: whoever gives this transfer an address has shown a certificate; the address is used untried.
+        peers_are_known: every peer has shown a certificate, so its address is used without a trial.
         heads: for each part, the model's heads that the rank's cache holds; empty: all of them.
 
     Raises:

@@ -28,14 +28,14 @@ class Slot:
 
     @cached_property
     def message(self) -> Callable[[int], Tensor]:
-        """Maps a size to a tensor of that many first bytes, always the same tensor: a request's segments have few
-        sizes, and transports cache a handle for each tensor."""
+        """Maps a size to the tensor of the slot's first bytes. Equal sizes give the same tensor: a request's segments
+        have few sizes, and transports cache a handle for each tensor."""
         memory = self.memory
         return lru_cache(_SIZES_KEPT)(lambda num_bytes: memory[:num_bytes])
 
 
 class StagingPool:
-    """Slots given out in turn, so that a pair's warm-up passes through all of them.
+    """Gives out slots in turn, so that a pair's warm-up passes through all of them.
 
     A slot is given back only when the transport's request and every operation on it are done: until then it may still
     be read or written.
@@ -80,7 +80,7 @@ class Pools:
     Each is made when it is first needed, so a node that only sends never allocates slots to receive into.
 
     Args:
-        direct, in_host: make a pool.
+        direct, in_host: make the pool of each kind.
     """
 
     def __init__(self, *, direct: Callable[[], StagingPool], in_host: Callable[[], StagingPool]) -> None:

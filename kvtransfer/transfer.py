@@ -203,7 +203,7 @@ class KVTransfer(RankTransfer):
             raise InternalError(f"lease {lease.number} has blocks that do not exist", field="block_ids")
         if (self._cache.state is not None) != (lease.state_slot >= 0) or lease.state_slot >= shape.state_slots:
             raise InternalError(
-                f"lease {lease.number} has slot {lease.state_slot} of {shape.state_slots} for states",
+                f"lease {lease.number} has state slot {lease.state_slot}, and the cache has {shape.state_slots}",
                 field="state_slot",
                 value=lease.state_slot,
             )

@@ -81,12 +81,12 @@ class WarmUpReceiver:
         self._measured: set[int] = set()
 
     def expects(self, peer: int) -> bool:
-        """Whether a warm-up message of that peer may come."""
+        """Whether a further warm-up message of that peer is allowed."""
         progress = self._peers.get(peer)
         return peer not in self._measured and (progress is None or len(progress.arrived) < _MESSAGES_MAX)
 
     def failed(self, peer: int, error: BatonError) -> None:
-        """A message was refused, or did not arrive whole: the warm-up fails."""
+        """Fails a warm-up: a message was refused, or did not arrive whole."""
         if peer in self._measured:
             return
         progress = self._peers.setdefault(peer, _Progress())
@@ -107,7 +107,8 @@ class WarmUpReceiver:
         self._finish(peer)
 
     def expect(self, peer: int, messages: int, num_bytes: int, carrier: str, future: "Future[LinkMeasure]") -> None:
-        """Completes the future once that many messages have arrived: with the measure, without latency, or an error."""
+        """Completes the future once that many messages have arrived: with the measure, still without latency, or with
+        an error."""
         self._peers.setdefault(peer, _Progress()).waiting = (messages, num_bytes, carrier, future)
         self._finish(peer)
 

@@ -51,7 +51,7 @@ _HOT_S = 2e-3
 # The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
-# Calls take turns with the links after this time: to open a link takes 20 ms, and many may be asked for at once.
+# After this time the links are served before further calls: opening a link takes 20 ms, and many may be waiting.
 _CALLS_S = 5e-3
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -62,7 +62,7 @@ class TransferThread:
     Args:
         on_filled, on_refused: called on the thread.
         on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
-        on_failed: called on the thread when it cannot go on; before the calls that wait fail.
+        on_failed: called on the thread when it cannot go on, before the waiting calls fail.
         clock: for the receiver; the thread's own waits use the monotonic clock.
     """
 

@@ -13,12 +13,11 @@ def main() -> None:
 
         settings = read_settings(PrefillSettings, "prefill_node")
         try:
-            supervisor = Supervisor(settings.supervisor)  # whose end ends this process during the imports too
+            supervisor = Supervisor(settings.supervisor)  # first: if it ends, this process ends, even while importing
         except ConfigError as error:
             fail("prefill_node", error)
-        quiet_grpc()  # before its import, at which it reads the variable
-        # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
-        # once.
+        quiet_grpc()  # before gRPC is imported, because it reads the variable then
+        # Importing torch takes seconds. It comes after the settings, so that --help and a wrong flag answer at once.
         from baton.node.process import run_node
         from baton.protos.v1 import node_status_pb2
         from prefill_node.roles import ROLES

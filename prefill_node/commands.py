@@ -43,7 +43,7 @@ class StopSending:
 
 @dataclass(frozen=True)
 class SendToPeer:
-    """Send a message on the Pair stream; it is dropped when the peer is gone."""
+    """Send a message on the Pair stream; it is dropped if the peer is gone."""
 
     peer: int
     message: decode_pb2.PairRequest

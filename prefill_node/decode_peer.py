@@ -61,7 +61,7 @@ class DecodePeer:
     Attributes:
         state: what this node's status reports of the peer.
         link: as measured in the handshake; None until then.
-        turn_s: median time from the event loop to the threads that send over the peer's links, and back.
+        turn_s: median time from the event loop to the peer's sending threads and back.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DecodePeer:
         )
 
     async def settled(self) -> node_status_pb2.PeerState:
-        """The peer's state once the handshake is over."""
+        """Waits until the handshake is over; returns the peer's state."""
         await self._settled.wait()
         return self.state
 
@@ -115,7 +115,7 @@ class DecodePeer:
         self._outbox.put_nowait(message)
 
     async def close(self) -> None:
-        if not self._ending:  # else its links are being closed, which must not be cut short
+        if not self._ending:  # else the task is closing the links, and must not be cancelled
             self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -129,7 +129,7 @@ class DecodePeer:
                     ready = await self._handshake(call)
                 if ready:
                     await self._exchange(call)
-        except* Exception as failed:  # noqa: BLE001  whatever one peer causes costs that peer alone
+        except* Exception as failed:  # noqa: BLE001  any failure of one peer costs that peer alone
             self.state.detail = self.state.detail or self._describe(failed.exceptions[0])
         finally:
             await self._end()
@@ -137,7 +137,7 @@ class DecodePeer:
     # ---- the handshake: agree on a plan, connect every link, measure
 
     async def _handshake(self, call: Call) -> bool:
-        """Whether the peer is ready; False when one of the two nodes refuses, with the reasons in the state."""
+        """Returns whether the peer is ready. If one of the two nodes refuses, the state has the reasons."""
         accepted = await self._introduce(call)
         if accepted is None:
             return False
@@ -189,7 +189,7 @@ class DecodePeer:
         )
 
     async def _measure(self, call: Call) -> bool:
-        """Sends the warm-up messages that the decode node times; False when the link is too slow for one of the two."""
+        """Sends the warm-up messages that the decode node times. Returns False if a node refuses so slow a link."""
         transfer = self._node.transfer
         warm = await transfer.warm_up(self.number, self._sender_number)
         await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))
@@ -218,7 +218,7 @@ class DecodePeer:
         log.warning("cannot work with %s: %s", self.state.name, describe_mismatches(mismatches))
 
     async def _send_refusal(self, call: Call) -> None:
-        """Returns once the decode node has received it: closing the channel would overtake the message."""
+        """Refuses the decode node. Waits until it has received this: closing the channel would overtake the message."""
         refused = pb.PairRefused(info=self._node.info, mismatches=self.state.mismatches)
         await _write(call, pb.PairRequest(refused=refused))
         await call.read()
@@ -256,7 +256,7 @@ class DecodePeer:
                 return f"no connection within {self._timeout_s:g} s"
             case BatonError():
                 return str(error)
-            case asyncio.InvalidStateError():  # of a write
+            case asyncio.InvalidStateError():  # raised by a write
                 return "it ended the stream during the handshake"
             case _:
                 log.error("the pair with %s failed", self.state.name, exc_info=error)
@@ -279,8 +279,10 @@ async def _write(call: Call, message: pb.PairRequest) -> None:
 
 
 async def _turn_s(transfer: RankedTransfer, peer: int) -> float:
-    """Asks for the quiet of a lease without sends, which is answered at once. The pauses let the threads fall asleep,
-    as they do between chunks."""
+    """Measures the time to the sending threads and back, with calls that those answer at once.
+
+    The pauses let the threads fall asleep, as they do between chunks.
+    """
     took_s = []
     for _ in range(_TURNS):
         await asyncio.sleep(_TURN_EVERY_S)

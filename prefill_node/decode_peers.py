@@ -1,15 +1,13 @@
 """All decode nodes that this node knows.
 
-Gateways ask for connections before traffic, and a ticket makes a missing one.
+Gateways request connections before traffic. A ticket for a node that is not connected makes the connection then.
 """
 
 import itertools
 
 from baton.core.errors import Draining, NoNode, Overloaded, PeerRefused, UnknownLease
 from baton.node.assembly import Node
-from baton.node.describe import (
-    describe_mismatches,
-)
+from baton.node.describe import describe_mismatches
 from baton.protos.internal.v1 import decode_pb2 as pb
 from baton.protos.internal.v1 import lease_pb2
 from baton.protos.v1 import node_status_pb2
@@ -18,7 +16,7 @@ from baton.security.tls import InternalTls
 from kvtransfer.ranked import MOST_RANKS
 from prefill_node.decode_peer import DecodePeer, Deliver
 
-# Peers that are lost or refused: this many are kept for the status.
+# Maximum number of lost and refused peers that are kept for the status.
 _PAST_MAX = 32
 _CONNECTING_MAX = 256
 
@@ -41,12 +39,12 @@ class DecodePeers:
 
         Raises:
             Overloaded: too many connections are being made.
-            Draining: the node makes no more.
+            Draining: the node makes no new connections.
         """
         return await self._peer(address).settled()
 
     async def for_ticket(self, ticket: lease_pb2.Ticket) -> DecodePeer:
-        """The peer that a ticket names, ready.
+        """The ready peer that a ticket names; connects to it if necessary.
 
         Raises:
             PeerRefused: the two nodes cannot work together.
@@ -94,7 +92,7 @@ class DecodePeers:
         peer = self._by_address.get(address)
         if peer is None or peer.over:
             if self._closed:
-                raise Draining(f"{self._node.name} makes no more connections", cure="use another node")
+                raise Draining(f"{self._node.name} makes no new connections", cure="use another node")
             if sum(not (each.ready or each.over) for each in self._by_address.values()) >= _CONNECTING_MAX:
                 raise Overloaded(f"{_CONNECTING_MAX} connections are being made", retry_after_s=1.0)
             number = next(self._numbers)

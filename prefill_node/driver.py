@@ -104,9 +104,9 @@ class PrefillDriver:
         self._on_freed = on_freed
         self._numbers = node.numbers
         self._streams: dict[int, ResponseStream] = {}
-        self._request_ids: dict[int, str] = {}  # the clients'
+        self._request_ids: dict[int, str] = {}  # the clients' ids
         self._sends: dict[int, asyncio.Task[None]] = {}
-        # What runs for calls must outlive their handlers, which gRPC cancels: so no task group owns these tasks.
+        # A call's tasks must outlive its handler, which gRPC cancels, so no task group owns them.
         self._tasks: set[asyncio.Task[None]] = set()
         node.listen(Listener(on_step=lambda step: self.deliver(StepDone(step))))
 
@@ -116,7 +116,7 @@ class PrefillDriver:
         return self._machine.busy or bool(self._streams)
 
     def knows(self, request_id: str) -> bool:
-        """Whether this request of the engine is one of the calls'."""
+        """Whether this request of the engine belongs to a call."""
         return self._machine.knows(request_id)
 
     async def prefill(self, request: pb.PrefillRequest, write: Write) -> None:
@@ -166,7 +166,7 @@ class PrefillDriver:
                 commands.extend(self._machine.handle(answer, time.monotonic()))
 
     def _execute(self, command: Command) -> Event | None:
-        """Returns the answer to a command that is answered at once."""
+        """Starts a command; returns its answer if that is known at once."""
         match command:
             case Submit(request=request):
                 return self._submit(request)
@@ -193,7 +193,7 @@ class PrefillDriver:
         try:
             self._engine.submit(request)
         except Exception as error:  # noqa: BLE001  the gateway gets it
-            return EngineRefused(int(request.request_id), _typed(error))
+            return EngineRefused(int(request.request_id), _to_baton_error(error))
         return None
 
     async def _abort(self, call: int) -> None:
@@ -205,7 +205,7 @@ class PrefillDriver:
         try:
             segments = await self._transfer.send(job)
         except Exception as error:  # noqa: BLE001  the gateway gets it
-            self.deliver(SendFailed(call, _typed(error)))
+            self.deliver(SendFailed(call, _to_baton_error(error)))
         else:
             self.deliver(Sent(call, segments))
 
@@ -217,7 +217,7 @@ class PrefillDriver:
         try:
             await self._transfer.quiet(peer, lease)
         except Exception as error:  # noqa: BLE001  the gateway gets it
-            self.deliver(StopFailed(call, _typed(error)))
+            self.deliver(StopFailed(call, _to_baton_error(error)))
         else:
             self.deliver(BecameQuiet(call))
 
@@ -228,7 +228,7 @@ class PrefillDriver:
         return task
 
 
-def _typed(error: Exception) -> BatonError:
+def _to_baton_error(error: Exception) -> BatonError:
     if isinstance(error, BatonError):
         return error
     log.error("a prefill call failed", exc_info=error)

@@ -15,12 +15,12 @@ from kvtransfer.segments import Segment
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """The decode node that a ticket names, as the handshake found it.
+    """What the handshake found out about the decode node that a ticket names.
 
     Attributes:
         number: this node's number for the peer.
         sender_number: the peer's number for this node.
-        kv_converted: how KV is converted, such as "bfloat16 to fp8"; empty: not at all.
+        kv_converted: how KV is converted, such as "bfloat16 to fp8"; empty if it is not.
         max_context_tokens: of the decode node; None: unknown.
     """
 
@@ -36,8 +36,8 @@ class Called:
     """A gateway wants a prompt prefilled for a ticket. The decode node is connected.
 
     Attributes:
-        layers_per_group: number of layers whose KV is sent together while a chunk computes. All layers: chunks are sent
-            whole.
+        layers_per_group: number of layers whose KV is sent together while a chunk computes; with all layers, a chunk is
+            sent whole.
     """
 
     call: int
@@ -63,7 +63,7 @@ class EngineRefused:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One engine step's results, or those of its first layers."""
+    """The results of one engine step, or of its first layers."""
 
     events: StepEvents
 
@@ -124,7 +124,7 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Draining:
-    """New calls are refused from now on; those that run go on."""
+    """New calls are refused from now on; running calls go on."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""All Prefill calls of one node: which call an event concerns. Pure: no clock, task, socket or tensor.
+"""Routes events to the Prefill calls of one node. Pure: no clock, task, socket or tensor.
 
 `prefill_task` has the states of one call.
 """
@@ -52,11 +52,11 @@ class PrefillMachine:
         return bool(self._tasks)
 
     def knows(self, request_id: str) -> bool:
-        """Whether this request of the engine is one of the calls'."""
+        """Whether this request of the engine belongs to a call."""
         return request_id in self._tasks
 
     def refusal(self) -> BatonError | None:
-        """Why every new call is refused now; None if new calls are admitted."""
+        """Why every new call is refused now. Returns None if new calls are admitted."""
         if self._draining:
             return errors.Draining(f"{self._rules.name} is draining", cure="send the request to another prefill node")
         return None

@@ -86,7 +86,7 @@ class PrefillTask:
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
         self._sampled: TokenSampled | None = None
-        self._computed_s: float | None = None  # when the last thing that the engine computes for the call was there
+        self._computed_s: float | None = None  # when the engine finished the call's last computation
         self._error: BatonError | None = None
 
     @property
@@ -102,7 +102,7 @@ class PrefillTask:
         return [Submit(self._request)]
 
     def handle(self, event: TaskEvent, now_s: float) -> list[Command]:
-        """Reacts to what engine and transfer report of this call."""
+        """Reacts to a report of the engine or the transfer about this call."""
         match self.phase:
             case Phase.RUNNING:
                 return self._run(event, now_s)
@@ -208,7 +208,7 @@ class PrefillTask:
         )
 
     def _hand_over_if_sent(self, now_s: float) -> list[Command]:
-        """Completes the call: the first token is sampled after all KV is computed, so an idle sender has sent all."""
+        """Hands over if all KV is sent: once the last computation is over, an idle sender has sent everything."""
         if self._computed_s is None or self._send_under_way:
             return []
         hand_over = decode_pb2.HandOver(lease=self.lease, sampled_ago_s=now_s - self._computed_s)
@@ -258,7 +258,7 @@ class PrefillTask:
                 quiet = decode_pb2.Quiet(lease=self.lease, error=to_detail(self._error))
                 return [SendToPeer(self.peer.number, decode_pb2.PairRequest(quiet=quiet)), Abort(self.call)]
             case StopFailed(error=error):
-                # Segments may still be read from the blocks, so these stay held until the process ends.
+                # Segments may still be read from the blocks, so the engine keeps the blocks until the process ends.
                 self.phase = Phase.ENDED
                 return [EndCall(self.call, error)]
             case _:
@@ -274,7 +274,7 @@ class PrefillTask:
 
 
 def _check_ticket(ticket: lease_pb2.Ticket, num_tokens: int) -> None:
-    """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
+    """Raises InvalidRequest unless the ticket can be for a sequence of that length."""
     if ticket.lease.number >= 1 << LEASE_NUMBER_BITS:
         raise InvalidRequest(
             f"the ticket is for lease {ticket.lease.number}",
@@ -296,7 +296,7 @@ def _check_ticket(ticket: lease_pb2.Ticket, num_tokens: int) -> None:
     if not fits or ticket.token_start >= ticket.token_stop or not in_order:
         tokens = f"{ticket.token_start}..{ticket.token_stop}"
         raise InvalidRequest(
-            f"the ticket asks for tokens {tokens}, to resume at {ticket.resume_at}, of {num_tokens}",
+            f"the ticket is for tokens {tokens}, resumed at {ticket.resume_at}, and the sequence has {num_tokens}",
             field="ticket",
             value=tokens,
             cure="ask for a new ticket",
@@ -316,11 +316,12 @@ def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s:
 
 
 class Unsent:
-    """What of a call's cache is computed and not sent yet, of the tokens [token_start, token_stop): in all parts, and
-    of a state its one cell.
+    """Tracks which KV of the tokens [token_start, token_stop) is computed and not sent yet, by layer.
+
+    Of a state only the cell after the last token counts.
 
     Args:
-        spec: its parts' layers are numbered in one row.
+        spec: numbers the layers of all parts in one sequence.
     """
 
     def __init__(self, spec: KVCacheSpec, *, token_start: int, token_stop: int) -> None:
@@ -330,13 +331,13 @@ class Unsent:
         self._computed = self._taken[:]
 
     def computed(self, token_stop: int, *, layer_stop: int | None = None, index_stop: int = 0) -> None:
-        """The cache holds all tokens before `token_stop`, in the layers before `layer_stop` or in all of them; of a
-        state, it holds that after `token_stop` tokens only.
+        """Records that the cache holds all tokens before `token_stop`, and the state after them.
+
+        Computing a prompt again after a preemption takes nothing back.
 
         Args:
-            index_stop: in how many layers of an index too, where `layer_stop` is given.
-
-        A prompt that is computed again after a preemption takes nothing back.
+            layer_stop: only the layers before this one hold them; None: all layers of all parts do.
+            index_stop: with `layer_stop`, the number of an index's layers that also hold them.
         """
         token_stop = min(token_stop, self._token_stop)
         index = range(self._index_start, self._index_start + index_stop)
@@ -344,7 +345,7 @@ class Unsent:
             self._computed[layer] = max(self._computed[layer], token_stop)
 
     def take(self) -> list[SegmentPiece]:
-        """All that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
+        """Takes all that is computed and was not taken before. Neighbouring layers with equal ranges share a piece."""
         ranges = list(zip(self._taken, self._computed, strict=True))
         self._taken = self._computed[:]
         alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]

@@ -1,5 +1,4 @@
-"""The Prefill service, and the prefill role of a node process (`baton.node.process.Role`), which may also serve
-Decode."""
+"""The Prefill service, which is the prefill role of a node process (`baton.node.role`). It may also serve Decode."""
 
 from collections.abc import Mapping
 

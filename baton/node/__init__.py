@@ -1,4 +1,4 @@
-"""What the two node processes share: assembling engine and transfer, describing the node, serving, draining.
+"""The parts that both node processes share: assembling engine and transfer, describing the node, serving, draining.
 
-The only package that imports both `engine` and `kvtransfer`.
+No other package under `baton` imports both `baton.engine` and `kvtransfer`.
 """

@@ -20,16 +20,16 @@ from baton.settings.node_config import NodeSettings, is_adapter_name
 log = logging.getLogger("baton")
 
 WATCH_S = 1.0
-# Time and size of each file of a directory. It differs once the files have changed.
+# Modification time and size of each file of a directory, which differ once the files have changed.
 _Stamp = tuple[tuple[int, int], ...]
 
 
 class Adapters:
-    """Used on the event loop, while the engine runs.
+    """The adapters of one node. Used on the event loop while the engine runs.
 
     Args:
         bank: the slots on rank 0; None: the node takes no adapters.
-        model_name: of the base.
+        model_name: of the base model.
     """
 
     def __init__(self, settings: NodeSettings, engine: Engine, bank: AdapterBank | None, *, model_name: str) -> None:
@@ -38,7 +38,7 @@ class Adapters:
         self._bank = bank
         self._model_name = model_name
         self._loading = asyncio.Lock()
-        # Of the watched directory, by name: what is there, what was tried, and what waits for a slot.
+        # In the watched directory, by name: the adapters found, those tried, and those that wait for a slot.
         self._there: Mapping[str, _Stamp] = {}
         self._tried: dict[str, _Stamp] = {}
         self._waiting: set[str] = set()
@@ -47,7 +47,7 @@ class Adapters:
         """Loads an adapter from a directory under a name.
 
         Raises:
-            InvalidRequest: the name cannot be one, the directory has no adapter for this model, or the node takes none.
+            InvalidRequest: the name is wrong, the directory has no adapter for this model, or the node takes none.
             Overloaded: no slot is free.
         """
         if self._bank is None:
@@ -57,7 +57,7 @@ class Adapters:
             allowed = ("printable characters without space, comma and =",)
             raise InvalidRequest(f"an adapter cannot be named {name!r}", field="name", value=name, allowed=allowed)
         if name == self._model_name:
-            what = f"the adapter {name} has the name of the model, by which clients get the model itself"
+            what = f"the adapter {name} has the model's name, which clients use for the model itself"
             raise InvalidRequest(what, field="name", value=name, cure="give it another name")
         async with self._loading:
             try:
@@ -84,7 +84,7 @@ class Adapters:
         log.info("adapter %s: unloaded", name)
 
     async def start(self) -> None:
-        """Loads what the settings name and what is in the directory.
+        """Loads the adapters that the settings name and those in the directory.
 
         Raises:
             ConfigError: an adapter of the settings cannot be loaded.
@@ -105,15 +105,17 @@ class Adapters:
             await self.look(self._settings.adapter_directory)
 
     async def watch(self) -> None:
-        """Follows the directory until it is cancelled; returns at once where there is none."""
+        """Follows the directory until cancelled; returns at once if there is no directory."""
         directory = self._settings.adapter_directory
         while directory is not None:
             await asyncio.sleep(WATCH_S)
             await self.look(directory)
 
     async def look(self, directory: Path) -> None:
-        """Loads what is new or has changed, once two looks have seen the same: files of which some are still being
-        written may be read as another adapter. Unloads what is gone."""
+        """Loads new and changed adapters, and unloads those whose directory is gone.
+
+        An adapter is loaded once two looks have found the same files: half-written files could be read as another one.
+        """
         found, before = await asyncio.to_thread(_stamps, directory), self._there
         self._there = found
         for name in self._tried.keys() - found.keys():

@@ -35,7 +35,7 @@ from baton.node.ranks.join import rank_device
 from baton.node.ranks.remote import RemoteTransfer
 from baton.node.ranks.runner import RankedRunner
 from baton.node.ranks.steps import StepWriter
-from baton.node.starting import nameless
+from baton.node.starting import default_name
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import adapter_to_proto
 from baton.settings.model_source import hub_commit
@@ -55,9 +55,9 @@ _log = logging.getLogger(__name__)
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
-# Of a prefill node's seats and blocks, this part is for requests that decode there. Other prompts find the rest free.
+# The share of a prefill node's seats and blocks that requests may take to decode there; the rest is for other prompts.
 _STREAM_SHARE = 0.75
-# A turn of the transfer thread, and the silence of a rank, are far shorter.
+# Far longer than a turn of the transfer thread, and than the time between two reports of a rank.
 STUCK_AFTER_S = 4.0
 
 
@@ -66,8 +66,8 @@ class Listener:
     """A driver's callbacks, called on the event loop.
 
     Args:
-        on_step: gets the steps of all requests; a driver ignores the requests of others.
-        on_filled, on_refused: None: the driver gives no leases.
+        on_step: gets the steps of all requests; a driver ignores other drivers' requests.
+        on_filled, on_refused: get lease events; None if the driver gives no leases.
     """
 
     on_step: Callable[[StepEvents], None]
@@ -83,9 +83,9 @@ class Node:
         group: the other ranks, which have loaded their parts or are about to; None if there are none.
 
     Attributes:
-        experts: what is known of their load.
+        experts: load of the model's experts.
         numbers: numbers that name calls and sessions in the engine, each drawn once in the life of the process.
-        switches: how often it has changed its role.
+        switches: number of role changes so far.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Node:
         self.settings = settings
         self.role = role
         self.incarnation = secrets.randbits(63) + 1
-        self.name = settings.name or nameless(role, self.address)
+        self.name = settings.name or default_name(role, self.address)
         self.meter_role = MeterRole.PREFILL if role == node_status_pb2.ROLE_PREFILL else MeterRole.DECODE
         self.counts = NodeMeter(self.meter_role)
         self.description = _describe(built.identity, built, settings)
@@ -182,8 +182,10 @@ class Node:
         engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
 
     async def become(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
-        """Takes another role, as a new incarnation, with weights, cache and graphs as they are. Before: the old role's
-        drivers are closed, and no request, lease or pair is left. After: the new role's drivers call `listen`.
+        """Takes another role, as a new incarnation, and keeps weights, cache and graphs.
+
+        Before the call the old role's drivers are closed, and no request, lease or pair is left. After it the new
+        role's drivers call `listen`.
 
         Raises:
             ConfigError: the settings contradict each other; nothing has changed.
@@ -196,8 +198,10 @@ class Node:
         self.switches += 1
 
     def listen(self, listener: Listener) -> None:
-        """Adds a driver that receives steps, and lease events if it is the one that gives leases; before the node is
-        entered, and again after `become`. Drivers name their requests so that no two have the same id."""
+        """Adds a driver, which receives steps and, if it gives leases, lease events.
+
+        Call it before the node is entered, and again after `become`. No two drivers' requests have the same id.
+        """
         self._listeners.append(listener)
         if listener.on_filled is not None and listener.on_refused is not None:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
@@ -238,7 +242,7 @@ class Node:
         )
 
     def status(self, *, draining: bool) -> node_status_pb2.NodeStatus:
-        """The role fills in the rest: peers, leases and refusals."""
+        """The node's status, in which the role fills in peers, leases and refusals."""
         load = self.engine.load()
         counters = self.transfer.counters()
         return node_status_pb2.NodeStatus(
@@ -303,21 +307,21 @@ def load(
     settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None
 ) -> BuiltRunner:
     """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
-    steps. Slow. All ranks call it together.
+    steps. It takes long, and all ranks call it together.
 
     Args:
-        supervisor: if it is present, it gets the progress, which a terminal or the log gets otherwise.
+        supervisor: gets the progress if it is present; otherwise a terminal or the log does.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
     torch.set_num_threads(settings.threads)
-    # All ranks have equally much to read, so one of them shows the progress.
+    # All ranks read the same number of bytes, so only one shows the progress.
     with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
         device = settings.device if parallel.size == 1 else rank_device(settings, parallel.rank)
         built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
     if not built.cache.view.is_cuda:
-        return built  # it learns what steps cost while it serves
+        return built  # a node on a CPU learns the costs of steps while it serves
     if supervisor is not None:
         supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
     return calibrate(built, settings)
@@ -330,7 +334,7 @@ def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgre
 
 
 def engine_limits(settings: NodeSettings, built: BuiltRunner, *, max_context_tokens: int) -> EngineLimits:
-    """Raises: ConfigError: the settings contradict each other."""
+    """The engine's limits in a role. Raises ConfigError if the settings contradict each other."""
     limits = step_limits(built, settings)
     max_batch_tokens, max_batch_requests = limits.max_batch_tokens, limits.max_batch_requests
     align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None

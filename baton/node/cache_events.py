@@ -1,7 +1,7 @@
-"""What a node's prefix cache has, for gateways that watch it: numbered batches of changes, and snapshots.
+"""The content of a node's prefix cache, for gateways that watch it: numbered batches of changes, and snapshots.
 
-Watchers collect the changes themselves, at intervals, so a cache that nobody watches costs nothing for long. The last
-batches are kept; a watcher that lacks older ones gets a snapshot.
+Watchers collect the changes at intervals, so a cache without watchers costs next to nothing. The latest batches are
+kept; a watcher that lacks older ones gets a snapshot.
 """
 
 import asyncio
@@ -64,14 +64,14 @@ class CacheLog:
             self._kept_blocks -= self._kept.popleft().size
 
     def after(self, sequence: int) -> list[EventBatch] | None:
-        """All batches after this one; None: some of them are not kept."""
+        """All batches after this one. Returns None if some of them are no longer kept."""
         missing = self.last - sequence
         if not 0 <= missing <= len(self._kept):
             return None
         return list(islice(self._kept, len(self._kept) - missing, None))
 
     def cached_keys(self) -> list[BlockKey]:
-        """All blocks that the cache has after the last change; right after `collect`."""
+        """All blocks that the cache has after the last change. Call it right after `collect`."""
         return self._cache.cached_keys()
 
 
@@ -79,7 +79,7 @@ class CacheEvents:
     """Serves WatchCache, on the event loop of the engine.
 
     Args:
-        incarnation: the node's; sequences of another one mean nothing here.
+        incarnation: of the node; sequences that another incarnation counted are unknown here.
     """
 
     def __init__(self, cache: PrefixCache, *, incarnation: int) -> None:
@@ -88,7 +88,7 @@ class CacheEvents:
         self._closed = False
 
     def renew(self, incarnation: int) -> None:
-        """The node is another incarnation from now on. Streams end within an interval; their watchers begin again."""
+        """Begins another incarnation of the node. Streams end within an interval, and their watchers begin again."""
         self._incarnation = incarnation
 
     def close(self) -> None:

@@ -76,7 +76,8 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
     spec, shape = info.cache_spec, info.cache_shape
     if not _is_known(spec) or shape.layout not in KVCacheLayout.__members__:
         what = f"KV of kind {spec.kind} in layout {shape.layout!r}"
-        raise PeerRefused(f"{info.name} has {what}, which is not known here", cure="use the same version on both nodes")
+        message = f"{info.name} has {what}, which this version does not know"
+        raise PeerRefused(message, cure="use the same version on both nodes")
     return NodeDescription(
         architecture=info.model.architecture,
         config_digest=info.model.config_digest,
@@ -108,7 +109,7 @@ def _from_spec(spec: KVCacheSpec) -> pb.CacheSpec:
 
 
 def _is_known(spec: pb.CacheSpec) -> bool:
-    """Whether every part is of a kind that this part may have."""
+    """Whether this version knows the kind of every part of the cache."""
     return (
         spec.kind in (pb.KV_KIND_GQA, pb.KV_KIND_MLA)
         and (not spec.HasField("index") or spec.index.kind == pb.KV_KIND_MLA)
@@ -130,7 +131,7 @@ def _to_spec(spec: pb.CacheSpec) -> KVCacheSpec:
 
 
 def to_step_costs(costs: StepCosts | None) -> pb.StepCosts | None:
-    """None: nothing is known yet, and the status has no costs."""
+    """The costs for a status. Returns None, which leaves the status without costs, while they are unknown."""
     return None if costs is None else costs_to_proto(costs)
 
 
@@ -179,13 +180,13 @@ def to_measure(ready: decode_pb2.PairReady) -> LinkMeasure:
 
 
 def describe_measure(measure: LinkMeasure) -> str:
-    """A link, for logs."""
+    """A measured link in words, for logs."""
     times = f"{measure.latency_s * 1e6:.0f} us one way, {measure.message_cost_s * 1e6:.0f} us for one more message"
     return f"{measure.transport} at {measure.gigabytes_per_s:.1f} GB/s, {times}"
 
 
 def describe_conversion(kv_converted: str) -> str:
-    """The end of a log line about a link; empty where KV keeps its dtype."""
+    """The end of a log line about a link; empty if KV keeps its dtype."""
     return f"; KV is converted in transit, {kv_converted}" if kv_converted else ""
 
 
@@ -194,5 +195,5 @@ def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:
 
 
 def describe_mismatches(mismatches: list[pb.Mismatch]) -> str:
-    """One line for logs with every reason, field by field."""
+    """Every mismatch in one line, for logs."""
     return "; ".join(f"{item.field}: ours {item.ours}, theirs {item.theirs} ({item.cure})" for item in mismatches)

@@ -1,4 +1,4 @@
-"""What a node knows of its experts' load: read from the device every few seconds, for status, metrics and operators."""
+"""The load of a node's experts, read from the device every few seconds, for status, metrics and operators."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,12 +17,12 @@ READ_EVERY_S = 5.0
 
 
 class ExpertLoads:
-    """Used on the event loop, while the engine runs.
+    """Reads and keeps the load of experts. Used on the event loop while the engine runs.
 
     Args:
-        placement: of the node's experts; None: its ranks do not hold whole ones, and nothing is counted.
-        read: the counts on the device.
-        model: its name.
+        placement: of the node's experts; None: the ranks do not hold whole experts, and nothing is counted.
+        read: fetches the counts from the device.
+        model: the model's name.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class ExpertLoads:
         self._rank_tokens = (0,) * ranks
 
     async def watch(self) -> None:
-        """Reads every few seconds until it is cancelled; returns at once where nothing is counted."""
+        """Reads every few seconds until cancelled; returns at once if nothing is counted."""
         while self._placement is not None:
             await asyncio.sleep(READ_EVERY_S)
             try:
                 await self.read()
-            except BatonError:  # the engine is ending, and says why itself
+            except BatonError:  # the engine is ending, and reports the reason itself
                 return
 
     async def read(self) -> None:
@@ -61,7 +61,7 @@ class ExpertLoads:
             self._total, self._recent, self._rank_tokens = total, recent, total.rank_tokens
 
     async def load(self) -> ExpertLoad:
-        """The load since the start, up to the steps that are launched by now.
+        """The load since the start, including all steps launched so far.
 
         Raises:
             InvalidRequest: nothing is counted here.
@@ -76,11 +76,11 @@ class ExpertLoads:
         return expert_load(self._placement, await self._read(), model=self._model)
 
     async def message(self) -> pb.GetExpertLoadResponse:
-        """As `load`."""
+        """The load since the start as a message; raises as `load` does."""
         return expert_load_to_proto(await self.load())
 
     def summary(self) -> node_status_pb2.ExpertBalance | None:
-        """What a status says; None: nothing is counted."""
+        """The balance for a status. Returns None if nothing is counted."""
         if self._placement is None:
             return None
         imbalances = [layer.imbalance for layer in self._recent.layers] if self._recent is not None else []
@@ -92,7 +92,7 @@ class ExpertLoads:
         )
 
     def figures(self) -> Iterator[Figure]:
-        """For the page of metrics."""
+        """The metrics about experts."""
         balance = self.summary() or node_status_pb2.ExpertBalance()
         yield Figure("baton_expert_imbalance", balance.imbalance_mean, ("mean",))
         yield Figure("baton_expert_imbalance", balance.imbalance_max, ("max",))

@@ -1,4 +1,4 @@
-"""Why a process of a node cannot go on: the last line that it logs, and its exit code."""
+"""The reason why a process of a node cannot go on, as the last line that it logs and its exit code."""
 
 import logging
 import traceback
@@ -14,14 +14,14 @@ log = logging.getLogger("baton")
 
 @dataclass(frozen=True)
 class Fault:
-    """Ranks send theirs to rank 0, which logs it for all of them.
+    """The reason why a process ends. Ranks send their faults to rank 0, which logs them.
 
     Attributes:
-        reason: one line; "": nobody needs one.
-        exit_code: 2: a setting cannot work; 1: another fault; 0: none.
-        lines: the traceback of an error that nobody raises on purpose.
+        reason: one line; empty if nothing needs to be logged.
+        exit_code: 2 if a setting cannot work, 1 for another fault, 0 for none.
+        lines: the traceback of an unexpected error.
         setting: the error of a setting.
-        place: of the fault, such as a rank and its process; "": this process.
+        place: where the fault happened, such as a rank and its process; empty for this process.
     """
 
     reason: str
@@ -44,7 +44,7 @@ class Fault:
         return cls(name, lines="".join(traceback.format_exception(error)))
 
     def within(self, place: str) -> "Fault":
-        """The same fault for others, who need to know its place."""
+        """The same fault with its place, for other processes."""
         return replace(self, place=f"{place}: {self.place}" if self.place else place)
 
     @property
@@ -52,7 +52,7 @@ class Fault:
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
     def log(self, program: str, supervisor: Supervisor | None = None) -> None:
-        """Writes it as the last line of this process; a wrong setting is shown by the supervisor where there is one."""
+        """Logs the fault as the last line of this process. A supervisor, if there is one, shows a wrong setting."""
         if self.setting is not None:
             write_error(f"{program}: {self.place}" if self.place else program, self.setting, supervisor)
         elif self.reason:

@@ -12,7 +12,7 @@ from kvtransfer.records import LinkMeasure
 
 
 def below_floor(node: Node, measure: LinkMeasure) -> Mismatch | None:
-    """The reason to refuse a pair with that link; None if the link is fast enough."""
+    """The reason to refuse a pair with that link. Returns None if the link is fast enough."""
     settings = node.settings
     if measure.gigabytes_per_s >= settings.link_floor_gb_per_s:
         return None
@@ -21,13 +21,13 @@ def below_floor(node: Node, measure: LinkMeasure) -> Mismatch | None:
     return Mismatch(
         "link",
         ours=f"{measure.gigabytes_per_s:.3g} GB/s over {measure.transport} (measured)",
-        theirs=f"at least {settings.link_floor_gb_per_s:g} GB/s (wanted by {node.name}, --link-floor-gb-per-s)",
+        theirs=f"at least {settings.link_floor_gb_per_s:g} GB/s (required by {node.name}, --link-floor-gb-per-s)",
         cure="; ".join([cure_for(measure.transport), *(f"on {node.name}'s machine: {cure}" for cure in here)]),
     )
 
 
 def machine_cures(wanted: Wanted, host: Host, root: Path = Path("/")) -> Iterator[str]:
-    """Cures for everything that `baton doctor` would warn of on this machine; reads a few files."""
+    """Cures for everything that `baton doctor` would warn about on this machine; reads a few files."""
     for verdict in check_machine(wanted, host, root):
         if verdict.grade is not Grade.OK:
             yield f"{verdict.check} {verdict.found}: {verdict.cure}"

@@ -1,4 +1,4 @@
-"""What a node counts: engine steps and leases as they end; everything else is read at the scrape. Pure."""
+"""Counts engine steps and leases of a node as they end; other metrics are read at the scrape. Pure."""
 
 from baton.engine.events import StepEvents
 from baton.metrics.declared import ProcessRole
@@ -7,7 +7,7 @@ from kvtransfer.leases import LeaseTotals
 
 
 class NodeMeter:
-    """The counters of one node. Cheap enough for every step: a token costs nothing of its own.
+    """The counters of one node. Their cost per step does not grow with the number of tokens.
 
     Attributes:
         layout, tally: of its metrics.
@@ -26,7 +26,7 @@ class NodeMeter:
         self._leases = tally.histogram("baton_kv_transfer_time_seconds") if role is ProcessRole.DECODE else None
 
     def step(self, events: StepEvents) -> None:
-        """A step has ended, or reports its layers, which are counted when it ends."""
+        """Counts a step that has ended. A step that only reports its layers is counted when it ends."""
         if events.seconds:
             self._steps[_kind(events)].observe(events.seconds)
         if events.tokens:
@@ -39,13 +39,13 @@ class NodeMeter:
             self._failed[failed.error.reason].add()
 
     def lease_closed(self, totals: LeaseTotals) -> None:
-        """A lease has ended."""
+        """Counts a lease that has ended."""
         if self._leases is not None and totals.segments:
             self._leases.observe(totals.seconds)
 
 
 def _kind(events: StepEvents) -> str:
-    """What the step computed; the rows of decodes come first."""
+    """The kind of a step: prefill, decode or mixed. The rows of decodes come first."""
     if not events.chunks:
         return "decode"
     prompts = {chunk.request_id for chunk in events.chunks}

@@ -1,4 +1,4 @@
-"""A node's page of metrics: its own counters, and the figures of its status, engine, transfer and pairs."""
+"""A node's page of metrics: its own counters, and those of its status, engine, transfer and pairs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -15,13 +15,13 @@ _PREFILL = node_status_pb2.ROLE_PREFILL
 
 
 class NodeMetrics:
-    """What one node shows.
+    """The metrics of one node.
 
     Args:
-        status: the node's current status.
-        leases: how many there are by state; empty: the node gives none.
-        knows: whether a request of the engine belongs to somebody. Blocks of any other are leaked.
-        switches: how often a switch of the role has ended so.
+        status: returns the node's current status.
+        leases: returns the number of leases by state; empty if the node gives none.
+        knows: whether a request of the engine belongs to the role; the blocks of other requests are leaked.
+        switches: number of role switches by outcome.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class NodeMetrics:
         yield Figure("baton_log_lines_dropped_total", dropped_lines())
         for outcome, count in self._switches.items():
             yield Figure("baton_role_switches_total", count, (outcome,))
-        yield from self._of_load(status)
-        yield from self._of_engine(status)
-        yield from self._of_transfer(status)
+        yield from self._load_figures(status)
+        yield from self._engine_figures(status)
+        yield from self._transfer_figures(status)
         for state, count in self._leases().items():
             yield Figure("baton_kv_leases", count, (state,))
 
-    def _of_load(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
+    def _load_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         total, free = status.blocks_total, status.blocks_free
         yield Figure("baton_num_requests_running", status.requests_running)
         yield Figure("baton_num_requests_waiting", status.requests_waiting)
@@ -69,7 +69,7 @@ class NodeMetrics:
         yield Figure("baton_decode_rows", status.decode_rows)
         yield Figure("baton_decode_context_tokens", status.context_tokens)
 
-    def _of_engine(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
+    def _engine_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         load = self._node.engine.load()
         yield Figure("baton_engine_requests_total", status.requests_total)
         yield Figure("baton_engine_refused_late_total", load.refused_late)
@@ -80,7 +80,7 @@ class NodeMetrics:
             yield Figure("baton_engine_step_launches_total", count, (launch,))
         yield from self._node.experts.figures()
 
-    def _of_transfer(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
+    def _transfer_figures(self, status: node_status_pb2.NodeStatus) -> Iterator[Figure]:
         counters = self._node.transfer.counters()
         direction = "sent" if self._node.role == _PREFILL else "received"
         yield Figure("baton_kv_transfer_bytes_total", counters.bytes_total, (direction,))

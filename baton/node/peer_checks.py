@@ -1,4 +1,4 @@
-"""Checks what a peer says about itself, and its addresses, before anything is derived from them. Pure.
+"""Checks a peer's description of itself and its addresses, before anything is derived from them. Pure.
 
 Everything here comes from another process: sizes are bounded before they are multiplied, texts before they are logged.
 """
@@ -28,7 +28,7 @@ _SIZES = {
     "tensor_parallel_size": (0, MOST_RANKS),
     "incarnation": (1, (1 << 64) - 1),
 }
-# Of each part of a cache beside KV.
+# Limits of each part of a cache other than KV.
 _PART_SIZES = {"num_layers": (1, 1 << 14), "num_kv_heads": (1, 1 << 14), "head_dim": (1, 1 << 24)}
 _TEXTS = (
     "name",
@@ -76,7 +76,7 @@ def check_info(info: node_status_pb2.NodeInfo, *, role: node_status_pb2.Role.Val
 
 
 def check_accepted(accepted: decode_pb2.PairAccepted, *, ranks: int) -> None:
-    """Checks the numbers that a decode node gives to a prefill node of so many ranks.
+    """Checks the numbers that a decode node gives to a prefill node with `ranks` ranks.
 
     Raises:
         PeerRefused: a number does not fit into a tag.
@@ -87,25 +87,25 @@ def check_accepted(accepted: decode_pb2.PairAccepted, *, ranks: int) -> None:
 
 
 def check_addresses(addresses: Sequence[decode_pb2.WorkerAddress], *, links: int) -> None:
-    """Checks the addresses of a pair with so many links.
+    """Checks the addresses of a pair with `links` links.
 
     Raises:
-        PeerRefused: there are more or fewer, one link has two, or one is too long.
+        PeerRefused: there are more or fewer addresses than links, one link has two, or an address is too long.
     """
     if len(addresses) != links:
         raise _refusal("worker_addresses", f"{len(addresses)} addresses", f"{links}, one for each link")
     if len({(item.sender_rank, item.receiver_rank) for item in addresses}) != links:
-        raise _refusal("worker_addresses", "two addresses of one link", "one for each link")
+        raise _refusal("worker_addresses", "two addresses for one link", "one for each link")
     longest = max((len(item.address) for item in addresses), default=0)
     if longest > _ADDRESS_BYTES_MAX:
         raise _refusal("worker_addresses", f"{longest} bytes", f"up to {_ADDRESS_BYTES_MAX} bytes each")
 
 
 def check_measure(measure: LinkMeasure) -> LinkMeasure:
-    """The measure, as a decode node reports it.
+    """Checks a measure that a decode node reports, and returns it.
 
     Raises:
-        PeerRefused: a number is not finite or below zero.
+        PeerRefused: a number is negative or not finite, or the transport is no short printable text.
     """
     for name in ("gigabytes_per_s", "latency_s", "message_cost_s"):
         value = getattr(measure, name)
@@ -116,7 +116,7 @@ def check_measure(measure: LinkMeasure) -> LinkMeasure:
 
 
 def _check_part(path: str, part: node_status_pb2.CacheSpec) -> None:
-    """Checks a part of a cache beside KV, which has neither windows nor parts of its own."""
+    """Checks a part of a cache other than KV, which must have neither windows nor parts of its own."""
     for name, (least, most) in _PART_SIZES.items():
         value = getattr(part, name)
         if not least <= value <= most:

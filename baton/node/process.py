@@ -56,7 +56,7 @@ from baton.settings.node_config import NodeSettings
 log = logging.getLogger("baton")
 
 _CERTIFIED = {node_status_pb2.ROLE_PREFILL: certified.Role.PREFILL, node_status_pb2.ROLE_DECODE: certified.Role.DECODE}
-# What is closed after serving may wait for a rank that is stopped.
+# Time for closing after serving, which may wait for a stopped rank.
 _CLOSE_S = 30.0
 # Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
@@ -69,16 +69,17 @@ def run_node(
     role: node_status_pb2.Role.ValueType,
     kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
 ) -> None:
-    """Runs the whole process: model, server, role; it begins in `role`, and may switch to the others. Never returns.
+    """Runs the whole process: model, server, role. It begins in `role`, and may switch to the other roles.
 
-    Exit code 2: a setting cannot work; 1: another fault; else 0."""
+    Never returns. The exit code is 2 if a setting cannot work, 1 after another fault, else 0.
+    """
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     fault = Fault("", 0)
     try:
         _run_process(program, settings, supervisor, role, kinds)
-    except BaseException as error:  # noqa: BLE001  nothing is left to do but to log it
+    except BaseException as error:  # noqa: BLE001  it is logged, and the process ends
         fault = Fault.of(error)
     fault.log(program, supervisor)
     exit_at_once(fault.exit_code)
@@ -97,7 +98,7 @@ def _run_process(
     check_advertised(settings.advertise)
     hosts = Hosts.of(settings)
     with asyncio.Runner() as runner, ExitStack() as loading, ending_soon_if_it_fails():
-        # Bound first, so that a port that is taken is an error before the model is loaded.
+        # Bound first, so that a taken port is an error before the model is loaded.
         server = runner.run(_bind(settings, role))
         metrics = bind(settings.metrics_listen, field="metrics_listen") if hosts.rank == 0 else None
         starting = Starting(settings, role, server, supervisor)
@@ -106,7 +107,7 @@ def _run_process(
         supervisor.report("looking for the model", address=server.address)
         directory = find_model(settings.model, weights=settings.load_format != "dummy")
         settings = settings.model_copy(update={"model": directory})
-        if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
+        if settings.tensor_parallel_size > 1:  # an impossible split is an error before ranks take seconds and memory
             config = read_config(directory)
             local_config(config, plan_experts(as_rank(0, settings), config, settings))
         if hosts.count > 1:
@@ -145,7 +146,8 @@ async def _run(
     kinds: Mapping[node_status_pb2.Role.ValueType, RoleKind],
     starting: Starting,
 ) -> None:
-    # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
+    # Until `serve` takes over, SIGTERM ends the process at once: the exception that it raises while the model loads
+    # would tear the event loop down halfway.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
@@ -162,7 +164,7 @@ async def _run(
         )
         supervisor.report("starting engine")
         async with node:
-            # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
+            # These objects stay; a full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(
@@ -179,7 +181,7 @@ async def _run(
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:
-    """Waits; returns why the ranks or the KV transfer cannot go on, or None when serving ended first."""
+    """Returns why the ranks or the KV transfer cannot go on, once they cannot, or None once serving has ended."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[str] = loop.create_future()
 
@@ -222,7 +224,7 @@ async def serve(
     """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns.
 
     Args:
-        stop: set by all three.
+        stop: set by each of the three.
     """
     stop_on_signals(stop)
     grace_s = settings.drain_grace_s
@@ -248,7 +250,9 @@ async def serve(
         service.serve(parts)
         await server.set_ready(ready=True)
         if not settings.advertise and listens_everywhere(settings.listen):
-            log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
+            log.warning(
+                "only this machine reaches %s; set an address for other machines with --advertise", server.address
+            )
         write_ready_file(settings.ready_file, address=server.address, metrics=port.url)
         log.info("ready on %s: %s", server.address, node.summary)
         if port.url is not None:
@@ -274,7 +278,7 @@ async def serve(
 
 
 async def _watch_transfer(node: Node, server: GrpcServer) -> None:
-    """Health reflects progress: a node whose transfer thread is stuck is not ready, and logs where it is stuck."""
+    """Makes a node not ready while its KV transfer is stuck, and logs where it is stuck."""
     ready = True
     while True:
         await asyncio.sleep(STUCK_AFTER_S / 4)
@@ -288,20 +292,20 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
 
 @contextmanager
 def ending_at_signals() -> Iterator[None]:
-    """Inside it, SIGTERM and SIGINT end this process at once with exit code 0: nothing is served yet, and other ranks
-    end with it. Both must have Python handlers, which then may not run. On the main thread only.
+    """Lets SIGTERM and SIGINT end this process at once, with exit code 0, inside the context. Main thread only.
 
-    It works while the main thread is in a call that runs no Python, such as those in which ranks wait for each other:
-    torch.distributed waits for up to 20 minutes.
+    Nothing is served yet, and other ranks end with this process. Both signals must have Python handlers, which may not
+    run. It also works while the main thread is in a call that runs no Python, such as torch.distributed's, in which
+    ranks wait up to 20 minutes for each other.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     thread = threading.Thread(target=_end_at_signals, args=(ours,), name="signals", daemon=True)
     thread.start()
     interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.default_int_handler:  # else it is ignored, or someone else's
+    if interrupt is signal.default_int_handler:  # else SIGINT is ignored, or has another handler
         signal.signal(signal.SIGINT, lambda *_: None)
-    # NOTE: the C part of Python's handlers writes the signal's number there, whatever the main thread does.
+    # NOTE: the C part of Python's handlers writes the signal's number to this socket, whatever the main thread does.
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     try:
         yield

@@ -23,7 +23,7 @@ class LoadingProgress:
     The bar is visible only between the first call and completion, because it would share its line with log output.
 
     Args:
-        loaded: name of the thing that is loaded, such as "weights".
+        loaded: name of the thing being loaded, such as "weights".
         console: gets the bar if it is a terminal; None: stderr.
         clock: monotonic seconds.
     """
@@ -71,10 +71,10 @@ class LoadingProgress:
 
 
 class ReportedProgress:
-    """As `LoadingProgress`, and each percent is a report: a supervisor shows all processes together.
+    """Reports each percent of a load to the supervisor, which shows all processes together.
 
     Args:
-        shown: also gets the progress; None: the supervisor shows it.
+        shown: also shows the progress here; None if the supervisor does.
     """
 
     def __init__(self, supervisor: Supervisor, shown: LoadingProgress | None = None) -> None:
@@ -102,5 +102,5 @@ class ReportedProgress:
         if done_bytes < total_bytes:
             self._supervisor.report(_LOADING, done=done_bytes, total=total_bytes)
         else:
-            # What follows a load are profiles and, on a GPU, kernels that compile in them.
+            # After a load come profiles and, on a GPU, kernels that compile during the profiles.
             self._supervisor.report("compiling")

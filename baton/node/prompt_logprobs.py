@@ -40,7 +40,7 @@ def _records(number: int, logprobs: Sequence[PromptLogprob], *, known: bool, cou
     """One record per token, each with `count` alternatives.
 
     Args:
-        number: of the field that has the records.
+        number: number of the field that holds the records.
         known: whether the tokens have logprobs.
     """
     token = [("token_tag", "u1"), ("token_id", "u1", _TOKEN_BYTES)]

@@ -1,4 +1,4 @@
-"""What a role adds to a node: its services, its part of the status, and how it drains."""
+"""The interface of a role: its services, its part of the node's status, and how it drains."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class ServedRole(Protocol):
         """Adds peers, leases and refusals to a status."""
 
     def knows(self, request_id: str) -> bool:
-        """Whether this request of the engine is one of the role's."""
+        """Whether this request of the engine belongs to the role."""
 
     def leases(self) -> Mapping[str, int]:
-        """How many leases there are by state; empty: the role gives none."""
+        """Number of leases by state; empty if the role gives none."""
 
     @property
     def busy(self) -> bool:
@@ -41,8 +41,8 @@ class RoleKind:
     """A role that a node can have.
 
     Args:
-        settings: their class.
-        make: makes it on a node from settings of that class. Its drivers call `Node.listen`.
+        settings: class of the role's settings.
+        make: makes the role on a node, from settings of that class. The role's drivers call `Node.listen`.
     """
 
     settings: type[NodeSettings]

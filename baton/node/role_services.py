@@ -1,7 +1,7 @@
-"""The Prefill and Decode services of a node's server, which pass every call on to the role that the node has now.
+"""The Prefill and Decode services of a node's server, which pass every call on to the node's present role.
 
-A gRPC server takes no services after its start, so it has both from the start, which is before the model is loaded. A
-call of a role ends with the role.
+A gRPC server takes no services after its start, so it has both from the start, before the model is loaded. A role's
+calls end with the role.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
-    """Both services. Calls of a service that the node does not have now are refused with `Draining`."""
+    """Both services. Calls to a service that the present role does not have are refused with `Draining`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     def serve(self, name: str, servicers: Mapping[str, object]) -> None:
-        """Passes calls on to these, by the names of their services.
+        """Passes calls on to these servicers, by the names of their services.
 
         Args:
             name: of the node, for errors.
@@ -39,11 +39,11 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         self._name, self._servicers = name, servicers
 
     def refuse(self) -> None:
-        """Refuses all calls from now on; those that run go on."""
+        """Refuses all calls from now on; running calls go on."""
         self._servicers = {}
 
     async def end(self) -> None:
-        """After `refuse`: ends the calls that still run; returns when they have ended."""
+        """Ends the calls that still run, after `refuse`; returns when they have ended."""
         while calls := tuple(self._calls):
             for call in calls:
                 call.cancel()
@@ -52,29 +52,29 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> None:
-        await self._run(self._of(PREFILL).Prefill(request, context))
+        await self._run(self._servicer(PREFILL).Prefill(request, context))
 
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> node_status_pb2.PeerState:
-        state: node_status_pb2.PeerState = await self._run(self._of(PREFILL).Connect(request, context))
+        state: node_status_pb2.PeerState = await self._run(self._servicer(PREFILL).Connect(request, context))
         return state
 
     async def Session(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
     ) -> None:
-        await self._run(self._of(DECODE).Session(request_iterator, context))
+        await self._run(self._servicer(DECODE).Session(request_iterator, context))
 
     async def Pair(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[decode_pb2.PairRequest], context: Context
     ) -> None:
-        await self._run(self._of(DECODE).Pair(request_iterator, context))
+        await self._run(self._servicer(DECODE).Pair(request_iterator, context))
 
-    def _of(self, service: str) -> Any:
+    def _servicer(self, service: str) -> Any:
         if (servicer := self._servicers.get(service)) is None:
             raise Draining(f"{self._name} does not serve {service} now", cure="ask another node, see `baton status`")
         return servicer
 
     async def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """A task of its own, so that `end` and gRPC can both cancel it, and the caller gets an error in either case."""
+        """Runs a call in its own task, so that `end` and gRPC can both cancel it. The caller then gets an error."""
         task = asyncio.create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

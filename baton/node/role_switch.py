@@ -1,8 +1,8 @@
-"""The role of a node process now, and its change to another one while the process runs.
+"""The present role of a node process, and the switch to another role while the process runs.
 
-The engine with its weights, cache and graphs stays. The role's part, which is everything that other processes know of
-it, ends after a drain, and is made anew under a new incarnation: so no lease, pair, ticket or cached knowledge of the
-old role is valid in the new one.
+The engine stays, with its weights, cache and graphs. The role's part, which is everything that other processes know of
+the node, ends after a drain and is made anew under a new incarnation. So no lease, pair, ticket or cached knowledge of
+the old role is valid in the new one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger("baton")
 
 GRACE_S = 2.0
 _GRACE_S_MAX = 1e9
-# For streams and links to end after the role has; they need milliseconds.
+# Time for streams and links to end after the role has; they need milliseconds.
 _END_S = 10.0
 _PROGRESS_EVERY_S = 0.1
 
@@ -43,16 +43,16 @@ _DRAINING, _CHANGING, _DONE = (
 
 
 class RoleSwitch:
-    """Everything of a node that follows its role. Used on the event loop.
+    """Holds a node's role, and switches it. Used on the event loop.
 
     Args:
         kinds: the roles that the node can have.
         services: of the node's server.
-        stop: set when the process is to end: then no switch begins, and one that drains is given up.
-        on_failure: called with the reason when a switch has failed halfway, so that the process must end.
+        stop: set when the process is to end. No switch begins then, and a switch that still drains is given up.
+        on_failure: called with the reason when a switch has failed halfway; the process must then end.
 
     Attributes:
-        role: its role now; while it changes, the old one.
+        role: the present role; during a switch, the old one.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class RoleSwitch:
         return await self._metrics.page(names)
 
     async def settle(self) -> None:
-        """Returns when no switch is under way; after `stop`, soon."""
+        """Returns when no switch is under way, which is soon after `stop`."""
         if self._switching is not None:
             await asyncio.wait([self._switching])
 
     async def switch(self, request: pb.SwitchRoleRequest) -> AsyncIterator[node_status_pb2.RoleSwitchProgress]:
-        """Begins a switch, or follows the one to the same role that is under way; yields how far it is until it is
-        done. It goes on when the caller leaves.
+        """Begins a switch, or follows a running switch to the same role; yields its progress until it is done. The
+        switch goes on when the caller leaves.
 
         Raises:
             InvalidRequest: there is no such role, or this node's settings or certificate do not allow it.
-            Overloaded: it is switching to another role, or has its role for too short a time.
+            Overloaded: the node is switching to another role, or has had its role for less than `dwell_s`.
             Draining: the process is ending.
         """
         try:
@@ -133,7 +133,7 @@ class RoleSwitch:
     # ---- whether it may
 
     def _begin(self, request: pb.SwitchRoleRequest) -> "asyncio.Task[None] | None":
-        """The switch, begun now or under way; None: the node has the role."""
+        """The switch, which begins now or is under way. Returns None if the node has the role already."""
         grace_s = self._check(request)
         wanted = request.role
         if self._next is None:
@@ -143,17 +143,17 @@ class RoleSwitch:
             settings = self._settings_for(wanted)
             self._began_s, self._phase, self._next = self._clock(), _DRAINING, wanted
             self._switching = asyncio.create_task(self._run(wanted, settings, grace_s), name="switch-role")
-            # It has logged its error; that every caller has left must not log another one.
+            # The switch logs its own error. Reading it here keeps asyncio from logging it again if no caller is left.
             self._switching.add_done_callback(lambda task: task.exception())
         elif wanted != self._next:
             raise Overloaded(
                 f"{self._node.name} is switching to role {role_name(self._next)}", field="role",
-                value=role_name(wanted), cure="wait until it has", retry_after_s=GRACE_S,
+                value=role_name(wanted), cure="wait until that switch is done", retry_after_s=GRACE_S,
             )  # fmt: skip
         return self._switching
 
     def _check(self, request: pb.SwitchRoleRequest) -> float:
-        """Returns the grace."""
+        """Checks a request; returns its grace."""
         if request.role not in self._kinds:
             raise InvalidRequest(
                 f"a node cannot have role {role_name(request.role)}", field="role", value=role_name(request.role),
@@ -172,7 +172,7 @@ class RoleSwitch:
         age_s = self._clock() - self._changed_s
         if age_s < dwell_s:
             raise Overloaded(
-                f"{self._node.name} has its role for {age_s:.0f} s", field="dwell_s", value=dwell_s,
+                f"{self._node.name} has had its role for only {age_s:.0f} s", field="dwell_s", value=dwell_s,
                 retry_after_s=dwell_s - age_s,
             )  # fmt: skip
 
@@ -221,7 +221,7 @@ class RoleSwitch:
         """Ends the present role's requests, within the grace.
 
         Raises:
-            Draining: the process is to end, so the role does not change any more.
+            Draining: the process is to end, so the role stays.
         """
         log.info("switching to role %s, after at most %.3g s", role_name(role), grace_s)
         self.role.stop_admission()
@@ -232,7 +232,7 @@ class RoleSwitch:
     async def _change(self, role: node_status_pb2.Role.ValueType, settings: NodeSettings) -> None:
         node, transfer = self._node, self._node.transfer
         self._phase = _CHANGING
-        self.services.refuse()  # first: a call that came while the role is closed would leave something open
+        self.services.refuse()  # first, because a call that came while the role closes would leave something open
         await self.role.close()
         await self.services.end()
         if not await until(lambda: not transfer.linked, timeout_s=_END_S):
@@ -244,7 +244,8 @@ class RoleSwitch:
         self._changed_s = self._clock()
         self._outcomes[SwitchOutcome.DONE] += 1
         self._on_switched()
-        log.info("a %s node now, after %.2f s: %s", role_name(role), self._changed_s - self._began_s, node.summary)
+        took_s = self._changed_s - self._began_s
+        log.info("switched to role %s in %.2f s: %s", role_name(role), took_s, node.summary)
 
     def _serve(self) -> None:
         node, role = self._node, self.role

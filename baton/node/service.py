@@ -1,5 +1,7 @@
-"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts. Messages come
-ready-made. It begins before the node can serve, so that others see how far its start is."""
+"""The Node service: describe, watch, watch the cache, drain, switch the role, adapters, experts.
+
+It starts before the node can serve, so that others see how far the node's start is. Other parts make its messages.
+"""
 
 import asyncio
 import time
@@ -22,20 +24,20 @@ from baton.rpc.convert_node import describe_loading
 SERVICE_NAME = "baton.internal.v1.Node"
 
 _INTERVAL_S_MIN = 0.02
-# NOTE: an unchanged status is sent again. Gateways add to each status what they send to the node, and requests that
-# then go elsewhere change no status: without another one, an idle node has their queue for ever, and gets no requests.
+# NOTE: an unchanged status is sent again. Gateways add the requests that they send to a node's last status. If those
+# requests end up elsewhere, the status does not change: an idle node would seem full for ever and get no requests.
 _REPEAT_S = 1.0
 
 
 @dataclass(frozen=True)
 class NodeParts:
-    """What the service needs of a node that serves.
+    """The parts of a serving node that the service uses.
 
     Args:
         status: returns the node's current status.
         drain: begins a drain and returns at once; None means the configured grace.
-        switch: changes the node's role; yields how far it is.
-        cache: what the node's prefix cache has.
+        switch: changes the node's role; yields its progress.
+        cache: serves the content of the node's prefix cache.
         load_adapter: loads an adapter of this name from a directory.
         unload_adapter: unloads the adapter of this name.
         expert_load: reads the tokens of each expert.
@@ -51,7 +53,7 @@ class NodeParts:
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """The Node service of one node: of one that loads, until `serve`.
+    """The Node service of one node, which is loading until `serve` is called.
 
     Args:
         loading: returns the status of the node while it loads.
@@ -63,7 +65,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._closed = asyncio.Event()
 
     def serve(self, parts: NodeParts) -> None:
-        """The node serves from now on."""
+        """Serves these parts from now on."""
         self._parts = parts
 
     def close(self) -> None:
@@ -100,7 +102,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
         last, sent_at_s = None, 0.0
         while not self._closed.is_set():
-            # NOTE: a gateway of an older release would take a node that loads for one that serves another model.
+            # NOTE: a gateway of an older release would take a loading node for one that serves another model.
             if self._parts is not None or request.while_loading:
                 status = self._status()
                 now_s = time.monotonic()

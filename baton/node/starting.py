@@ -1,8 +1,8 @@
-"""What a node's server does before the node serves: it answers health checks, and shows how far the start is.
+"""Runs a node's server before the node serves: it answers health checks, and shows how far the start is.
 
-A bound port that nobody serves accepts connections and answers no ping, so gateways and probes would take the node for
-lost. The main thread loads, so the event loop runs on a thread of its own meanwhile. Code that keeps the interpreter's
-lock for seconds, such as a kernel's compilation, delays answers, but pings are answered without Python.
+A bound port without a server accepts connections and answers no ping, so gateways and probes would take the node for
+lost. The main thread loads the model, so the event loop runs on another thread meanwhile. Code that keeps the
+interpreter's lock for seconds, such as a kernel's compilation, delays answers, but pings are answered without Python.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from baton.settings.node_config import NodeSettings
 
 
 class Starting:
-    """The services of a node, from its start on.
+    """The services of a node that is starting.
 
     Args:
-        server: bound; not started.
+        server: bound, but not started.
         supervisor: knows the present stage.
 
     Attributes:
@@ -36,7 +36,7 @@ class Starting:
     def __init__(
         self, settings: NodeSettings, role: node_status_pb2.Role.ValueType, server: GrpcServer, supervisor: Supervisor
     ) -> None:
-        name = settings.name or nameless(role, server.address)
+        name = settings.name or default_name(role, server.address)
         self._info = node_status_pb2.NodeInfo(name=name, address=server.address, role=role)
         self._server = server
         self._supervisor = supervisor
@@ -47,7 +47,7 @@ class Starting:
 
     @contextmanager
     def serving(self, runner: asyncio.Runner) -> Iterator[None]:
-        """Starts the server, and serves on another thread inside the context, whose caller may then run the loop
+        """Starts the server, and serves on another thread inside the context. Afterwards the caller may run the loop
         itself. After an exception the server is stopped."""
         runner.run(self._server.start((SERVICE_NAME, PREFILL, DECODE)))
         loop = runner.get_loop()
@@ -69,6 +69,7 @@ class Starting:
         return node_status_pb2.NodeStatus(info=self._info, loading=loading)
 
 
-def nameless(role: node_status_pb2.Role.ValueType, address: str) -> str:
-    """The same after a restart, and without the address: clients see names in receipts and errors."""
+def default_name(role: node_status_pb2.Role.ValueType, address: str) -> str:
+    """The name of a node whose settings have none. It is the same after a restart, and hides the address, because
+    clients see names in receipts and errors."""
     return f"{role_name(role)}-{hashlib.blake2s(address.encode(), digest_size=3).hexdigest()}"

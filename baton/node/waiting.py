@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 async def until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
-    """Waits until the condition holds; False when it did not within the timeout."""
+    """Waits until the condition holds. Returns False if it did not within the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():

@@ -1,1 +1,1 @@
-"""gRPC code that the processes and the client share: servers, channels, statuses."""
+"""gRPC code that the processes and the client share: servers, channels, statuses, conversions."""

@@ -13,7 +13,7 @@ _GRPC_BYTES_MAX = (1 << 31) - 1
 # With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
 # services limit their requests themselves, with a typed error.
 _PENDING_CALLS_MAX = 1 << 20
-_HANDSHAKE_MS = 20_000  # gRPC's default keeps the connection of a silent stranger for two minutes
+_HANDSHAKE_MS = 20_000  # by gRPC's default an unauthenticated peer keeps a silent connection for two minutes
 
 
 def channel_options(
@@ -23,7 +23,7 @@ def channel_options(
 
     Args:
         shared: other servers may listen on the same port.
-        receive_bytes_max: of one message; gRPC refuses a larger one, without details.
+        receive_bytes_max: largest message; gRPC refuses a larger one without details.
     """
     return [
         ("grpc.so_reuseport", int(shared)),
@@ -31,14 +31,14 @@ def channel_options(
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
-        # NOTE: while a ping of the flow control is under way, gRPC sends none for keepalive, and waits a minute for the
-        # answer to that one by default.
+        # NOTE: while a ping for flow control is under way, gRPC sends none for keepalive, and by default it waits a
+        # minute for the answer to that ping.
         ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-        # NOTE: pings that come late on a busy machine come together, and gRPC would close the connection for it.
+        # NOTE: late pings on a busy machine arrive together, and gRPC would close the connection because of that.
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
@@ -52,8 +52,8 @@ def connect(
     """A channel with our options. It reconnects fast, because nodes restart.
 
     Args:
-        dial: its credentials; None: without TLS.
-        proxy: None: directly, whatever the environment says, as between processes of the cluster.
+        dial: the channel's credentials; None: without TLS.
+        proxy: None connects directly, whatever the environment says, as between processes of the cluster.
     """
     options: list[tuple[str, Any]] = [
         *channel_options(keepalive_s=keepalive_s),
@@ -71,5 +71,5 @@ def connect(
 
 
 def proxy_options(proxy: Proxy | None) -> list[tuple[str, Any]]:
-    """Options of a channel through this proxy; None: through none. gRPC by itself does what the environment says."""
+    """Options of a channel through this proxy, or through none. Without them gRPC follows the environment."""
     return [("grpc.enable_http_proxy", int(proxy is not None)), *([("grpc.http_proxy", proxy.url)] if proxy else [])]

@@ -31,12 +31,12 @@ _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
 
 def role_name(role: node_status_pb2.Role.ValueType) -> str:
-    """As in flags and logs: "decode"; "unknown" where none is given, "role 7" for one of a newer version."""
+    """The role's name in flags and logs, such as "decode"; "unknown" if unset, "role 7" if this version lacks it."""
     return _enum_name(node_status_pb2.Role, "ROLE_", role)
 
 
 def phase_name(phase: node_status_pb2.PeerPhase.ValueType) -> str:
-    """As `role_name`."""
+    """The phase's name in logs, in the form of `role_name`."""
     return _enum_name(node_status_pb2.PeerPhase, "PEER_PHASE_", phase)
 
 
@@ -48,7 +48,7 @@ def _enum_name(enum: Any, prefix: str, number: int) -> str:
 
 
 def sampling_to_proto(sampling: SamplingParams | ResolvedSampling) -> pb.SamplingParams:
-    """The parameters that are set.
+    """The sampling parameters that are set, as a message.
 
     Raises:
         InvalidRequest: a text cannot be sent.
@@ -63,19 +63,19 @@ def sampling_to_proto(sampling: SamplingParams | ResolvedSampling) -> pb.Samplin
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """What a client set.
+    """The sampling parameters that a client set.
 
     Raises:
-        InvalidRequest: a value is not a number or is out of range; names it.
+        InvalidRequest: a value is not a number or is out of range; the error names it.
     """
     return SamplingParams(**_set_fields(message))
 
 
 def resolved_sampling_from_proto(message: pb.SamplingParams) -> ResolvedSampling:
-    """What a gateway decided. Fields that it leaves out have their neutral defaults.
+    """The sampling parameters that a gateway decided. Fields that it leaves out have their neutral defaults.
 
     Raises:
-        InvalidRequest: as `sampling_from_proto`.
+        InvalidRequest: a value is not a number or is out of range; the error names it.
     """
     return ResolvedSampling(**_set_fields(message))
 
@@ -94,7 +94,7 @@ def _set_fields(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
-    """Raises InvalidRequest if the text of a choice is not a JSON array of texts."""
+    """The grammar as a message. Raises InvalidRequest if the text of a choice is not a JSON array of texts."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return pb.Grammar(json_object=pb.JsonObject())
     if grammar.kind is GrammarKind.CHOICE:
@@ -118,7 +118,7 @@ def _choices_to_proto(text: str) -> pb.Choices:
 
 
 def grammar_from_proto(message: pb.Grammar) -> Grammar:
-    """Raises InvalidRequest if the message has no constraint, or one that is unknown here."""
+    """The grammar in a message. Raises InvalidRequest if it has no constraint, or one that this version lacks."""
     match message.WhichOneof("constraint"):
         case None:
             allowed = tuple(kind.value for kind in GrammarKind)
@@ -162,7 +162,7 @@ def prompt_logprobs_from_proto(messages: Iterable[pb.PromptLogprob]) -> tuple[Pr
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    """None means not finished yet: FINISH_REASON_UNSPECIFIED."""
+    """The reason as a message's number. None, for an unfinished output, becomes FINISH_REASON_UNSPECIFIED."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
 
 
@@ -171,9 +171,7 @@ def finish_reason_from_proto(number: pb.FinishReason.ValueType) -> FinishReason 
 
 
 def slo_from_proto(message: pb.Slo) -> Slo:
-    """Raises:
-    InvalidRequest: a bound is not above 0.
-    """
+    """The bounds in a message. Raises InvalidRequest if one is not above 0."""
     return Slo(
         message.ttft_s if message.HasField("ttft_s") else None,
         message.tpot_s if message.HasField("tpot_s") else None,
@@ -185,7 +183,7 @@ def adapter_to_proto(adapter: AdapterRef) -> node_status_pb2.Adapter:
 
 
 def adapter_from_proto(message: node_status_pb2.Adapter) -> AdapterRef | None:
-    """None: the message is empty, which means the base model."""
+    """The adapter in a message. Returns None if the message is empty, which means the base model."""
     return AdapterRef(message.name, message.revision) if message.name else None
 
 
@@ -237,9 +235,7 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
 
 
 def receipt_from_proto(message: pb.Receipt) -> Receipt:
-    """Raises:
-    PeerRefused: the receipt names no path that is known here.
-    """
+    """The receipt in a message. Raises PeerRefused if this version does not know its path."""
     path = _PATHS_BACK.get(message.path)
     if path is None:
         cure = "use the same version on both sides"

@@ -1,4 +1,4 @@
-"""Converts what nodes say about themselves: step costs, the load of experts, loading, sizes of the cache."""
+"""Converts the messages in which nodes describe themselves: step costs, load of experts, loading, size of the cache."""
 
 import math
 from itertools import pairwise
@@ -42,7 +42,7 @@ def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
 
 
 def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
-    """None: the message has no point, or impossible ones, so nothing is known."""
+    """The costs in a message. Returns None if it has no points or impossible ones, so that the costs are unknown."""
     points = tuple((point.tokens, point.seconds) for point in message.points)
     others = message.key_s, message.pair_s, message.decode_row_s
     ascending = all(low[0] < high[0] and low[1] <= high[1] for low, high in pairwise(points))
@@ -54,15 +54,15 @@ def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
 
 
 def describe_loading(loading: node_status_pb2.Loading) -> str:
-    """What a node does before it serves, such as "loading weights, 40 %"."""
+    """The stage of a node's start in words, such as "loading weights, 40 %"."""
     stage = shortened(loading.stage, _TEXT_MAX) or "starting"
     return f"{stage}, {min(100, 100 * loading.done // loading.total)} %" if loading.total else stage
 
 
 def kept_bytes(spec: pb.CacheSpec) -> tuple[int, int]:
-    """What a node keeps of each token, as if no layer had a window, and of each request besides: its recurrent state.
+    """Bytes that a node keeps for each token, as if no layer had a window, and for each request's recurrent state.
 
-    The spec may be a newer peer's: kinds and dtypes that are not known count like usual ones.
+    The spec may be of a newer peer: unknown kinds and dtypes count like the usual ones.
     """
     per_number = _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind in (pb.KV_KIND_MLA, pb.KV_KIND_STATE) else 2)
     per_token = spec.num_layers * spec.num_kv_heads * spec.head_dim * per_number

@@ -1,4 +1,4 @@
-"""What operators ask of one node: its status, a drain, adapters."""
+"""Calls of operators to one node: its status, its experts' load, a drain, adapters."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -21,25 +21,25 @@ _LOAD_TIMEOUT_S = 600.0
 
 
 async def describe(address: str) -> node_status_pb2.NodeStatus:
-    """The status of the node at host:port, asked with the certificate of BATON_TLS_CERT if that is set.
+    """The status of the node at host:port. The call uses the certificate of BATON_TLS_CERT if that is set.
 
     Raises:
-        BatonError: it cannot be reached, or is no node.
+        BatonError: the address cannot be reached, or is no node.
     """
     return await _ask(address, lambda node: node.Describe(node_pb2.DescribeRequest(), timeout=_TIMEOUT_S))
 
 
 async def expert_load(address: str) -> node_pb2.GetExpertLoadResponse:
-    """The tokens of the node's experts; asks as `describe`.
+    """The load of the node's experts; calls it as `describe` does.
 
     Raises:
-        BatonError: also where the node does not count them.
+        BatonError: also if the node does not count their tokens.
     """
     return await _ask(address, lambda node: node.GetExpertLoad(node_pb2.GetExpertLoadRequest(), timeout=_TIMEOUT_S))
 
 
 async def drain(address: str, grace_s: float | None) -> None:
-    """Begins a drain, at whose end the node's process ends; returns at once. Asks as `describe`.
+    """Begins a drain, after which the node's process ends; returns at once. Calls the node as `describe` does.
 
     Args:
         grace_s: how long running requests may take to finish; None: the node's own setting.
@@ -49,10 +49,10 @@ async def drain(address: str, grace_s: float | None) -> None:
 
 
 async def load_adapter(address: str, name: str, path: str) -> str:
-    """Loads the adapter from a directory of the node's machine; returns its revision. Asks as `describe`.
+    """Loads an adapter from a directory of the node's machine; returns its revision. Calls it as `describe` does.
 
     Raises:
-        BatonError: also where the adapter does not fit the model, or the node has no room for it.
+        BatonError: also if the adapter does not fit the model, or the node has no free slot.
     """
     request = node_pb2.LoadAdapterRequest(name=name, path=path)
     answer = await _ask(address, lambda node: node.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S))
@@ -60,10 +60,10 @@ async def load_adapter(address: str, name: str, path: str) -> str:
 
 
 async def unload_adapter(address: str, name: str) -> None:
-    """New requests do not get the adapter any more; those that have it go on. Asks as `describe`.
+    """Unloads an adapter: new requests cannot use it, and running requests go on. Calls the node as `describe` does.
 
     Raises:
-        BatonError: also where the node does not have it.
+        BatonError: also if the node does not have the adapter.
     """
     request = node_pb2.UnloadAdapterRequest(name=name)
     await _ask(address, lambda node: node.UnloadAdapter(request, timeout=_TIMEOUT_S))
@@ -76,7 +76,7 @@ async def _ask(address: str, call: "Callable[[node_pb2_grpc.NodeAsyncStub], Awai
             return await call(node_pb2_grpc.NodeStub(channel))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                cure = "give the address of a node that runs; one with certificates wants BATON_TLS_CERT"
+                cure = "give the address of a running node; if it uses certificates, set BATON_TLS_CERT"
                 what = f"cannot reach {address}: {last_cause(error)}"
                 raise NoNode(what, field="address", value=address, cure=cure) from None
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:

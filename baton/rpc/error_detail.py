@@ -1,4 +1,4 @@
-"""Baton's errors as messages and back, for streams that continue after one request fails. Needs no grpc."""
+"""Converts Baton's errors to messages and back, for streams that go on after one request fails. Needs no grpc."""
 
 from baton.core import errors
 from baton.core.error_codes import BY_REASON
@@ -6,7 +6,7 @@ from baton.protos.v1 import common_pb2 as pb
 
 
 def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
-    """The error as a message, for streams that continue after one request fails."""
+    """The error as a message."""
     detail = pb.ErrorDetail(
         reason=pb.ErrorReason.Value(f"ERROR_REASON_{error.reason}"),
         message=error.message,
@@ -21,8 +21,8 @@ def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
 
 
 def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
-    """Inverse of `to_detail`."""
-    value = pb.ErrorReason.DESCRIPTOR.values_by_number.get(detail.reason)  # a newer peer knows further ones
+    """The error in a message. A reason that only newer versions know becomes an InternalError."""
+    value = pb.ErrorReason.DESCRIPTOR.values_by_number.get(detail.reason)
     reason = "" if value is None else value.name.removeprefix("ERROR_REASON_")
     return BY_REASON.get(reason, errors.InternalError)(
         detail.message,

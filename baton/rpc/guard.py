@@ -1,4 +1,4 @@
-"""The interceptor that finds out who calls and asks the table whether that caller may. Handlers run only if so."""
+"""The interceptor that identifies each caller and checks its rights. Handlers run only for callers that have them."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,19 +24,19 @@ _RIGHTS = {
 
 
 class Guard(Protocol):
-    """Knows callers."""
+    """Identifies callers."""
 
     def caller(self, context: Context) -> Caller:
-        """Who makes this call.
+        """The caller of this call.
 
         Raises:
-            Unauthenticated: it has not shown that.
+            Unauthenticated: the caller has not authenticated itself.
         """
         ...
 
 
 class CertificateGuard:
-    """Of servers for the cluster's own processes: the caller is what its certificate says."""
+    """The guard of servers for the cluster's own processes: certificates identify callers."""
 
     def caller(self, context: Context) -> Caller:
         shown = context.auth_context()
@@ -45,14 +45,17 @@ class CertificateGuard:
 
 
 class OpenGuard:
-    """Of servers without TLS, which only this machine reaches unless the operator said otherwise."""
+    """The guard of servers without TLS: every caller has all rights.
+
+    Only this machine reaches such a server, unless the operator allowed more.
+    """
 
     def caller(self, context: Context) -> Caller:
         return Caller(host_of(context.peer()), ALL_RIGHTS)
 
 
-class DoorGuard:
-    """Of servers for clients: the caller is whom its key belongs to."""
+class ClientGuard:
+    """The guard of servers for clients: keys identify callers."""
 
     def __init__(self, door: Authenticator) -> None:
         self._door = door
@@ -65,7 +68,7 @@ class DoorGuard:
 
 
 class Authorize(WrapHandlers):
-    """Refuses calls that the table does not allow, also of RPCs that it does not have."""
+    """Refuses calls that the table of rights does not allow, and calls to methods that it does not list."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Authorize(WrapHandlers):
 
 
 def _admitted(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Handler:
-    """The handler after `admit`. A single message is parsed only then, a stream's when the handler reads it."""
+    """Runs `admit` before the handler. A single message is parsed after it, a stream's when the handler reads it."""
     behavior = behavior_of(handler)
     streams, parse = handler.request_streaming, handler.request_deserializer
 

@@ -1,4 +1,4 @@
-"""Wrapping a server's handlers, whatever of request and response is one message and what a stream."""
+"""Wraps a server's handlers, whether request and response are single messages or streams."""
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ class WrapHandlers(grpc.aio.ServerInterceptor):
 
     @abstractmethod
     def wrap(self, handler: Any, method: str) -> Handler:
-        """The handler that takes the place of `/package.Service/Method`'s own."""
+        """The handler that replaces the one of `/package.Service/Method`."""
 
     async def intercept_service(
         self,
@@ -37,14 +37,14 @@ class WrapHandlers(grpc.aio.ServerInterceptor):
 
 
 def behavior_of(handler: Any) -> Any:
-    """The function that serves the calls."""
+    """The function that serves a handler's calls."""
     if handler.request_streaming:
         return handler.stream_stream if handler.response_streaming else handler.stream_unary
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
 
 
 def with_behavior(handler: Any, behavior: Any, *, parse: Callable[[bytes], Any] | None) -> Handler:
-    """A handler as the given one, with another function and another parser of requests; None: it takes bytes."""
+    """A copy of a handler with another function and another parser of requests; without a parser it takes bytes."""
     make: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,11 +1,11 @@
-"""Every call of a server ends with a status of ours: this is the one place for what handlers let through.
+"""Ends every failed call of a server with a status of ours, whatever its handler raises.
 
-A message that cannot be parsed or is too large gets INVALID_ARGUMENT: gRPC parses it before it calls the handler, and
-would answer UNKNOWN. Here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the call.
-An error of ours that a handler raises becomes its status; any other exception is logged and becomes INTERNAL.
+A message that cannot be parsed or is too large gets INVALID_ARGUMENT. gRPC parses messages before it calls the handler,
+and would answer UNKNOWN; here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the
+call. A `BatonError` of a handler becomes its status; any other exception is logged and becomes INTERNAL.
 
-gRPC keeps the error of a call in a cycle of objects until the collector comes, and with it all frames that the error
-has passed. So that they keep no large request, finished frames are cleared, and frames here drop the request.
+gRPC keeps a call's error, and all frames that it has passed, in a cycle of objects until the collector runs. So that
+they keep no large request alive, finished frames are cleared, and frames here drop the request.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ log = logging.getLogger("baton")
 
 _WRITE_ENDS_S = 0.05
 _FIELDS_MAX = 1 << 14
-_NUMBERS_MAX = 1 << 19  # token ids, as many as a body of HTTP may have values
+_NUMBERS_MAX = 1 << 19  # token ids; an HTTP body may have as many values
 
 
 @dataclass(frozen=True)
 class _Malformed:
-    """Takes the place of a message that is not parsed.
+    """Stands for a message that was not parsed.
 
     Args:
-        bytes_max: the limit that it exceeds; None: it is not too large.
-        why: what else is wrong with it.
+        bytes_max: the limit that the message exceeds; None if it is not too large.
+        why: the other reason not to parse it.
     """
 
     size_bytes: int
@@ -49,7 +49,7 @@ class RefuseMalformed(WrapHandlers):
     """Gives each call a status of ours.
 
     Args:
-        bytes_max: of one message.
+        bytes_max: largest message.
         bounded: messages with more fields than a client's request needs count as malformed, and are not parsed.
     """
 
@@ -75,7 +75,7 @@ class RefuseMalformed(WrapHandlers):
                 return _Malformed(len(data), why=why)
             try:
                 return parse(data)
-            except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
+            except Exception:  # noqa: BLE001  any error of a parser means that the bytes are wrong
                 return _Malformed(len(data))
 
         guard = _guard_stream if handler.request_streaming else _guard_message
@@ -83,11 +83,11 @@ class RefuseMalformed(WrapHandlers):
 
 
 def _guard_message(behavior: Any, method: str) -> Any:
-    """The handler, for calls with one message. It is a generator where it answers with a stream."""
+    """Wraps the handler of calls with one message. The wrapper is a generator if the handler answers with a stream."""
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with _typed(context, method):
+            async with _ending_with_status(context, method):
                 _check(request, method)
                 answering = behavior(request, context)
                 del request
@@ -98,7 +98,7 @@ def _guard_message(behavior: Any, method: str) -> Any:
         return guarded_generator
 
     async def guarded(request: Any, context: Context) -> Any:
-        async with _typed(context, method):
+        async with _ending_with_status(context, method):
             _check(request, method)
             answering = behavior(request, context)
             del request
@@ -108,12 +108,12 @@ def _guard_message(behavior: Any, method: str) -> Any:
 
 
 def _guard_stream(behavior: Any, method: str) -> Any:
-    """The handler, for calls with a stream of messages."""
+    """Wraps the handler of calls with a stream of messages."""
 
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with _typed(context, method):
+            async with _ending_with_status(context, method):
                 messages = _Messages(requests, method)
                 async with messages.all_parsed(), aclosing(behavior(messages.iterate(), context)) as responses:
                     async for response in responses:
@@ -122,7 +122,7 @@ def _guard_stream(behavior: Any, method: str) -> Any:
         return guarded_generator
 
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        async with _typed(context, method):
+        async with _ending_with_status(context, method):
             messages = _Messages(requests, method)
             async with messages.all_parsed():
                 return await behavior(messages.iterate(), context)
@@ -131,8 +131,8 @@ def _guard_stream(behavior: Any, method: str) -> Any:
 
 
 class _Messages:
-    """A call's messages up to the first one that cannot be parsed. For the handler the stream ends there: it finishes
-    its writing, with which the error's status would collide."""
+    """A call's messages up to the first that cannot be parsed. For the handler the stream ends there, so that it
+    finishes its writes, with which the error's status would collide."""
 
     def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
         self._requests = requests
@@ -152,10 +152,10 @@ class _Messages:
 
     @asynccontextmanager
     async def all_parsed(self) -> AsyncIterator[None]:
-        """Raises: InvalidRequest: a message could not be parsed, and the handler inside has not ended the call."""
+        """Raises InvalidRequest at the end if a message could not be parsed and the handler has not ended the call."""
         try:
             yield
-        except Exception as error:  # the handler may miss the messages that did not come
+        except Exception as error:  # the handler may have failed because messages are missing
             if not any(isinstance(cause, grpc.aio.AbortError) for cause in _leaves(error)):
                 _check(self._malformed, self._method)
             raise
@@ -163,22 +163,22 @@ class _Messages:
 
 
 @asynccontextmanager
-async def _typed(context: Context, method: str) -> AsyncIterator[None]:
+async def _ending_with_status(context: Context, method: str) -> AsyncIterator[None]:
     """Ends the call with a status of ours if the handler inside fails."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  gRPC would answer UNKNOWN
         clear_frames(error.__traceback__)
         causes = list(_leaves(error))
-        # The call has ended already: by `abort`, maybe in a task of the handler, or because the client has left.
+        # In these cases the call has ended: by `abort`, maybe in a task of the handler, or because the client left.
         for cause in causes:
             if isinstance(cause, grpc.aio.AbortError):
                 raise cause from None
         if all(isinstance(cause, grpc.aio.InternalError) for cause in causes):
             raise asyncio.CancelledError from None
         if isinstance(error, BaseExceptionGroup):
-            # NOTE: a task's failure cancels the handler's write, which gRPC still has in hand for a moment. A status
-            # would collide with it, and the client would never get one.
+            # NOTE: a task's failure cancels the handler's write, which gRPC finishes a moment later. A status sent
+            # before that would collide with it, and the client would never get one.
             await asyncio.sleep(_WRITE_ENDS_S)
         await abort(context, _error_of(causes, error, method))
 
@@ -205,7 +205,7 @@ def _error_of(causes: list[BaseException], error: Exception, method: str) -> Bat
 
 
 def _check(request: Any, method: str) -> None:
-    """Raises: InvalidRequest: the message could not be parsed, or is too large."""
+    """Raises InvalidRequest if the message could not be parsed or is too large."""
     if isinstance(request, _Malformed):
         if request.bytes_max is not None:
             raise too_large(request.size_bytes, method, bytes_max=request.bytes_max)

@@ -1,4 +1,4 @@
-"""How many fields a serialized protobuf message has, before it is parsed. Pure.
+"""Counts the fields of a serialized protobuf message before it is parsed. Pure.
 
 The parser runs on the event loop and takes seconds for 32 MiB of empty messages, which are two bytes each.
 """
@@ -7,15 +7,16 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-_SMALL_BYTES = 1 << 16  # parsed within milliseconds, whatever it is
+_SMALL_BYTES = 1 << 16  # such messages are parsed within milliseconds, whatever they contain
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _VARINT_BYTES_MAX = 10
 _NUMBER_BYTES_MAX = 5  # of a packed number, as token ids are
 
 
 def is_too_much(data: bytes, descriptor: Any, *, fields_max: int, numbers_max: int) -> bool:
-    """Whether the message and those within it have more fields, or more packed numbers, than that; also, if its fields
-    do not fit into it, so that nothing after them can be counted.
+    """Whether the message, with the messages inside it, has more than `fields_max` fields or `numbers_max` numbers.
+
+    Also True if a field reaches beyond its message, because nothing after it can be counted.
 
     Args:
         descriptor: of the message's type.
@@ -54,7 +55,7 @@ def is_too_much(data: bytes, descriptor: Any, *, fields_max: int, numbers_max: i
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """The number at this place, and the place after it, which is beyond the end if the number is."""
+    """The number at this place, and the place after it, which is beyond the end if the number is cut off."""
     value = shift = 0
     for byte in data[place : place + _VARINT_BYTES_MAX]:
         place += 1

@@ -1,4 +1,4 @@
-"""Answers calls by the names of releases before `baton.internal.v1`, whose processes cannot work with this release.
+"""Refuses calls by method names of releases before `baton.internal.v1`, which cannot work with this release.
 
 Such a caller gets UNIMPLEMENTED, with the reason and the cure in the detail that those releases read and show.
 """
@@ -19,7 +19,7 @@ _OPERATIONS = ("ClusterStatus", "ClusterView", "GetLoads", "SwitchNodeRole")
 
 
 def moved_to(method: str) -> str | None:
-    """The present name of `/package.Service/Method`; None if the call did not move."""
+    """The present name of `/package.Service/Method`. Returns None if the method has not moved."""
     service, _, name = method.removeprefix("/").rpartition("/")
     if service == "baton.v1.Generation" and name in _OPERATIONS:
         return f"baton.v1.Operations/{name}"
@@ -29,7 +29,7 @@ def moved_to(method: str) -> str | None:
 
 
 class RefuseMovedCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls of older releases, whoever the caller is: the answer has no secret."""
+    """Refuses calls of older releases. It does not identify the caller, because the answer is no secret."""
 
     async def intercept_service(
         self,

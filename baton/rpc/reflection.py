@@ -1,4 +1,4 @@
-"""Server reflection under both of its names: v1alpha, which grpcio has, and v1, which newer clients ask for first.
+"""Server reflection under both of its names: v1alpha, which grpcio has, and v1, which newer clients call first.
 
 The messages of the two versions are equal on the wire, so one servicer answers both.
 """
@@ -30,7 +30,7 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 class _Symbols:
-    """A descriptor pool that also finds the file of a method, which protobuf's own does not."""
+    """A descriptor pool that also finds a method's file, which protobuf's own pool does not."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool
@@ -50,7 +50,7 @@ class _Symbols:
 
 
 def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
-    """Adds the file of v1 to the pool, unless it is there: the file of v1alpha under the other package name."""
+    """Adds v1's file to the pool unless it is there. It is v1alpha's file with the other package name."""
     try:
         pool.FindFileByName(_V1_FILE)
     except KeyError:

@@ -1,7 +1,7 @@
-"""Revisions of the model's weights, and which revisions and versions of the program serve at once. Pure.
+"""Names the revisions of the model's weights, and finds mixtures of revisions or versions that serve at once. Pure.
 
-A revision is a digest of what nodes compare before they exchange KV, so equal weights are one revision however they are
-stored, and whatever operators call them. Names are for people.
+A revision is a digest of the fields that nodes compare before they exchange KV. So equal weights are one revision,
+however they are stored and whatever operators call them. Names are for people.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _NAMES_MAX = 4
 
 
 def revision_of(model: pb.ModelIdentity) -> str:
-    """12 hex digits; empty where the model is not known."""
+    """The revision of a model: 12 hex digits, or empty if the model is unknown."""
     if not model.weights_digest:
         return ""
     parts = (model.architecture, model.config_digest, model.weights_digest)
@@ -24,12 +24,12 @@ def revision_of(model: pb.ModelIdentity) -> str:
 
 
 def describe_revision(revision: str, name: str) -> str:
-    """A revision, for people: its name, if it has one, and its digits."""
+    """The revision in words, for people: its name, if it has one, and its digits."""
     return f"{name} ({revision})" if name else revision
 
 
 def answer_revision(weights: str, adapter: AdapterRef | None) -> str:
-    """What clients get as an answer's revision: the weights', and after a plus the adapter's."""
+    """The revision of an answer, for clients: the weights' revision and, if there is an adapter, a plus and its own."""
     return weights if adapter is None or not weights else f"{weights}+{adapter.revision}"
 
 
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 def mixture(members: Iterable[Member]) -> str:
-    """One line that says which versions and revisions serve at once; empty where there is one of each."""
+    """One line that lists the versions and revisions that serve at once; empty if there is only one of each."""
     versions: dict[str, list[str]] = {}
     revisions: dict[str, list[str]] = {}
     names: dict[str, str] = {}

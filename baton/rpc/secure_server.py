@@ -1,4 +1,4 @@
-"""What each kind of server is protected by, from its process's settings."""
+"""Makes the protection of each kind of server from its process's settings."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import grpc
 
 from baton.core.errors import ConfigError
-from baton.rpc.guard import CertificateGuard, DoorGuard, Guard, OpenGuard
+from baton.rpc.guard import CertificateGuard, ClientGuard, Guard, OpenGuard
 from baton.security.authenticator import Authenticator
 from baton.security.exposure import Address, check_exposed
 from baton.security.pem import Files, Pems, read_pems
@@ -17,17 +17,17 @@ from baton.security.watched import Watched
 
 @dataclass(frozen=True)
 class Protection:
-    """Of one server: its credentials, None without TLS, and who knows its callers."""
+    """The protection of one server: its credentials, or None without TLS, and the guard that identifies its callers."""
 
     credentials: grpc.ServerCredentials | None
     guard: Guard
 
 
 def check_certificate(settings: TlsSettings, role: Role) -> None:
-    """Whether a process with these files may have the role.
+    """Checks that a process with these files may have the role.
 
     Raises:
-        ConfigError: its certificate does not allow it.
+        ConfigError: its certificate does not allow the role.
     """
     InternalTls.read(settings, role)
 
@@ -40,7 +40,7 @@ class ServerSettings(TlsSettings, Protocol):
 
 
 def protect_node(settings: ServerSettings, role: Role, where: Address) -> Protection:
-    """Of a node's server, which other processes of the cluster call.
+    """The protection of a node's server, which other processes of the cluster call.
 
     Raises:
         ConfigError: the files of the settings cannot be used, or other machines would reach a server without TLS.
@@ -51,21 +51,21 @@ def protect_node(settings: ServerSettings, role: Role, where: Address) -> Protec
 
 
 def protect_door(pems: Watched[Pems] | None, door: Authenticator) -> Protection:
-    """Of a gateway's server, which clients call."""
-    return Protection(None if pems is None else client_server_credentials(pems), DoorGuard(door))
+    """The protection of a gateway's server, which clients call."""
+    return Protection(None if pems is None else client_server_credentials(pems), ClientGuard(door))
 
 
 def watch_client_pems(files: Files) -> Watched[Pems] | None:
-    """What a gateway shows its clients; None: the settings name no files.
+    """The certificate and key that a gateway shows its clients. Returns None if the settings name no files.
 
     Raises:
-        ConfigError: they name one of two, or files that do not fit.
+        ConfigError: the settings name only one of the two, or files that do not fit together.
     """
     if not files.paths:
         return None
     if len(files.paths) < 2:
         raise ConfigError(
             "only one of BATON_CLIENT_TLS_CERT and BATON_CLIENT_TLS_KEY is set", field=files.cert_field,
-            cure="set both, or none",
+            cure="set both or neither",
         )  # fmt: skip
     return Watched(files.paths, lambda: read_pems(files))

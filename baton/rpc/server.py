@@ -1,6 +1,6 @@
 """gRPC servers with health and reflection, and the signals that end a process.
 
-Health: the empty service name stands for live, each service's own name for ready.
+In health checks the empty service name stands for live, and each service's own name for ready.
 """
 
 import asyncio
@@ -26,15 +26,16 @@ from baton.rpc.moved_calls import RefuseMovedCalls
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 from baton.rpc.secure_server import Protection
 
-# What gRPC refuses itself has no details. So it takes somewhat more than the limit, and `RefuseMalformed` refuses.
-_TAKEN_TO_REFUSE = 2
-_QUESTION_BYTES_MAX = 4096  # of health checks
+# gRPC's own refusals have no details. So gRPC accepts messages up to this multiple of the limit, and `RefuseMalformed`
+# refuses those above the limit.
+_ACCEPTED_MULTIPLE = 2
+_HEALTH_REQUEST_BYTES_MAX = 4096
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """host:port of a setting.
+    """The host:port of a setting.
 
     Raises:
         ConfigError: the text has another form.
@@ -46,7 +47,7 @@ class ListenAddress:
     @classmethod
     def parse(cls, text: str, *, field: str) -> "ListenAddress":
         host, _, port = text.rpartition(":")
-        # NOTE: isdigit is true of digits that int does not take, such as a superscript two.
+        # NOTE: isdigit is true for digits that int refuses, such as a superscript two.
         if not _is_host(host) or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
             raise ConfigError(f"{field} is {text!r}", field=field, value=text, allowed=("host:port",))
         if ":" in host and not (host[0] == "[" and host[-1] == "]"):
@@ -56,7 +57,7 @@ class ListenAddress:
 
 
 def _is_host(host: str) -> bool:
-    """Whether a resolver takes the name: it raises UnicodeError for one with an empty or long label."""
+    """Whether a resolver accepts the name; it would raise UnicodeError for an empty or long label."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -65,7 +66,7 @@ def _is_host(host: str) -> bool:
 
 
 def check_advertised(text: str | None) -> None:
-    """Checks the address that other processes are to use.
+    """Checks the address that a process advertises to others.
 
     Raises:
         ConfigError: it is not host:port, or is a wildcard address, which no process can connect to.
@@ -73,7 +74,7 @@ def check_advertised(text: str | None) -> None:
     if text and ListenAddress.parse(text, field="advertise").host in _EVERYWHERE:
         cure = "give an address under which other machines reach this one"
         raise ConfigError(
-            f"advertise is {text!r}, which only a server can use", field="advertise", value=text, cure=cure
+            f"advertise is {text!r}, to which no process can connect", field="advertise", value=text, cure=cure
         )
 
 
@@ -83,12 +84,12 @@ def listens_everywhere(listen: str) -> bool:
 
 
 def why_taken(where: ListenAddress) -> str | None:
-    """Why no server can listen there; None if one can."""
+    """Why no server can listen there. Returns None if one can."""
     host = where.host.removeprefix("[").removesuffix("]")
     try:
         found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0]) as probe:
-            # Else connections that ended keep the port for a minute.
+            # Without this option ended connections keep the port for a minute.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[0][4])
             probe.listen()
@@ -102,9 +103,9 @@ class GrpcServer:
 
     Args:
         shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
-        protection: None: without TLS, and whoever connects may call everything.
+        protection: None: without TLS, and every peer may call everything.
         health_listen: host:port of a second server without TLS, with the health service only; "off": none.
-        receive_bytes_max: of one message; a larger one is refused as a wrong message, and one of more than twice that
+        receive_bytes_max: largest message. A larger one is refused as malformed, and one of more than twice that size
             with gRPC's own RESOURCE_EXHAUSTED.
         bounded: messages have no more fields than requests of clients need (`RefuseMalformed`).
     """
@@ -121,8 +122,8 @@ class GrpcServer:
         receive_bytes_max: int = MESSAGE_BYTES_MAX,
         bounded: bool = False,
     ) -> None:
-        taken = _TAKEN_TO_REFUSE * receive_bytes_max
-        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=taken)
+        accepted = _ACCEPTED_MULTIPLE * receive_bytes_max
+        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=accepted)
         interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(receive_bytes_max, bounded=bounded)]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))
@@ -137,10 +138,10 @@ class GrpcServer:
         port = _add_port(self.grpc, listen, "listen", credentials, shared=shared)
         self._health_only: grpc.aio.Server | None = None
         if health_listen != "off":
-            # Whoever reaches it is nobody: it buffers no message that is larger than a question needs.
-            little = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=_QUESTION_BYTES_MAX)
-            refuse = RefuseMalformed(_QUESTION_BYTES_MAX)
-            self._health_only = grpc.aio.server(interceptors=[refuse], options=little)
+            # Its callers are not authenticated, so it buffers no message larger than a health check needs.
+            limit = _HEALTH_REQUEST_BYTES_MAX
+            small = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=limit)
+            self._health_only = grpc.aio.server(interceptors=[RefuseMalformed(limit)], options=small)
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_only)
             _add_port(self._health_only, health_listen, "health_listen", None, shared=shared)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host
@@ -178,12 +179,10 @@ class GrpcServer:
 def _add_port(
     server: grpc.aio.Server, listen: str, field: str, credentials: grpc.ServerCredentials | None, *, shared: bool
 ) -> int:
-    """Raises:
-    ConfigError: no server can listen there.
-    """
+    """Adds a port to a server and returns its number. Raises ConfigError if no server can listen there."""
     where = ListenAddress.parse(listen, field=field)
     cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
-    # gRPC writes lines of its own about a port that it cannot have.
+    # Checked first, because gRPC logs lines of its own about a port that it cannot have.
     if not shared and (reason := why_taken(where)) is not None:
         raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
     try:
@@ -199,7 +198,7 @@ def _add_port(
 
 
 def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets: this one, or a new one. A second signal ends the process at once."""
+    """Makes SIGTERM and SIGINT set an event, and returns it; a second signal ends the process at once."""
     event = asyncio.Event() if event is None else event
     loop = asyncio.get_running_loop()
 

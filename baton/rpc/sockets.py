@@ -1,4 +1,4 @@
-"""Listening sockets for servers that are not gRPC's."""
+"""Listening sockets for servers other than gRPC's."""
 
 import socket
 
@@ -9,13 +9,13 @@ _BACKLOG = 64
 
 
 def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKLOG) -> socket.socket | None:
-    """The listening socket for this setting; None: off.
+    """The listening socket for a setting. Returns None if the setting is "off".
 
     Args:
         shared: other processes of this user may listen on the same port.
 
     Raises:
-        ConfigError: the address is none, or cannot be listened on.
+        ConfigError: the setting is no address, or no server can listen there.
     """
     if listen == "off":
         return None
@@ -28,7 +28,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
         if shared:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host, where.port))
-        bound.listen(backlog)  # so that another process cannot take the port any more
+        bound.listen(backlog)  # at once, so that no other process can take the port
     except OSError as error:
         bound.close()
         cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
@@ -39,7 +39,7 @@ def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKL
 
 
 def address_of(bound: socket.socket) -> str:
-    """host:port under which this machine reaches it."""
+    """The host:port at which this machine reaches the socket."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

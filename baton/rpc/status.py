@@ -1,7 +1,7 @@
 """Converts Baton's errors to gRPC statuses with details, and back.
 
-A status has our ErrorDetail and, for clients that know only the standard ones, RetryInfo, BadRequest, RequestInfo and
-ErrorInfo of google.rpc.
+A status has our ErrorDetail and, for clients that know only standard details, google.rpc's RetryInfo, BadRequest,
+RequestInfo and ErrorInfo.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ Response = TypeVar("Response")
 _TRAILER_BYTES_MAX = 6500
 _TEXT_BYTES = (2048, 1024, 512, 256, 96)  # limits of one text, tried in this order until the status fits
 _ALLOWED_MAX = 16
-_PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte != 0x25)  # `grpc-message` has them as they are
+_PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte != 0x25)  # `grpc-message` does not encode these
 
 _DOMAIN = "baton.serving"  # google.rpc.ErrorInfo wants a service's name
 
 _TOO_LARGE = re.compile(r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. \d+\)")
 
-# Of an inner connection: clients see such texts.
+# The address of an inner connection, which clients must not see.
 _ADDRESS = re.compile(r"\b(?:ipv4|ipv6|unix|dns|vsock):\S+ ?")
 
 _CAUSES = {
     "ping timeout": "it answers no pings",
     "Hostname Verification Check failed": "its certificate is for another host or another role",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
-    "Tls handshake failed": "no TLS connection comes about; is it a server with TLS?",
+    "Tls handshake failed": "the TLS handshake failed; the server may not use TLS",
 }
 
 
 async def abort(
     context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError, *, request_id: str = ""
 ) -> NoReturn:
-    """Ends the call with the error's status and details, in less than 8 KB: long texts are cut."""
+    """Ends the call with the error's status and details. Cuts long texts, so that they take less than 8 KB."""
     rich = rpc_status.to_status(to_status(error, request_id=request_id))
     trailers = tuple(rich.trailing_metadata)
     if error.retry_after_s is not None:
@@ -101,7 +101,7 @@ def _shortened(error: errors.BatonError, limit: int) -> errors.BatonError:
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most `limit` bytes of the text, which then shows that it goes on."""
+    """At most `limit` bytes of the text; "..." marks a cut."""
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return data.decode()
@@ -118,10 +118,10 @@ def _trailer_bytes(status: status_pb2.Status) -> int:
 
 @contextmanager
 def client_may_leave() -> Iterator[None]:
-    """Turns gRPC's refusal to write to a call that is over into a cancellation of the handler inside.
+    """Turns gRPC's refusal to write to an ended call into a cancellation of the handler inside.
 
-    The client or the deadline has then ended the call, and gRPC is about to cancel the handler. gRPC logs every other
-    exception of a handler as an error.
+    The client or the deadline has then ended the call, and gRPC is about to cancel the handler. It would log any other
+    exception of the handler as an error.
     """
     over = False
     try:
@@ -133,7 +133,7 @@ def client_may_leave() -> Iterator[None]:
 
 
 def is_over(error: BaseException) -> bool:
-    """Whether gRPC refused to write to a call that is over: its client has left."""
+    """Whether the error is gRPC's refusal to write to a call that its client or its deadline has ended."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_over, error.exceptions))
     return isinstance(error, grpc.aio.InternalError)
@@ -143,7 +143,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
     """The Baton error of a failed call. A status without our detail becomes the nearest error."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            with suppress(DecodeError):  # damaged, or another's
+            with suppress(DecodeError):  # damaged, or not a status of google.rpc
                 return _from_status(status_pb2.Status.FromString(value), error)
     return _nearest(error)
 
@@ -172,15 +172,15 @@ def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
     if found := _TOO_LARGE.search(details):
         side, did, size_bytes = found.groups()
         if (side, did) == ("CLIENT", "Received"):
-            return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client takes")
+            return errors.InternalError(f"the answer of {size_bytes} bytes is larger than this client accepts")
         return too_large(int(size_bytes), "this call")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.PeerRefused("it is of another release, which does not know this call (docs/upgrades.md)")
+        return errors.PeerRefused("the server's release does not know this call (docs/upgrades.md)")
     return BY_GRPC.get(error.code().name, errors.InternalError)(_ADDRESS.sub("", details))
 
 
 def too_large(size_bytes: int, method: str, *, bytes_max: int | None = None) -> errors.InvalidRequest:
-    """The error for a message to a server that takes no such large one."""
+    """The error for a message that is larger than the server accepts."""
     return errors.InvalidRequest(
         f"the message of {size_bytes} bytes for {method} is too large",
         field="message",

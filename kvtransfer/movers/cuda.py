@@ -78,7 +78,7 @@ class _Queued:
 
 
 class CudaMover:
-    """For a cache in GPU memory. Sets the calling thread's device and stream for the thread's life.
+    """The mover for a cache in GPU memory. It sets the calling thread's device and stream for the thread's life.
 
     The host does little per segment. A sender copies the trailer to the end of the payload's place, launches the
     gather, which digests into that trailer, and records an event. A receiver does the same for the digest, and again
@@ -215,14 +215,14 @@ class CudaMover:
             stream.synchronize()
 
     def _table(self, blocks: Blocks, place: PartPlace) -> BlockTable:
-        """The blocks of the place's part, which hold its tokens."""
+        """The block table of the place's part. Raises InternalError if its blocks do not hold the place's tokens."""
         assert isinstance(blocks, PlacedTables)
         part = self._parts[place.part]
         table = blocks.slot if part.spec.kind is KVKind.STATE else blocks.paged
         held = 0 if table is None else table.count * part.shape.block_size
         if table is None or place.token_stop > held:
             raise InternalError(
-                f"tokens [{place.token_start}, {place.token_stop}) of a request whose blocks hold {held}",
+                f"the request's blocks hold {held} tokens, not [{place.token_start}, {place.token_stop})",
                 field="token_stop",
             )
         return table
@@ -250,7 +250,7 @@ class CudaMover:
             )
 
     def _put(self, buffers: _SlotBuffers, segment: Segment) -> _Queued:
-        """Copies the payload to where it is sent from."""
+        """Copies the payload into the slot if the slot is in host memory, and ends the operation."""
         if buffers.in_host:
             self._copy(buffers.slot_ptr, buffers.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
         return self._end(buffers, self._outgoing)
@@ -260,7 +260,7 @@ class CudaMover:
         return _Queued(buffers)
 
     def _time_handling(self) -> float:
-        """Host time per segment, the larger of both sides'; runs every kernel."""
+        """Runs every kernel and returns the host time per segment, the larger of sender's and receiver's."""
         spec = self._cache.spec
         size = spec.bytes_per_token_layer
         (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members

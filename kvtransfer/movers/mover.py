@@ -48,7 +48,7 @@ class CacheReading(Pending, Protocol):
 
 
 class Mover(Protocol):
-    """Moves KV in and out of one cache, and of the other parts beside it. Made, used and closed by the transfer thread.
+    """Moves KV into and out of one cache and its other parts. The transfer thread makes, uses and closes it.
 
     Operations on one slot must not overlap; those on different slots may. `gather` may read the cache at any time until
     it is done: the tokens' KV must be there when it begins, and their blocks must not change until it is done.
@@ -90,10 +90,10 @@ class Mover(Protocol):
         """Puts a segment's message into a slot: its payload, then its trailer.
 
         Args:
-            place: where the segment lies.
+            place: the segment's place in its part's cache.
             with_digest: write a digest into the trailer.
-            converter: applied to the payload; None: KV keeps its dtype, as other parts always do. Must stay until
-                the operation is done.
+            converter: applied to the payload until the operation is done; None: KV keeps its dtype. Other parts always
+                keep theirs.
 
         Raises:
             InternalError: the blocks hold no such tokens, or the cache no such layers or heads. Nothing has begun.
@@ -101,7 +101,7 @@ class Mover(Protocol):
         ...
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Pending:
-        """Puts a message into a slot; every byte of its payload has that value. None: the payload is what the slot
+        """Puts a message into a slot; every byte of its payload has that value. With None the payload is what the slot
         holds, and the digest does not cover it."""
         ...
 
@@ -143,7 +143,10 @@ def check_blocks(cache: PagedKVCache, block_ids: Sequence[int], state_slot: int)
     """Raises InternalError unless the cache has all these blocks, and the slot, if it is not -1."""
     num_blocks = cache.shape.num_blocks
     if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
-        raise InternalError(f"block ids from {min(block_ids)} to {max(block_ids)} of {num_blocks}", field="block_ids")
+        ids = f"{min(block_ids)} to {max(block_ids)}"
+        raise InternalError(f"block ids are from {ids}, and the cache has {num_blocks} blocks", field="block_ids")
     slots = 0 if cache.state is None else cache.state.shape.num_blocks
     if not -1 <= state_slot < slots:
-        raise InternalError(f"slot {state_slot} of {slots} for states", field="state_slot", value=state_slot)
+        raise InternalError(
+            f"the state slot is {state_slot}, and the cache has {slots}", field="state_slot", value=state_slot
+        )

@@ -1,4 +1,4 @@
-"""The transports by name: how each is opened, and what it needs apart from that.
+"""The table of transports by name, with the way to open each.
 
 Other distributions register a `TransportKind` by an entry point of the group `baton.transports`.
 """
@@ -17,9 +17,9 @@ class TransportKind:
     """One row of the table.
 
     Attributes:
-        open: makes one, for use on this thread. Argument: this node offers GPU memory.
-        carriers: what `Transport.carrier` may answer between processes of one machine.
-        open_probe: makes what tries the addresses of peers that may be anybody; None: its addresses are harmless.
+        open: makes one, for use on this thread. Its argument: whether this node offers GPU memory.
+        carriers: what `Transport.carrier` may return between processes of one machine.
+        open_probe: makes the probe that tries addresses of unauthenticated peers; None: its addresses are harmless.
     """
 
     open: Callable[[bool], Transport]
@@ -70,7 +70,7 @@ def find_transport(name: str) -> TransportKind:
     """The transport of that name, ours or a plug-in's.
 
     Raises:
-        ConfigError: there is none, and these are known; or its plug-in is broken.
+        ConfigError: there is none, and the error lists the known names; or its plug-in is broken.
     """
     kind = plugins.find_registered(plugins.TRANSPORTS, name, TRANSPORTS, TransportKind)
     if kind is None:
@@ -80,7 +80,7 @@ def find_transport(name: str) -> TransportKind:
 
 
 def open_probe(name: str) -> AddressProbe | None:
-    """Opens what tries the addresses of peers that may be anybody, for one event loop; None: that transport's addresses
-    are harmless."""
+    """Opens the probe that tries addresses of unauthenticated peers, for one event loop. Returns None if that
+    transport's addresses are harmless."""
     probe = find_transport(name).open_probe
     return None if probe is None else probe()

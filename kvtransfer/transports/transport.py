@@ -42,15 +42,15 @@ class TransferRequest(Protocol):
 class Transport(Protocol):
     """One node's end of all its links. Peers are this node's own numbers.
 
-    Only the methods that say so raise. Whatever else fails costs one link: its requests fail, nothing more arrives, and
-    `failures` reports it.
+    Only methods with a Raises section raise. Any other failure costs one link: its requests fail, nothing more arrives,
+    and `failures` reports it.
     """
 
     def listen(self, peer: int) -> bytes:
         """Opens this node's end for one peer; returns the address for this one peer's `connect`.
 
         Raises:
-            DataLoss, Overloaded: it cannot be opened now; nothing is left of it.
+            DataLoss, Overloaded: it cannot be opened now, and nothing of it stays open.
         """
         ...
 
@@ -75,7 +75,7 @@ class Transport(Protocol):
         two reach GPU memory; the others need host memory.
 
         Raises:
-            DataLoss: nothing does.
+            DataLoss: the link has no way to move them.
         """
         ...
 
@@ -98,7 +98,7 @@ class Transport(Protocol):
         ...
 
     def failures(self) -> Sequence[tuple[int, BatonError]]:
-        """The links that have broken since the last call, each once. They are still to be disconnected."""
+        """The links that have broken since the last call, each once. The caller disconnects them."""
         ...
 
     def arm(self) -> bool:
@@ -118,7 +118,7 @@ class AddressProbe(Protocol):
 
         Raises:
             PeerRefused: it may not.
-            Overloaded: that cannot be found out now.
+            Overloaded: the address cannot be tried now.
         """
         ...
 

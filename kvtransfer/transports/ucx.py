@@ -21,7 +21,7 @@ from kvtransfer.transports.ucx_link import UcxLink, UcxRequest
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-# Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
+# Zero-copy lanes, if there are any, carry the bulk; another lane carries small messages.
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
 _GPU_LANES = ("cuda_ipc", "cuda_copy", "gdr_copy")
@@ -35,8 +35,8 @@ class UcxTransport:
     """The links of one node, each a UCX worker with one endpoint.
 
     Args:
-        on_gpu: messages are in memory of the GPU that is current on this thread, where the peer can reach it.
-        ucxx: the package of ucxx's bindings, `ucxx._lib`, or something like it; None: that package.
+        on_gpu: messages to peers that can reach it are in memory of the GPU that is current on this thread.
+        ucxx: ucxx's bindings or a replacement; None: `ucxx._lib`.
     """
 
     def __init__(self, *, on_gpu: bool = False, ucxx: Any = None) -> None:
@@ -165,14 +165,14 @@ def _bindings() -> Any:
 
 
 def _check_descriptors() -> None:
-    """Refuses a link while descriptors remain: UCX ends the process when it gets none.
+    """Refuses a link before file descriptors run out, because UCX ends a process that gets none.
 
     Raises:
         Overloaded: nearly all descriptors of this process are in use.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > limit - _DESCRIPTORS_SPARE:
-        what = f"of {limit} file descriptors fewer than {_DESCRIPTORS_SPARE} are left"
+        what = f"fewer than {_DESCRIPTORS_SPARE} of {limit} file descriptors are left"
         raise Overloaded(what, cure="raise the limit on open files", retry_after_s=1.0)
 
 

@@ -11,7 +11,7 @@ from baton.core.errors import PeerRefused
 _MAGIC = b"baton-ucx-2:"
 _CHECKSUM_BYTES = 4
 _ON_GPU = {True: b"g", False: b"h"}
-# Of the worker's address: a header, whose lower half is the version of its format, and an identifier of 8 bytes.
+# A worker's address begins with a header byte, whose lower half is the format's version, and 8 bytes of identifier.
 _WORKER_BYTES_MIN = 1 + 8
 _VERSION_MASK = 0x0F
 _VERSIONS = (0, 1)
@@ -23,7 +23,7 @@ def wrap(worker: bytes, *, on_gpu: bool) -> bytes:
 
 
 def is_on_gpu(address: bytes) -> bool:
-    """Whether the node offers GPU memory; of a checked address."""
+    """Whether the node offers GPU memory. The address must have passed `worker_address`."""
     return _split(address)[1][:1] == _ON_GPU[True]
 
 

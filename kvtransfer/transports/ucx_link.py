@@ -1,6 +1,4 @@
-"""One link of the UCX transport. Every call of ucxx about one peer is in this file, and an exception of any of them
-costs that link alone.
-"""
+"""One link of the UCX transport. All calls of ucxx about one peer are here, and an exception costs that link alone."""
 
 import ctypes
 import time
@@ -25,8 +23,8 @@ class UcxRequest:
     """A request of ucxx; keeps its memory alive.
 
     Args:
-        request: None: it could not begin; `why` says why not.
-        on_error: called when ucxx cannot tell the request's state.
+        request: None if it could not begin, for the reason `why`.
+        on_error: called when ucxx cannot report the request's state.
     """
 
     def __init__(self, request: Any, memory: Any, *, on_error: Callable[[str], None], why: str = "") -> None:
@@ -92,7 +90,7 @@ class UcxLink:
     def open(self, context: Any) -> bytes:
         """Makes the worker; returns its address."""
         try:
-            with _typed():
+            with _as_data_loss():
                 self.worker = self._ucx.UCXWorker(context)
                 self.worker.init_blocking_progress_mode()
                 self.descriptor = int(self.worker.epoll_file_descriptor)
@@ -102,13 +100,13 @@ class UcxLink:
             raise
 
     def connect(self, address: bytes) -> None:
-        with _typed():
+        with _as_data_loss():
             self.endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
                 self.worker, self._ucx.UCXAddress.create_from_buffer(address), endpoint_error_handling=True
             )
 
     def lanes(self) -> list[str]:
-        with _typed():
+        with _as_data_loss():
             return _lanes(self.endpoint.handle)
 
     def send(self, tag: int, message: Tensor) -> UcxRequest:
@@ -177,7 +175,7 @@ class UcxLink:
         self.endpoint = None
 
     def ended(self) -> bool:
-        """Whether a closed link's requests are done; after a timeout they are abandoned. It has no worker then."""
+        """Whether a closed link has ended: its requests are done or, after a timeout, abandoned. Then releases it."""
         if not self.idle() and time.monotonic() - self.closed_s < _CANCEL_S:
             return False
         self.release()
@@ -196,7 +194,7 @@ class UcxLink:
         self.endpoint = self.worker = None
 
     def fail(self, why: str) -> None:
-        """The link cannot go on. Only the first reason counts."""
+        """Marks the link as broken. The first reason is kept."""
         self.failure = self.failure or DataLoss(f"UCX: {why}")
 
     def _begin(self, message: Tensor, begin: Callable[[Any], Any]) -> UcxRequest:
@@ -211,7 +209,7 @@ class UcxLink:
 
 
 @contextmanager
-def _typed() -> Iterator[None]:
+def _as_data_loss() -> Iterator[None]:
     """Turns any exception of ucxx into DataLoss: ucxx makes its exception types at run time."""
     try:
         yield

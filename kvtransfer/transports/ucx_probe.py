@@ -1,6 +1,6 @@
-"""Tries an address of a UCX worker elsewhere before this process uses it: UCX ends the process that uses a made-up one.
+"""Tries a UCX worker's address in another process first, because a made-up address may end the process that uses it.
 
-One process (`ucx_trial`) tries all addresses of a transfer. It starts with the first one, and ends with this process.
+One process (`ucx_trial`) tries all addresses of a transfer. It starts at the first address and ends with this process.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ log = logging.getLogger("baton")
 
 _ANSWER_TIMEOUT_S = 10.0
 _NUMBER_BYTES = 8
-# The trial's process reports nothing, dies of the signals that UCX handles, and starts no GPU, which takes seconds: no
-# address is dangerous to UCX's transports of GPUs.
+# The trial's process reports nothing and dies of the signals that UCX handles. It starts no GPU, which takes seconds,
+# because no address is dangerous to UCX's GPU transports.
 _VARIABLES = {
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",
@@ -46,11 +46,11 @@ class UcxProbe:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that tries addresses; None: there is none now."""
+        """Id of the process that tries addresses. Returns None if none runs."""
         return None if self._popen is None else self._popen.pid
 
     async def check(self, address: bytes) -> None:
-        """Returns if UCX can use the address. It may still refuse it, with an error.
+        """Returns if UCX survives the address, which it may still refuse with an error.
 
         Raises:
             PeerRefused: it is not an address of a UCX worker, or UCX ends the process that uses it.
@@ -79,12 +79,12 @@ class UcxProbe:
         """Ends the process. A check that is waiting raises Overloaded."""
         self._closed = True
         if self._turn.locked():
-            self._kill()  # it gets the end of the stream, and closes the socket
+            self._kill()  # the waiting check reads the end of the stream, and closes the socket
         else:
             self._end()
 
     async def _try(self, content: bytes) -> int:
-        """The trial's answer. A process that has died while it was idle is replaced."""
+        """The trial's answer. A process that died while idle is replaced."""
         with suppress(OSError):
             if self._popen is not None and self._popen.poll() is None:
                 return await self._ask(content)
@@ -128,7 +128,7 @@ class UcxProbe:
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(**_VARIABLES),
             )
-        log.debug("pid %d tries the addresses of peers", self._popen.pid)
+        log.debug("process %d tries the addresses of peers", self._popen.pid)
 
 
 def _untried(why: str) -> BatonError:

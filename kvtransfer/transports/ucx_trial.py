@@ -1,4 +1,4 @@
-"""The process that tries addresses of UCX workers, each in a fork of its own: UCX may end a process that uses one.
+"""The process that tries addresses of UCX workers, each in its own fork, because UCX may end a process that uses one.
 
 `ucx_probe` runs it. It calls UCX's C interface, because ucxx imports numpy, and imports nothing of this package. UCX is
 not started before a fork, because it does not survive one.
@@ -13,7 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 
-# UCX does not start.
+# The answer if UCX does not start.
 UNTRIED = 255
 # What ucxx asks for: features TAG, RMA, WAKEUP, STREAM and AM.
 _FEATURES = 1 << 0 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6
@@ -34,8 +34,8 @@ _PROT_NONE = 0
 def main(socket_fd: int, parent: int) -> None:
     """Answers each address with its number and how its trial ended: 0, the signal that killed it, or `UNTRIED`."""
     end_with(parent)
-    for of_terminal in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(of_terminal, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     requests = socket.socket(fileno=socket_fd)
     load_ucx()
     while request := requests.recv(_REQUEST_BYTES_MAX):
@@ -46,13 +46,13 @@ def main(socket_fd: int, parent: int) -> None:
 def end_with(parent: int) -> None:
     """Kills this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before that was set
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def load_ucx() -> None:
     """Loads the libraries that ucxx loads."""
-    with suppress(ImportError):  # they are the system's
+    with suppress(ImportError):  # then the libraries are the system's
         import libucx
 
         libucx.load_library()
@@ -80,10 +80,10 @@ def attempt(address: bytes) -> int:
 
 
 def connect(address: bytes) -> None:
-    """Makes an endpoint as `UcxLink.connect` does. If UCX refuses the address with an error, it will do so there too.
+    """Makes an endpoint as `UcxLink.connect` does. An address that UCX refuses passes: the node gets the same error.
 
     Raises:
-        OSError: UCX does not start, as it would not in the node.
+        OSError: UCX does not start, and would not start in the node.
     """
     ucp = ctypes.CDLL("libucp.so.0")
     version = [ctypes.c_uint() for _ in range(3)]
@@ -91,24 +91,27 @@ def connect(address: bytes) -> None:
     config, context, worker, endpoint = (ctypes.c_void_p() for _ in range(4))
     _check(ucp.ucp_config_read(None, None, ctypes.byref(config)))
     _check(ucp.ucp_config_modify(config, b"MM_ERROR_HANDLING", b"y"))
-    of_context = _fields(1, _FEATURES)
-    _check(ucp.ucp_init_version(version[0], version[1], of_context, config, ctypes.byref(context)))
+    context_params = _fields(1, _FEATURES)
+    _check(ucp.ucp_init_version(version[0], version[1], context_params, config, ctypes.byref(context)))
     _check(ucp.ucp_worker_create(context, _fields(1, _THREADS_MULTI), ctypes.byref(worker)))
     ignore = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(lambda *_: None)
-    of_endpoint = _fields(
+    endpoint_params = _fields(
         _REMOTE_ADDRESS | _ERROR_MODE | _ERROR_HANDLER,
-        before_nothing(address),
+        copy_before_unreadable_page(address),
         _ERRORS_OF_PEERS,
         ctypes.cast(ignore, ctypes.c_void_p).value or 0,
     )
-    if ucp.ucp_ep_create(worker, of_endpoint, ctypes.byref(endpoint)) == 0:
+    if ucp.ucp_ep_create(worker, endpoint_params, ctypes.byref(endpoint)) == 0:
         for _ in range(_TURNS):
             ucp.ucp_worker_progress(worker)
 
 
-def before_nothing(content: bytes) -> int:
-    """Where a copy of the bytes lies whose end is the end of the readable memory: UCX reads beyond damaged addresses,
-    and whether that ends a process depends on what else is there."""
+def copy_before_unreadable_page(content: bytes) -> int:
+    """Copies the bytes to the end of readable memory and returns the copy's address.
+
+    UCX reads beyond damaged addresses. Here such a read ends the process every time; elsewhere that would depend on the
+    memory after the copy.
+    """
     page = mmap.PAGESIZE
     room = -(-len(content) // page) * page
     libc = ctypes.CDLL(None, use_errno=True)

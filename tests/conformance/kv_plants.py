@@ -23,7 +23,7 @@ def slot_is_not_given_back_when_cancelled(patch: pytest.MonkeyPatch) -> None:
 
     def end(receiver: Receiver, item: Any) -> bool:
         receiver._receptions.remove(item)
-        receiver._held[item.tag.sender] -= 1
+        receiver._slots_held[item.tag.sender] -= 1
         if item.request.failure() is None:
             give_back(item.pool, item.slot)
         return True
@@ -62,7 +62,7 @@ def lost_peers_hold_their_share_for_good(patch: pytest.MonkeyPatch) -> None:
     def end(receiver: Receiver, item: Any) -> bool:
         receiver._receptions.remove(item)
         if item.tag.sender in receiver._ledger.peers:
-            receiver._held[item.tag.sender] -= 1
+            receiver._slots_held[item.tag.sender] -= 1
         item.pool.give_back(item.slot)
         return True
 

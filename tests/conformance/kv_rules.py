@@ -109,7 +109,7 @@ def check_idle(world: World) -> None:
     held = Counter(item.tag.sender for item in receptions)
     share = world.ledger.fair_share(world.pool.slots)
     for index, peer in enumerate(world.numbers):
-        assert receiver._held[peer] == held[peer], "I6"
+        assert receiver._slots_held[peer] == held[peer], "I6"
         assert receiver.holds(peer) == (held[peer] > 0), "I6"
         if index not in world.owners and peer in world.ledger.peers:
             _check_open(world, index)

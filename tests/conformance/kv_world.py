@@ -174,7 +174,7 @@ class World:
         receiver, number = self.receiver, self.numbers[index]
         if side.is_there:
             self.ledger.peers[number] = self.peers[number]
-        receiver._held[number] = side.held
+        receiver._slots_held[number] = side.held
         self.sent[index] = side.sent
         self.blocks[index] = side.blocks
         if side.is_filled:
@@ -234,7 +234,7 @@ class World:
             is_there,
             self.sent[index] if is_there else self.segments,
             tuple([message.number for message in self.surroundings.queues[peer]]),
-            receiver._held[peer],
+            receiver._slots_held[peer],
             owner is not None,
             owner is not None and owner.totals is not None,
             index in self.filled,

@@ -83,7 +83,7 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
         assert reason.field == "link"
         assert "GB/s over" in reason.ours
         assert f"at least {TOO_MUCH} GB/s" in reason.theirs
-        assert f"wanted by {who}" in reason.theirs
+        assert f"required by {who}" in reason.theirs
         assert reason.cure
     text = shown(gateway)
     assert "refused" in text

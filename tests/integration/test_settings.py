@@ -136,7 +136,7 @@ def test_a_node_that_listens_everywhere_warns_about_the_address_that_it_advertis
     start: Machines, tmp_path: Path
 ) -> None:
     start.nodes(("decode", {"listen": "0.0.0.0:0", "insecure": "true"}), outputs=tmp_path)
-    assert "set an address for others with --advertise" in (tmp_path / "stderr").read_text()
+    assert "set an address for other machines with --advertise" in (tmp_path / "stderr").read_text()
 
 
 def test_a_ready_file_that_cannot_be_written_is_named(start: Machines, tmp_path: Path) -> None:

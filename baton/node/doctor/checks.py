@@ -24,7 +24,7 @@ _MOST_GPUS_LINKED = 2
 
 
 def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
-    """All verdicts; a check comes after those that it depends on."""
+    """All verdicts. Each check comes after the checks that it depends on."""
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
     cache_bytes = 0 if on_gpu else cache_bytes_of(settings)
@@ -36,7 +36,7 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
         yield verdict
     if broken:
         return
-    # Imported only now: these modules need the packages that were just checked.
+    # Imported here, because these modules need the packages that were just checked.
     import torch
 
     from baton.node.doctor.gpus import check_gpus
@@ -50,13 +50,13 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
 
 
 def cache_bytes_of(settings: DecodeSettings) -> int:
-    """What the caches of a node's ranks take in main memory; the smallest default where the model cannot be read."""
+    """Main memory that the caches of a node's ranks take; that of the default cache if the model cannot be read."""
     ranks = settings.tensor_parallel_size
     smallest = (settings.kv_cache_bytes or CPU_CACHE_MIB * MIB) * ranks
     if settings.kv_cache_bytes is not None:
         return smallest
     try:
-        # Imported only now: without torch the other checks still say what is missing.
+        # Imported here, so that without torch the other checks still report what is missing.
         from baton.engine.build import KV_CACHE_DTYPES
         from baton.engine.cache_size import cpu_cache_bytes
         from baton.models.families.reader import read_config
@@ -114,7 +114,7 @@ def _import(distribution: str, module: str) -> Verdict:
     try:
         return ok(distribution, importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
-        return warn(distribution, f"{module} works, its version is unknown", _REINSTALL)
+        return warn(distribution, f"{module} works, but its version is unknown", _REINSTALL)
 
 
 def _print_json(verdicts: Iterable[Verdict]) -> int:

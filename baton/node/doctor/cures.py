@@ -3,17 +3,17 @@
 THROUGH_HOST = " through host memory"
 
 _SHARE = (
-    "where both are on one machine, let them share memory: the same PID and IPC namespaces (hostPID and hostIPC, or "
-    "one pod with shareProcessNamespace), one /dev/shm that is large enough, and no UCX_TLS that leaves shared memory "
-    "out; between machines give both an RDMA device (UCX_NET_DEVICES lists those in use) and an unlimited memlock. "
-    "`baton doctor` on both says which of these is missing"
+    "on one machine, let both processes share memory: the same PID and IPC namespaces (hostPID and hostIPC, or one pod "
+    "with shareProcessNamespace), one large enough /dev/shm, and no UCX_TLS that leaves out shared memory; between "
+    "machines, give both an RDMA device (UCX_NET_DEVICES lists those in use) and an unlimited memlock. "
+    "`baton doctor` on both shows what is missing"
 )
-_REACH_GPUS = "the GPUs do not reach each other directly: show both to both processes, and share the host's IPC"
-_OTHER = "look for what else uses this machine, or lower the floor"
+_REACH_GPUS = "the GPUs do not reach each other directly: make both visible to both processes, and share the host's IPC"
+_OTHER = "look for other load on this machine, or lower the floor"
 
 
 def cure_for(carrier: str) -> str:
-    """What makes a link over this carrier faster.
+    """The advice that makes a link over this carrier faster.
 
     Args:
         carrier: such as "tcp" or "sysv"; with THROUGH_HOST if it does not reach GPU memory.

@@ -15,8 +15,8 @@ def check_gpus() -> Iterator[Verdict]:
     shown = visible_gpus()
     if not torch.cuda.is_available():
         if shown:
-            cure = "install a torch with CUDA that fits the driver; nvidia-smi says which CUDA the driver knows"
-            yield fail("GPUs", f"{shown} shown, torch {torch.__version__} cannot use them", cure)
+            cure = "install a torch whose CUDA fits the driver; nvidia-smi shows the driver's CUDA version"
+            yield fail("GPUs", f"{shown} visible, and torch {torch.__version__} cannot use them", cure)
         else:
             yield ok("GPUs", "none: nodes run on the CPU")
         return
@@ -35,9 +35,9 @@ def _gpu(index: int) -> Verdict:
     found += f"{properties.major}.{properties.minor}"
     if (properties.major, properties.minor) < _LEAST_CAPABILITY:
         least = ".".join(map(str, _LEAST_CAPABILITY))
-        return fail(check, found, f"take a GPU of compute capability {least} or later")
+        return fail(check, found, f"use a GPU of compute capability {least} or later")
     if free < total // 2:
-        return warn(check, found, "end what else runs on it, or lower --gpu-memory-fraction")
+        return warn(check, found, "end other programs on this GPU, or lower --gpu-memory-fraction")
     return ok(check, found)
 
 
@@ -46,5 +46,7 @@ def _peers(one: int, other: int) -> Verdict:
     if torch.cuda.can_device_access_peer(one, other):
         return ok(check, "reach each other's memory")
     return warn(
-        check, "do not reach each other's memory", "KV goes through the host; see nvidia-smi topo -m for a link"
+        check,
+        "do not reach each other's memory",
+        "KV goes through the host; nvidia-smi topo -m shows how they are linked",
     )

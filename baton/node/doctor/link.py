@@ -91,7 +91,7 @@ def open_as_a_node(device: str) -> Transport:
 
 
 def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
-    """What carries the bytes, and the device of the messages: GPU memory only for carriers that reach it."""
+    """The carrier of the bytes, and the device of the messages: a GPU only if the carrier reaches its memory."""
     carrier = transport.carrier(_PEER)
     if device == "cpu" or carrier in REACH_GPU_MEMORY:
         return carrier, device
@@ -99,7 +99,7 @@ def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
 
 
 def _ready(message: Tensor) -> Tensor:
-    """The message, once its content is written: UCX is not ordered after torch's stream."""
+    """Waits until the message's content is written, because UCX is not ordered after torch's stream."""
     if message.is_cuda:
         torch.cuda.synchronize(message.device)
     return message
@@ -122,7 +122,7 @@ def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str
 
 
 def _serve(connection: Connection, device: str) -> None:
-    """The other process: sends every message back."""
+    """Runs in the other process: sends every message back."""
     torch.set_num_threads(1)
     transport = open_as_a_node(device)
     connection.send(transport.listen(_PEER))
@@ -161,7 +161,7 @@ def _echo(device: str) -> Iterator[Connection]:
 
 def _receive_address(connection: Connection) -> bytes:
     if not connection.poll(_TIMEOUT_S):
-        raise RuntimeError(f"the other process did not come up within {_TIMEOUT_S:.0f} s")
+        raise RuntimeError(f"the other process did not start within {_TIMEOUT_S:.0f} s")
     address: bytes = connection.recv()
     return address
 

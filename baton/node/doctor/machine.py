@@ -1,4 +1,4 @@
-"""What the operating system and the container allow: shared memory, locked memory, files, processes, devices.
+"""Checks what the operating system and the container allow: shared and locked memory, files, processes, devices.
 
 Checks take a `Host` and the files under a root, so that tests can describe other machines.
 """
@@ -23,11 +23,11 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 @dataclass(frozen=True)
 class Host:
-    """What the operating system reports of this machine and this process.
+    """Facts that the operating system reports about this machine and this process.
 
     Attributes:
         available_bytes: of main memory.
-        first_process: name of process 1; empty where it cannot be seen.
+        first_process: name of process 1; empty if it is hidden.
         locked_bytes, open_files: this process's limits.
     """
 
@@ -126,7 +126,7 @@ def _open_files(wanted: Wanted, limit: int) -> Verdict:
 
 
 def _process_namespace(first: str) -> Verdict:
-    """Nodes of one machine reach each other's shared memory through /proc when they see each other's processes."""
+    """Nodes of one machine reach each other's shared memory through /proc if they see each other's processes."""
     check = "process namespace"
     if first in ("", "systemd", "init"):
         return ok(check, "the host's" if first else "unknown")
@@ -148,7 +148,7 @@ def _rdma_devices(root: Path) -> Verdict:
     if not names:
         return ok(check, "none: between machines KV goes over tcp")
     if not any((root / "dev/infiniband").glob("uverbs*")):
-        cure = "in a pod, ask for the device plugin's resource (such as rdma/hca); in Docker, --device=/dev/infiniband"
+        cure = "in a pod, request the device plugin's resource (such as rdma/hca); in Docker, --device=/dev/infiniband"
         return fail(check, f"{', '.join(names)}, and none can be opened here", cure)
     active = [name for name in names if any("ACTIVE" in _read(path) for path in _port_states(root, name))]
     if not active:
@@ -161,7 +161,7 @@ def _port_states(root: Path, device: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """Empty when it cannot be read."""
+    """The file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

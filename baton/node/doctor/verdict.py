@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Grade(StrEnum):
-    """FAIL: a node will not work. WARN: it works, but slower or not in every setting."""
+    """The grade of a check. With FAIL a node will not work; with WARN it works, but slower or not in every setting."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,12 +14,12 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line.
+    """The outcome of one check, which is one line of output.
 
     Attributes:
-        check: what was checked.
+        check: the thing that was checked.
         found: the value found, with its unit.
-        cure: what to do about it; empty for OK.
+        cure: how to mend it; empty for OK.
     """
 
     check: str

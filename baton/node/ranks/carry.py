@@ -1,6 +1,6 @@
-"""Carries the connections of ranks on other hosts: bytes between a local socket and a TLS connection, both ways.
+"""Carries the connections of ranks on other hosts: copies bytes between a local socket and a TLS connection, both ways.
 
-So the processes at both ends use plain inherited sockets, wherever their ranks are.
+The processes at both ends use plain inherited sockets, wherever their ranks are.
 """
 
 import asyncio
@@ -13,18 +13,20 @@ from baton.core.errors import PeerRefused
 _READ_BYTES = 1 << 18
 _GREETING_BYTES_MAX = 4096
 HANDSHAKE_S = 20.0
-# An end that closes waits so long for the other one, which may be gone.
+# An end that closes waits this long for the other end, which may be gone.
 SHUTDOWN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Stream:
+    """Both directions of one connection."""
+
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     @classmethod
     async def over(cls, end: socket.socket) -> "Stream":
-        """Over a local socket, which it then owns."""
+        """Makes a stream over a local socket, which it then owns."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     @property
@@ -35,7 +37,7 @@ class Stream:
         self.writer.close()
         try:
             await self.writer.wait_closed()
-        except OSError:  # it broke, and is closed
+        except OSError:  # the connection broke, so it is closed
             return
 
 
@@ -45,7 +47,7 @@ class Greeting:
 
     Attributes:
         channel: `calls` or `steps`.
-        ranks, hosts: of the node, as this host has them.
+        ranks, hosts: numbers of the node's ranks and hosts in this host's settings.
     """
 
     version: str
@@ -62,7 +64,7 @@ class Greeting:
         """Reads the greeting of a host.
 
         Raises:
-            PeerRefused: it is something else.
+            PeerRefused: the line is no greeting.
         """
         found = await read_line(reader)
         types = {"version": str, "rank": int, "channel": str, "ranks": int, "hosts": int}
@@ -75,7 +77,7 @@ async def read_line(reader: asyncio.StreamReader) -> dict[str, object]:
     """Reads one line of JSON from a peer that is not authenticated yet.
 
     Raises:
-        PeerRefused: what comes is no short line of JSON, or too slow.
+        PeerRefused: no short line of JSON came in time.
     """
     try:
         async with asyncio.timeout(HANDSHAKE_S):
@@ -89,8 +91,10 @@ async def read_line(reader: asyncio.StreamReader) -> dict[str, object]:
 
 
 def notice_loss(stream: Stream, *, within_s: float) -> None:
-    """A peer whose host is gone or unreachable breaks the connection within that time. The kernels see to it, however
-    busy the processes are."""
+    """Makes the kernel break the connection within that time if the peer's host is gone or unreachable.
+
+    It does so however busy the processes are.
+    """
     raw = stream.writer.get_extra_info("socket")
     seconds = max(1, int(within_s / 3))
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -100,16 +104,16 @@ def notice_loss(stream: Stream, *, within_s: float) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(within_s * 1000)))
 
 
-async def carry(local: Stream, remote: Stream, *, heard: asyncio.Event | None = None) -> str:
+async def carry(local: Stream, remote: Stream, *, local_sent: asyncio.Event | None = None) -> str:
     """Copies both ways until one end closes or breaks, then closes both.
 
     Args:
-        heard: set once the local end has sent something.
+        local_sent: set once the local end has sent something.
 
     Returns:
-        Why the remote end closed or broke; "" if it was the local one.
+        Why the remote end closed or broke; "" if the local end did so first.
     """
-    up = asyncio.create_task(_copy(local, remote, to_local=False, heard=heard), name="to-host")
+    up = asyncio.create_task(_copy(local, remote, to_local=False, read_some=local_sent), name="to-host")
     down = asyncio.create_task(_copy(remote, local, to_local=True), name="from-host")
     done, waiting = await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
@@ -119,12 +123,12 @@ async def carry(local: Stream, remote: Stream, *, heard: asyncio.Event | None = 
 
 
 async def _copy(
-    source: Stream, target: Stream, *, to_local: bool, heard: asyncio.Event | None = None
+    source: Stream, target: Stream, *, to_local: bool, read_some: asyncio.Event | None = None
 ) -> tuple[Stream, str]:
-    """Returns which of the two ended, and why.
+    """Copies one way until one end closes or breaks. Returns that end and the reason.
 
     NOTE: a rank that reads nothing for long, as while it captures graphs, must not stop the reading from the other
-    host: the kernel there counts a peer without room as lost (TCP_USER_TIMEOUT). So what waits for it waits here.
+    host: the kernel there counts a peer with a full buffer as lost (TCP_USER_TIMEOUT). So data for the rank waits here.
     """
     while True:
         try:
@@ -133,8 +137,8 @@ async def _copy(
             return source, str(error)
         if not data:
             return source, "it closed the connection"
-        if heard is not None:
-            heard.set()
+        if read_some is not None:
+            read_some.set()
         try:
             target.writer.write(data)
             if not to_local:

@@ -3,7 +3,7 @@
 An event loop must not block on a stopped rank, and a `multiprocessing.connection.Connection` has only blocking calls.
 So steps, whose ends may block, use a `Connection` (as fast: 18-40 us for a round trip of 300 bytes to 60 kB), and calls
 use this channel. When a process ends, its peer reads end of file. Pickles are safe: no other process has these sockets,
-and what comes from other hosts has passed `baton.node.ranks.gate`, which admits certificates of the node's role only.
+and data from other hosts has passed `baton.node.ranks.gate`, which admits only certificates of the node's role.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Channel:
-    """One end, for an event loop."""
+    """One end of a connection, for an event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -33,7 +33,7 @@ class Channel:
         self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> Any:
-        """Raises EOFError: the peer is gone."""
+        """The next message. Raises EOFError if the peer is gone."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return pickle.loads(await self._reader.readexactly(length))
@@ -41,7 +41,7 @@ class Channel:
             raise EOFError("the other end is closed") from None
 
     async def close(self) -> None:
-        """Sends what is queued first."""
+        """Sends queued messages, then closes."""
         self._writer.close()
         try:
             await self._writer.wait_closed()

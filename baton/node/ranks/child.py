@@ -1,7 +1,6 @@
-"""`python -m baton.node.ranks.child PARENT MODULE ...`: a process that a node starts, and that ends with it from the
-start.
+"""`python -m baton.node.ranks.child PARENT MODULE ...`: a child process of a node, which ends when its parent ends.
 
-It imports nothing large before that: importing torch takes seconds, in which its parent may end.
+It arranges this before it imports anything large: torch takes seconds to import, and the parent may end meanwhile.
 """
 
 import ctypes
@@ -16,9 +15,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_command(module: str, *arguments: object) -> list[str]:
-    """Starts `module.main(arguments)` as a child of this process. Call it from a thread that lasts as long as this
-    process: the child ends with the thread that started it."""
-    # NOTE: -P: without it a `models.py` in the user's working directory shadows our package.
+    """The command line that runs `module.main(arguments)` as a child of this process.
+
+    Start it from a thread that lasts as long as this process, because the child ends with the thread that started it.
+    """
+    # NOTE: without -P, a module in the user's working directory may shadow one that we import.
     return [sys.executable, "-P", "-m", "baton.node.ranks.child", str(os.getpid()), module, *map(str, arguments)]
 
 
@@ -32,9 +33,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The kernel kills this process when the one that started it ends, however that ends."""
+    """Makes the kernel kill this process when its parent ends, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before that was set
+    if os.getppid() != parent:  # the parent ended before the call
         exit_at_once(1)
 
 

@@ -1,7 +1,7 @@
-"""The process at which the ranks of other hosts reach rank 0.
+"""The process through which the ranks of other hosts reach rank 0.
 
-It is a process of its own, so that neither steps nor calls wait for rank 0's Python. Rank 0 starts it through
-`baton.node.ranks.child`, with the number of an inherited socket, over which it gets its `GateSetup` and reports
+It is a separate process, so that neither steps nor calls wait for rank 0's Python. Rank 0 starts it through
+`baton.node.ranks.child` with the number of an inherited socket. Over that socket it gets its `GateSetup`, and reports
 `Joined`, `RankLost` and `Failed`.
 """
 
@@ -46,7 +46,7 @@ class Gate:
     """Accepts the connections of other hosts' ranks.
 
     Args:
-        control: to rank 0.
+        control: the connection to rank 0.
     """
 
     def __init__(self, setup: GateSetup, control: Connection) -> None:
@@ -60,10 +60,10 @@ class Gate:
         self._complete = asyncio.Event()
 
     async def serve(self) -> None:
-        """Returns once every rank had joined and every connection has ended.
+        """Serves until every rank has joined and every connection has ended.
 
         Raises:
-            ConfigError: it cannot listen there.
+            ConfigError: the gate cannot listen at the leader's address.
         """
         leader = self._hosts.leader
         assert leader is not None
@@ -92,7 +92,7 @@ class Gate:
         try:
             greeting = await self._check(remote)
         except BatonError as error:
-            log.warning("refused a host at %s: %s", remote.host, error)
+            log.warning("refused the host at %s: %s", remote.host, error)
             writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
             await remote.close()
             return
@@ -110,20 +110,23 @@ class Gate:
             self._complete.set()
 
     async def _check(self, remote: Stream) -> Greeting:
-        """Raises PeerRefused. Nothing of a peer is read before its certificate."""
+        """Checks a peer's certificate, and only then reads its greeting. Raises PeerRefused if either is wrong."""
         if not self._tls.admits(remote.writer.get_extra_info("peercert")):
-            raise PeerRefused(f"its certificate is not one of a {self._tls.role}", cure="use the node's role")
+            cure = "use a certificate of the node's role"
+            raise PeerRefused(f"its certificate is not one of a {self._tls.role}", cure=cure)
         greeting = await Greeting.read(remote.reader)
         ours = Greeting(
             __version__, greeting.rank, greeting.channel, self._settings.tensor_parallel_size, self._hosts.count
         )
         if greeting != ours:
-            raise PeerRefused(f"host 0 has {ours}, this host {greeting}", cure="start all hosts with equal settings")
+            raise PeerRefused(
+                f"host 0 has {ours}, this host has {greeting}", cure="start all hosts with equal settings"
+            )
         if (greeting.rank, greeting.channel) not in self._ends:
             raise PeerRefused(
-                f"rank {greeting.rank} is connected already, or not of another host",
+                f"rank {greeting.rank} is connected already, or belongs to host 0",
                 field="host_rank",
-                cure="give each host its own --host-rank; restart host 0 with its node's other hosts",
+                cure="give each host its own --host-rank, and restart all hosts of a node together",
             )
         return greeting
 
@@ -131,12 +134,12 @@ class Gate:
         rank, channel = place
         host = remote.host
         why = await carry(local, remote)
-        # A rank that ends in order closes its calls first, and its steps with rank 0.
+        # A rank that ends normally closes its calls first, and its steps together with rank 0.
         if why and (channel == "steps" or not self._complete.is_set()):
             self._control.send(RankLost(rank, host, why))
 
 
 def _is_address(leader: ListenAddress) -> bool:
-    """Whether host 0 listens there only. A name may be of an address that host 0 does not have itself."""
+    """Whether host 0 listens at this address only. A name may resolve to an address that host 0 does not have."""
     host = leader.host.strip("[]")
     return host not in _EVERYWHERE and (":" in host or host.replace(".", "").isdigit())

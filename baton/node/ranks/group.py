@@ -1,9 +1,8 @@
-"""The ranks above 0 of a node: processes that are started with the node, watched by it, and ended with it.
+"""The ranks above 0 of a node: processes that start, are watched and end with the node.
 
-A rank that ends by itself takes the node with it, because its part of the model is gone. Those of other hosts are
-started there (`baton.node.ranks.host`) and reach this process through its gate (`baton.node.ranks.gate`). A fault ends
-the node without its main thread, which may wait for a rank: children are killed, the reason is logged, the process
-exits.
+A rank that ends by itself ends the node, because its part of the model is gone. Ranks of other hosts are started there
+(`baton.node.ranks.host`) and reach this process through its gate (`baton.node.ranks.gate`). A fault ends the node
+without its main thread, which may wait for a rank: children are killed, the reason is logged, the process exits.
 """
 
 import logging
@@ -39,7 +38,7 @@ log = logging.getLogger("baton")
 _END_TIMEOUT_S = 5.0
 # A rank's connections break up to this long before the parent sees that its process has ended.
 _EXPLAINED_S = 1.0
-# Killed processes are waited for, so that their memory is free when this one ends; one in a driver's call may stay.
+# Time to wait for killed processes, so that their memory is free when this one ends; one in a driver's call may stay.
 _REAP_S = 1.0
 # Requests get this long to fail once the node cannot go on: `baton.node.process` takes up to 2 s for it.
 _FAIL_S = 3.0
@@ -50,11 +49,11 @@ class Worker:
     """A rank above 0.
 
     Attributes:
-        popen: None: it runs on another host.
-        calls, steps: this process's ends of the two connections to it. `steps` also carries `Setup`, and back `Up` and
-            a `Fault`.
-        answers: to the `Setup`; None: the rank has ended.
-        heard: set once everything that the rank has sent is taken, and it has ended.
+        popen: None if the rank runs on another host.
+        calls, steps: this process's ends of the two connections to the rank. `steps` also carries `Setup` to the rank,
+            and `Up` and a `Fault` back.
+        answers: the rank's answer to its `Setup`, then None when the rank has ended.
+        drained: set once the rank has ended and everything that it sent has been read.
     """
 
     rank: int
@@ -62,14 +61,14 @@ class Worker:
     calls: socket.socket
     steps: Connection
     answers: "SimpleQueue[Up | None]" = field(default_factory=SimpleQueue)
-    heard: threading.Event = field(default_factory=threading.Event)
+    drained: threading.Event = field(default_factory=threading.Event)
 
     @property
     def place(self) -> str:
         return f"rank {self.rank} of another host" if self.popen is None else f"rank {self.rank} (pid {self.popen.pid})"
 
-    def listen(self, on_fault: Callable[[Fault], None]) -> None:
-        """On a thread of its own: takes what the rank sends until it is gone."""
+    def receive_all(self, on_fault: Callable[[Fault], None]) -> None:
+        """Receives the rank's messages until the rank is gone. Runs on a thread of its own."""
         with suppress(EOFError, OSError):
             while True:
                 message: Up | Fault = self.steps.recv()
@@ -80,10 +79,10 @@ class Worker:
                     ours = message.setting is not None and self.popen is not None
                     on_fault(message if ours else message.within(self.place))
         self.answers.put(None)
-        self.heard.set()
+        self.drained.set()
 
     def close(self) -> None:
-        """Lets the rank end. Whoever listens to it does so until then."""
+        """Lets the rank end. `receive_all` goes on until then."""
         with socket.socket(fileno=os.dup(self.steps.fileno())) as steps, suppress(OSError):
             steps.shutdown(socket.SHUT_WR)
         self.calls.close()
@@ -103,12 +102,12 @@ class RankGroup:
         self._on_failure: Callable[[str], None] | None = None
         self._ending = self._loaded = False
         self._gate: subprocess.Popen[bytes] | None = None
-        # A file without a name in any folder: nothing is left of it, however the processes end.
+        # A file in memory, without a name, so that nothing of it is left, however the processes end.
         self._store_descriptor = os.memfd_create("baton-ranks")
         self._meeting = Meeting(Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}"))
 
     def start(self) -> None:
-        """Starts the ranks of this host, and the gate for those of others."""
+        """Starts the ranks of this host, and the gate for ranks of other hosts."""
         for rank in self._hosts.local[1:]:
             worker = self._start(rank, self._settings)
             self.workers = (*self.workers, worker)
@@ -117,14 +116,14 @@ class RankGroup:
             self._store, self._meeting = serve_store(self._hosts.leader.host.strip("[]"))
             self.workers = (*self.workers, *self._open_gate())
         for worker in self.workers:
-            self._in_thread(f"from-rank-{worker.rank}", worker.listen, self._fail)
-            with suppress(OSError):  # it has ended, as `_watch` sees
+            self._in_thread(f"from-rank-{worker.rank}", worker.receive_all, self._fail)
+            with suppress(OSError):  # the rank has ended, which `_watch` notices
                 worker.steps.send(Setup(self._settings, self._program, worker.rank, self._meeting))
         if self._hosts.local[1:]:
             self._in_thread("stopped-ranks", self._watch_stopped)
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """Sets who gets the first failure, on any thread; from now on it no longer ends the process at once."""
+        """Sets the callback for the first failure, called on any thread. A failure then no longer ends the process."""
         with self._lock:
             self._on_failure = callback
             fault = self._fault
@@ -132,21 +131,21 @@ class RankGroup:
             callback(fault.line)
 
     def fail(self, reason: str) -> None:
-        """Ends the node, which cannot go on, for this reason. Only the first call counts; any thread may call it."""
+        """Ends the node for this reason. Only the first call counts; any thread may call it."""
         self._fail(Fault(reason))
 
     def fail_unless_explained(self, reason: str) -> None:
-        """As `fail`, unless a rank's end is noticed shortly after: then that is the reason."""
+        """Ends the node as `fail` does. If a rank's end is noticed shortly after, that is the reason instead."""
         if not self._failed.wait(_EXPLAINED_S):
             self.fail(reason)
 
     def abandon(self, reason: str) -> NoReturn:
-        """Ends this process and all ranks at once, for the first reason if there is one: threads may wait for a GPU
-        forever."""
+        """Ends this process and all ranks at once, because threads may wait for a GPU for ever. An earlier failure, if
+        there is one, is logged as the reason."""
         self._abandon(self._fault or Fault(reason))
 
     def end_with(self, error: BaseException) -> NoReturn:
-        """As `abandon`, with an error as the reason."""
+        """Ends this process and all ranks at once, with an error as the reason."""
         fault = Fault.of(error)
         # Connections, torch and calls raise such errors when a rank is gone.
         if self.size > 1 and fault.lines and isinstance(error, EOFError | OSError | RuntimeError | Draining):
@@ -155,29 +154,28 @@ class RankGroup:
 
     @contextmanager
     def ending_at_errors(self) -> Iterator[None]:
-        """An error of the block ends the node before anything around the block is closed, which may wait for ranks."""
+        """Ends the node at an error of the block, before anything around the block closes, which may wait for ranks."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
             self.end_with(error)
 
     def meeting_place(self) -> Meeting:
-        """Where the ranks find each other. Returns when all of them are about to: unlike torch's own wait, this one
-        ends with a signal.
+        """Waits until all ranks are about to meet, and returns the place. Unlike torch's own wait, a signal ends this.
 
         Raises:
             EOFError: a rank has ended.
-            ConfigError: one does not come.
+            ConfigError: a rank has not come in time.
         """
         wait_for_ranks(self.workers, within_s=JOIN_S)
         return self._meeting
 
     def loaded(self) -> None:
-        """All ranks have found each other and loaded their parts of the model."""
+        """Notes that all ranks have found each other and loaded their parts of the model."""
         self._loaded = True
 
     def end(self) -> None:
-        """Lets the workers end; kills those that do not, and those that still load."""
+        """Lets the workers end. Kills workers that do not, or that are still loading."""
         self._end_once()
         for worker in self.workers:
             worker.close()
@@ -203,7 +201,7 @@ class RankGroup:
         callback(fault.line)
 
     def _give_up(self) -> None:
-        """The event loop, which was to end the node, is stuck."""
+        """Ends the node, because the event loop, which should have done so, is stuck."""
         assert self._fault is not None
         if not self._ending:
             self._abandon(self._fault)
@@ -211,13 +209,13 @@ class RankGroup:
     def _abandon(self, fault: Fault) -> NoReturn:
         self._end_once()
         exit_within(_REAP_S + END_S)
-        self._kill()  # first, so that no rank reports what the end of another one breaks
+        self._kill()  # first, so that no rank reports errors that another rank's end causes
         fault.log(self._program, self._supervisor)
         self._reap(_REAP_S)
         exit_at_once(fault.exit_code)
 
     def _end_once(self) -> None:
-        """Returns to the thread that ends the group; all others wait for the end of the process."""
+        """Returns only to the first thread, which ends the group. Other threads wait here for the process's end."""
         self._ending = True
         if not self._ended.acquire(blocking=False):
             threading.Event().wait()
@@ -232,7 +230,7 @@ class RankGroup:
         return Worker(rank, popen, calls, Connection(our_steps.detach()))
 
     def _open_gate(self) -> list[Worker]:
-        """The ranks of other hosts, which may not have come yet."""
+        """Starts the gate. Returns the ranks of other hosts, which may not have come yet."""
         pairs = {(rank, name): socket.socketpair() for rank in self._hosts.remote for name in CHANNELS}
         control, their_control = socket.socketpair()
         theirs = {place: end.fileno() for place, (_, end) in pairs.items()}
@@ -242,7 +240,7 @@ class RankGroup:
             end.close()
         reports = Connection(control.detach())
         self._in_thread("gate", self._watch_gate, reports)
-        with suppress(OSError):  # it has ended, as `_watch_gate` sees
+        with suppress(OSError):  # the gate has ended, which `_watch_gate` notices
             reports.send(GateSetup(self._settings, self._program, self._role, theirs))
         where = self._settings.leader_address
         log.info("waiting for the ranks of %d other host(s) at %s", self._hosts.count - 1, where)
@@ -257,11 +255,11 @@ class RankGroup:
     def _watch(self, worker: Worker) -> None:
         assert worker.popen is not None
         code = worker.popen.wait()
-        worker.heard.wait(_EXPLAINED_S)  # a fault that it sent is the reason
+        worker.drained.wait(_EXPLAINED_S)  # a fault that the rank sent is the better reason
         self.fail(f"{worker.place} {how_ended(code)}: this node ends")
 
     def _watch_stopped(self) -> None:
-        """Before they serve, ranks wait for each other, so one that is stopped stops all, for ever."""
+        """Ends the node if a rank is stopped before it serves: the other ranks would wait for it for ever."""
         popens = {worker.popen.pid: worker for worker in self.workers if worker.popen is not None}
         stopped = StoppedFor(popens)
         while self._on_failure is None and not self._ending:
@@ -280,12 +278,12 @@ class RankGroup:
                 case Joined(rank, host):
                     log.info("rank %d joined from %s", rank, host)
                 case RankLost(rank, host, why):
-                    self._of(rank).heard.wait(_EXPLAINED_S)
+                    self._worker(rank).drained.wait(_EXPLAINED_S)
                     self.fail(f"rank {rank} on host {host} is gone ({why}): this node ends")
                 case Failed(error):
                     self._fail(Fault.of(error))
 
-    def _of(self, rank: int) -> Worker:
+    def _worker(self, rank: int) -> Worker:
         return next(worker for worker in self.workers if worker.rank == rank)
 
     def _children(self) -> list[subprocess.Popen[bytes]]:
@@ -303,7 +301,7 @@ class RankGroup:
             try:
                 child.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.debug("process %d of this node does not end", child.pid)
+                log.debug("process %d of this node has not ended in time", child.pid)
 
 
 def wait_for_ranks(workers: Iterable[Worker], *, within_s: float) -> None:
@@ -311,7 +309,7 @@ def wait_for_ranks(workers: Iterable[Worker], *, within_s: float) -> None:
 
     Raises:
         EOFError: a rank has ended.
-        ConfigError: one does not come in time.
+        ConfigError: a rank has not come in time.
     """
     deadline_s = time.monotonic() + within_s
     for worker in workers:
@@ -333,9 +331,11 @@ def _spawn(command: list[str], descriptors: tuple[int, ...]) -> subprocess.Popen
 
 @contextmanager
 def start_ranks(settings: NodeSettings, program: str, role: Role, supervisor: Supervisor) -> Iterator[RankGroup]:
-    """Starts the ranks above 0 as child processes; a node of one rank has none. They load their parts of the model
-    while the caller loads its own. They end with this context, and with this process, however it ends; those of other
-    hosts too, which come by themselves. An error of the context ends this process."""
+    """Starts this host's ranks above 0 as child processes, and the gate for ranks of other hosts.
+
+    The ranks load their parts of the model while the caller loads its own. All of them, on other hosts too, end with
+    this context, and with this process, however it ends. An error of the context ends this process.
+    """
     group = RankGroup(settings, program, role, supervisor)
     try:
         group.start()

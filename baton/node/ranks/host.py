@@ -1,4 +1,4 @@
-"""The life of a host above 0: its ranks join host 0, compute, and end with it. It serves no requests, only its health.
+"""The life of a host above 0: its ranks join host 0, compute, and end with it. The host serves only its health.
 
 Its ranks are child processes with plain sockets; this process carries their bytes to host 0 and back.
 """
@@ -29,9 +29,9 @@ log = logging.getLogger("baton")
 
 _RETRY_S = 0.5
 _LOG_EVERY_S = 30.0
-# After host 0 or a rank is gone, ranks end by themselves within that time, unless they load or wait for a GPU.
+# Once host 0 or a rank is gone, ranks end by themselves within this time, unless they load or wait for a GPU.
 _END_S = 3.0
-# Killed ranks are waited for; one in a driver's call may stay.
+# Time to wait for killed ranks; one in a driver's call may stay.
 _REAP_S = 1.0
 
 
@@ -82,7 +82,7 @@ async def run_host(
 
 
 async def _join(settings: NodeSettings, hosts: Hosts, tls: PeerTls) -> dict[int, dict[str, Stream]]:
-    """The connections of each local rank, by channel."""
+    """Connects each local rank's channels to host 0; retries until `JOIN_S` is over."""
     leader = hosts.leader
     assert leader is not None
     where = f"{leader.host}:{leader.port}"
@@ -100,26 +100,26 @@ async def _join(settings: NodeSettings, hosts: Hosts, tls: PeerTls) -> dict[int,
                 except OSError as error:
                     now_s = time.monotonic()
                     if now_s > deadline:
-                        message = f"host 0 does not answer at {where}: {why_silent(error)}"
+                        message = f"host 0 does not answer at {where}: {why_no_answer(error)}"
                         raise ConfigError(message, field="leader_address", value=where, cure="start it") from None
                     if now_s >= next_log_s:
                         next_log_s = now_s + _LOG_EVERY_S
-                        log.info("waiting for host 0 at %s: %s", where, why_silent(error))
+                        log.info("waiting for host 0 at %s: %s", where, why_no_answer(error))
                     await asyncio.sleep(_RETRY_S)
     return joined
 
 
-def why_silent(error: OSError) -> str:
-    """A timeout has no text of its own."""
-    return str(error) or "it accepts connections and says nothing"
+def why_no_answer(error: OSError) -> str:
+    """The error's text; a timeout has none."""
+    return str(error) or "it accepts connections but does not answer"
 
 
 async def _dial(host: str, port: int, greeting: Greeting, tls: PeerTls, settings: NodeSettings) -> Stream:
     """Connects to host 0 and greets it.
 
     Raises:
-        OSError: nobody answers.
-        ConfigError: host 0 refuses.
+        OSError: host 0 does not answer.
+        ConfigError: host 0 refuses this host.
     """
     async with asyncio.timeout(HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(
@@ -152,8 +152,8 @@ async def _follow(
         for channel in CHANNELS:
             ours, theirs = socket.socketpair()
             ends.append(theirs)
-            heard = loaded if channel == "calls" else None
-            carrying = carry(await Stream.over(ours), streams[channel], heard=heard)
+            local_sent = loaded if channel == "calls" else None
+            carrying = carry(await Stream.over(ours), streams[channel], local_sent=local_sent)
             carried.append(asyncio.create_task(carrying, name=f"rank-{rank}"))
         descriptors = [end.fileno() for end in ends]
         workers[rank] = await asyncio.create_subprocess_exec(
@@ -169,13 +169,13 @@ async def _follow(
     try:
         await asyncio.wait([*waits, *carried, stopping, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not any(task.done() for task in (*waits, *carried)):
-            # All hosts of a node are told to end together; host 0 drains first.
-            log.info("asked to end: waiting for host 0 to drain")
+            # All hosts of a node get their signals together; host 0 drains first.
+            log.info("got a signal to end; waiting for host 0 to drain")
             await asyncio.wait(
                 [*waits, *carried], timeout=settings.drain_grace_s + _END_S, return_when=asyncio.FIRST_COMPLETED
             )
         if stopped.done():
-            log.error("%s: this host's ranks end, and with them the node", stopped.result())
+            log.error("%s: this host's ranks end, and so does the node", stopped.result())
             return 1
         return await explain_end(waits, carried)
     finally:
@@ -189,7 +189,8 @@ async def _follow(
 
 
 async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]", loaded: asyncio.Event) -> str:
-    """Returns when a rank is stopped while all wait for each other; never once they have loaded."""
+    """Returns a line about a rank that is stopped while all ranks wait for each other. Never returns once they have
+    loaded."""
     ranks = {worker.pid: rank for rank, worker in workers.items()}
     stopped = StoppedFor(ranks)
     while True:
@@ -199,25 +200,23 @@ async def _stopped_while_loading(workers: "dict[int, asyncio.subprocess.Process]
 
 
 async def explain_end(waits: "dict[asyncio.Task[int], int]", carried: "list[asyncio.Task[str]]") -> int:
-    """Waits a moment for all ranks to end, after the first of them or a connection has; returns the exit code."""
-    # What has ended first explains the rest.
+    """Waits a moment for all ranks to end, once a rank or a connection has. Logs the reason; returns the exit code."""
+    # The first end explains the others.
     lost = next((task.result() for task in carried if task.done() and task.result()), "")
     if not lost and (failed := await _first_failed(waits)) is not None:
-        log.error(
-            "rank %d %s: this host's ranks end, and with them the node", waits[failed], how_ended(failed.result())
-        )
+        log.error("rank %d %s: this host's ranks end, and so does the node", waits[failed], how_ended(failed.result()))
         return 1
     if lost:
         await asyncio.wait(waits, timeout=_END_S)
     if all(task.done() and task.result() == 0 for task in waits):
-        log.info("host 0 has ended, and this host's ranks with it")
+        log.info("host 0 has ended, and so have this host's ranks")
         return 0
     log.error("host 0 is gone (%s): this host's ranks end", lost or "no answer")
     return 1
 
 
 async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[int] | None":
-    """Waits a moment, because a rank's connections break before its end is known."""
+    """The first rank that failed. Waits a moment, because a rank's connections break before its end is known."""
     waiting, deadline_s = set(waits), time.monotonic() + _END_S
     while waiting:
         left_s = max(0.0, deadline_s - time.monotonic())
@@ -230,12 +229,12 @@ async def _first_failed(waits: "dict[asyncio.Task[int], int]") -> "asyncio.Task[
 
 
 def how_ended(code: int) -> str:
-    """What became of a process with this exit code."""
+    """How a process with this exit code ended, in words."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def worker_command(calls: int, steps: int, *, model: Path) -> list[str]:
-    """Starts a rank above 0 as a child of this process.
+    """The command line of a rank above 0, to be started as a child of this process.
 
     Args:
         calls, steps: numbers of the inherited sockets.

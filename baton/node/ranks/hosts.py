@@ -1,4 +1,4 @@
-"""The hosts of one node: which ranks each has, and where they meet. Pure."""
+"""The hosts of one node: the ranks of each, and the address at which they meet. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from baton.core.setting_names import flag, variable
 from baton.rpc.server import ListenAddress
 from baton.settings.node_config import NodeSettings
 
-# Hosts of a node start in any order, and each may have to find its model first. They wait so long for each other.
+# Time that hosts of a node wait for each other. They start in any order, and each may have to find its model first.
 JOIN_S = 20 * 60.0
 
 
@@ -17,8 +17,8 @@ class Hosts:
 
     Attributes:
         rank: of this host; host 0 leads.
-        ranks_each: ranks of each host; host h has those from h * ranks_each on.
-        leader: where host 0 waits for the others.
+        ranks_each: number of ranks of each host; the first rank of host h is h * ranks_each.
+        leader: the address at which host 0 waits for the others.
     """
 
     count: int
@@ -59,7 +59,7 @@ class Hosts:
 
     @property
     def remote(self) -> range:
-        """For host 0: the ranks of all other hosts."""
+        """Ranks of all hosts but host 0."""
         return range(self.ranks_each, self.count * self.ranks_each)
 
 

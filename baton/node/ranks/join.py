@@ -1,4 +1,4 @@
-"""How a process becomes a rank: its device, and the group of torch.distributed."""
+"""Makes a process a rank: chooses its device, and joins the group of torch.distributed."""
 
 import socket
 from datetime import timedelta
@@ -14,15 +14,17 @@ from baton.node.ranks.messages import Meeting
 from baton.settings.environment import use_device_for_gloo
 from baton.settings.node_config import NodeSettings
 
-# Ranks read a checkpoint at their own pace and wait this long for each other. The end of one ends the wait at once.
+# Ranks read a checkpoint at their own pace and wait this long for each other. If one ends, the wait ends at once.
 _TIMEOUT = timedelta(minutes=20)
-_LOOPBACK = "127.0.0.1"  # by which host 0 reaches its own store
+_LOOPBACK = "127.0.0.1"  # host 0 reaches its own store here
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch has no types for it
 
 
 def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParallel:
-    """Joins the other ranks: over NCCL where they have GPUs, else over gloo, on the network device that leads to host 0
-    or, on one host, on the loopback device. Each rank takes a GPU of its own."""
+    """Joins the other ranks, over NCCL if they have GPUs, else over gloo. Each rank takes its own GPU.
+
+    Gloo uses the network device that leads to host 0 or, on one host, the loopback device.
+    """
     size, place = settings.tensor_parallel_size, torch.device(rank_device(settings, rank))
     on_gpu = place.type == "cuda"
     if on_gpu:
@@ -45,7 +47,7 @@ def join(rank: int, settings: NodeSettings, *, meeting: Meeting) -> TensorParall
 
 
 def as_rank(rank: int, settings: NodeSettings) -> TensorParallel:
-    """The part of a rank in a model that is split as the settings say."""
+    """A rank's part of a model that is split as in the settings."""
     return TensorParallel(
         rank,
         settings.tensor_parallel_size,
@@ -55,14 +57,14 @@ def as_rank(rank: int, settings: NodeSettings) -> TensorParallel:
 
 
 def serve_store(host: str) -> tuple[object, Meeting]:
-    """A store on a free port of this host, at which ranks of several hosts meet; it lasts as long as the object.
+    """Opens a store on a free port of this host, at which ranks of several hosts meet. It lasts as long as the object.
 
-    NOTE: it checks nobody, as NCCL and gloo do: a network of their own, or a policy, must keep others away.
+    NOTE: like NCCL and gloo it authenticates nobody: a separate network, or a network policy, must keep others away.
 
     Args:
-        host: under which other hosts reach this one. It may have no address yet, or none here.
+        host: name or address by which other hosts reach this one. It may not resolve yet, or not on this host.
     """
-    # It listens on all addresses. With `host`, torch would wait for 20 minutes until it reaches itself there.
+    # The store listens on all addresses. With `host`, torch would try for 20 minutes to reach itself there.
     store = _TCP_STORE(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, Meeting(None, host, store.port)
 
@@ -98,7 +100,7 @@ def rank_device(settings: NodeSettings, rank: int) -> str:
     index, count = int(first or 0) + nth, torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
-            f"rank {rank} would need cuda:{index}, and this machine has {count} GPU(s)",
+            f"rank {rank} needs cuda:{index}, and this machine has {count} GPU(s)",
             field="tensor_parallel_size",
             value=nth + 1,
             allowed=(f"up to {count}",),

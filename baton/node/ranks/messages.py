@@ -20,11 +20,11 @@ CHANNELS = ("calls", "steps")  # of each rank above 0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks find each other.
+    """The place at which the ranks find each other.
 
     Attributes:
-        file: that all ranks see and that no other group has used; None: they meet at a store of rank 0's.
-        host, port: of that store.
+        file: a file that all ranks see and no other group has used; None: they meet at rank 0's store.
+        host, port: of rank 0's store.
     """
 
     file: Path | None
@@ -37,8 +37,8 @@ class Setup:
     """The first message to a rank above 0.
 
     Attributes:
-        settings: rank 0's, which all ranks go by.
-        program: the node's, for log lines.
+        settings: rank 0's settings, which all ranks use.
+        program: name of the node's program, for log lines.
     """
 
     settings: NodeSettings
@@ -49,8 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Up:
-    """The answer to a `Setup`: the rank is about to meet the others. A `baton.node.fault.Fault` may follow, if it
-    ends."""
+    """The answer to a `Setup`: the rank is about to meet the others. A `baton.node.fault.Fault` follows if it fails."""
 
 
 # ---- between rank 0 and its gate
@@ -89,7 +88,7 @@ class RankLost:
 
 @dataclass(frozen=True)
 class Failed:
-    """The gate cannot be opened."""
+    """The gate cannot open."""
 
     error: ConfigError
 
@@ -101,7 +100,7 @@ GateReport = Joined | RankLost | Failed
 
 
 class Verb(Generic[T]):
-    """A verb of `kvtransfer.rank_transfer.RankTransfer`, answered with a T. Fields are the verb's arguments."""
+    """A call of a method of `kvtransfer.rank_transfer.RankTransfer`, whose answer is a T. Fields are its arguments."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RemoteTransfer(RankTransfer):
-    """The verbs of `RankTransfer`, performed by another process.
+    """A `RankTransfer` whose verbs another process performs.
 
-    Calls to a rank that is gone raise `Draining`, except closing a lease, quiet and disconnect: these succeed, because
+    Calls to a rank that is gone raise `Draining`. Closing a lease, `quiet` and `disconnect` succeed instead, because
     such a rank no longer reads or writes anything.
 
     Args:
@@ -71,7 +71,7 @@ class RemoteTransfer(RankTransfer):
         self._heartbeat_s = time.monotonic()
 
     def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:  # noqa: ARG002
-        """A rank that cannot go on ends its process, which `RankGroup` notices."""
+        """Sets the callback for broken links. A rank that cannot go on ends its process, which `RankGroup` notices."""
         self._on_link_failed = on_link_failed
 
     async def start(self) -> None:
@@ -136,7 +136,7 @@ class RemoteTransfer(RankTransfer):
         return await self._ask_unless_gone(RankCloseLease(number), LeaseTotals(number, 0, 0, 0.0))
 
     def counters(self) -> TransferCounters:
-        """At most a second old."""
+        """The counters of the rank's last heartbeat, which is at most a second old."""
         return self._heartbeat.counters
 
     def stuck(self, *, after_s: float) -> str:

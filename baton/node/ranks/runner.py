@@ -1,4 +1,4 @@
-"""The runner of a node of several ranks: every step goes to all of them, and rank 0's results count."""
+"""The runner of a node with several ranks: sends every step to all of them, and returns rank 0's results."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from baton.node.ranks.steps import StepWriter
 
 
 class RankedRunner:
-    """Has the part of `ModelRunner`'s interface that an engine uses.
+    """The part of `ModelRunner`'s interface that an engine uses, over all ranks.
 
     Args:
         runner: of rank 0.
-        steps: to the other ranks.
-        on_failure: called on any thread when a step failed here. The other ranks may be in the middle of it, so no
-            further step can be computed; the caller of `launch` or `wait` then waits for the end of the process.
+        steps: writes to the other ranks.
+        on_failure: called on any thread when a step failed here. The other ranks may be in the middle of the step, so
+            no further step can be computed, and the caller of `launch` or `wait` waits for the end of the process.
     """
 
     def __init__(self, runner: ModelRunner, steps: StepWriter, *, on_failure: Callable[[str], None]) -> None:
@@ -46,14 +46,14 @@ class RankedRunner:
             self._fail(error)
 
     def fetch_expert_counts(self) -> FetchedCounts | None:
-        """Rank 0's: every rank counts the tokens of all."""
+        """Rank 0's counts, because every rank counts the tokens of all ranks."""
         return self._runner.fetch_expert_counts()
 
     def launch(self, batch: Batch, on_mark: OnMark) -> "RankedStep":
         try:
             self._steps.launch(batch)
             return RankedStep(self._runner.launch(batch, on_mark), self._fail)
-        except Exception as error:  # noqa: BLE001  after any error, the ranks are not in step any more
+        except Exception as error:  # noqa: BLE001  after any error the ranks are out of step
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:

@@ -1,5 +1,7 @@
-"""Serves this rank's KV transfer to rank 0, whose end is `baton.node.ranks.remote`: performs calls, reports lease
-events."""
+"""Serves this rank's KV transfer to rank 0: performs calls, and reports lease events.
+
+Rank 0's end is `baton.node.ranks.remote`.
+"""
 
 import asyncio
 import logging
@@ -45,7 +47,7 @@ class TransferServer:
 
     Args:
         make: makes this rank's transfer for the node's incarnation.
-        guard: entered before the transfer is opened, and again while it serves; it sees errors first.
+        guard: entered before the transfer opens, and again while it serves, so that it gets errors first.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class TransferServer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, calls: socket.socket) -> None:
-        """Returns when rank 0 sends `Close`.
+        """Serves until rank 0 sends `Close`.
 
         Raises:
             EOFError: rank 0 is gone.
@@ -82,8 +84,8 @@ class TransferServer:
             await channel.close()
 
     async def _follow(self, channel: Channel, transfer: KVTransfer, failed: "asyncio.Future[None]") -> None:
-        # NOTE: no TaskGroup: it would wrap the EOFError that ends this in a group, and cancel calls that the transfer's
-        # close is about to answer.
+        # NOTE: a TaskGroup would wrap the EOFError that ends this function in a group, and cancel calls that the
+        # transfer's close is about to answer.
         heartbeat = asyncio.create_task(self._send_heartbeats(channel, transfer), name="heartbeat")
         orders = asyncio.create_task(self._take_all(channel, transfer), name="orders")
         try:
@@ -124,10 +126,10 @@ class TransferServer:
 
 
 def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
-    """Calls the transfer's method of that verb.
+    """Calls the transfer's method for a verb.
 
     Raises:
-        InternalError: there is no such verb.
+        InternalError: the verb is unknown.
     """
     match verb:
         case Listen():
@@ -160,4 +162,4 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
             return transfer.close_lease(verb.number)
         case Reopen():
             return transfer.reopen(incarnation=verb.incarnation, receive_bytes_per_s=verb.receive_bytes_per_s)
-    raise InternalError(f"no transfer has the verb {verb}")
+    raise InternalError(f"a KV transfer has no verb {verb}")

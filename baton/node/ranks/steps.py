@@ -12,16 +12,16 @@ from baton.engine.device.runner import ModelRunner
 from baton.engine.scheduling.steps import STEPS_MAX
 from baton.models.adapters.adapter import Adapter
 
-# In place of a batch: prepare the runner.
+# The message that means "prepare the runner".
 _PREPARE = b""
-# In front of an adapter and its slot; a batch begins with another byte.
+# The first byte of a message with a slot and an adapter; a batch begins with another byte.
 _ADAPTER = b"A"
 _SLOT_BYTES = 4
 _NAMED_MAX = 64
 
 
 class StepWriter:
-    """Rank 0's end. Used by the thread that launches."""
+    """Rank 0's end. Used by the thread that launches steps."""
 
     def __init__(self, ranks: Sequence[Connection]) -> None:
         self._ranks = ranks
@@ -31,11 +31,11 @@ class StepWriter:
         self._send(_PREPARE)
 
     def launch(self, batch: Batch) -> None:
-        """Raises OSError: a rank is gone."""
+        """Sends a step. Raises OSError if a rank is gone."""
         self._send(self._writer.write(batch))
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Raises OSError: a rank is gone."""
+        """Sends an adapter for a slot. Raises OSError if a rank is gone."""
         self._send(_ADAPTER + slot.to_bytes(_SLOT_BYTES) + adapter.to_bytes())
 
     def _send(self, message: bytes) -> None:
@@ -47,7 +47,7 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
     """Performs rank 0's steps until rank 0 closes the connection or is gone. All ranks sample the same tokens, so
     nothing is sent back.
 
-    Raises a step's error: after that the ranks are out of step.
+    Raises a step's error, after which the ranks are out of step.
     """
     reader = BatchReader()
     launched: deque[tuple[Batch, LaunchedStep]] = deque()
@@ -80,7 +80,7 @@ def _wait(batch: Batch, step: LaunchedStep) -> None:
 
 @contextmanager
 def _naming(batch: Batch) -> Iterator[None]:
-    """An error of the block names the step's requests, as the node names them."""
+    """Adds the engine ids of the step's requests to an error of the block."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds processes that a signal has stopped, as SIGSTOP does: they neither work nor end."""
+"""Finds processes that a signal such as SIGSTOP has stopped, so that they neither work nor end."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -7,10 +7,9 @@ import psutil
 
 
 class StoppedFor:
-    """Looks at processes once in each interval.
+    """Finds the processes that were stopped at several looks in a row; look once in each interval.
 
-    A terminal's Ctrl-Z stops a whole node, and `fg` continues its processes one after another: only a process that
-    was stopped at several looks in a row counts.
+    One look is not enough: a terminal's Ctrl-Z stops a whole node, and `fg` continues its processes one after another.
     """
 
     INTERVAL_S: ClassVar[float] = 1.0
@@ -20,7 +19,7 @@ class StoppedFor:
         self._looks = dict.fromkeys(pids, 0)
 
     def first(self) -> int | None:
-        """A process that has been stopped for a while; None: there is none."""
+        """A process that has been stopped for a while. Returns None if there is none."""
         for pid in self._looks:
             self._looks[pid] = self._looks[pid] + 1 if _is_stopped(pid) else 0
         return next((pid for pid, looks in self._looks.items() if looks >= self._LOOKS), None)

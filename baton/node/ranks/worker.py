@@ -1,8 +1,8 @@
-"""The process of a rank above 0. Follows rank 0's steps on one thread and serves its KV transfer on an event loop; ends
-with rank 0, however that ends.
+"""The process of a rank above 0. It ends with rank 0, however that ends.
 
-Rank 0 or its host's process starts it through `baton.node.ranks.child`, with the numbers of two inherited sockets, one
-for calls and one for steps, and the directory of the model on this host.
+One thread follows rank 0's steps, and an event loop serves the rank's KV transfer. Rank 0, or the process of the rank's
+host, starts it through `baton.node.ranks.child`. The arguments are the numbers of two inherited sockets, for calls and
+for steps, and the directory of the model on this host.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
         exit_at_once(1)
     settings = setup.settings.model_copy(update={"model": Path(arguments[2])})
     level = settings.log_level
-    # Rank 0 logs what all ranks do.
+    # Rank 0 logs for all ranks.
     set_up_logging(
         "warning" if level == "info" else level,
         role=setup.program,
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def receive_setup(steps: Connection) -> Setup:
-    """Rank 0's first message, answered: this rank is about to meet the others.
+    """Receives rank 0's first message, and answers that this rank is about to meet the others.
 
     Raises:
         EOFError: rank 0 is gone.
@@ -82,7 +82,7 @@ def _follow(steps: Connection, setup: Setup, built: BuiltRunner) -> None:
 
 @contextmanager
 def _ending_at_errors(steps: Connection, setup: Setup) -> Iterator[None]:
-    """An error of the block ends this rank before anything around the block is closed, which may wait for others."""
+    """Ends this rank at an error of the block, before anything around the block closes, which may wait for others."""
     try:
         yield
     except EOFError:  # rank 0 is gone
@@ -92,12 +92,12 @@ def _ending_at_errors(steps: Connection, setup: Setup) -> Iterator[None]:
 
 
 def _end_with(fault: Fault, steps: Connection, setup: Setup) -> NoReturn:
-    """Lets rank 0 log the fault and end the node. The log of another host is read on its own, so it is there too."""
+    """Sends the fault to rank 0, which logs it and ends the node. A rank of another host also logs it there."""
     with suppress(OSError):
         steps.send(fault)
     if setup.rank >= setup.settings.ranks_per_host:
         fault.log(setup.program)
     else:
-        # Rank 0 kills this process. Until then its connections stay, so that no rank's first fault is that they broke.
+        # Rank 0 kills this process. Until then its connections stay open, so that no other rank reports them as broken.
         time.sleep(END_S)
     exit_at_once(fault.exit_code)

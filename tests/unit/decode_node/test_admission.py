@@ -139,7 +139,7 @@ def test_a_later_request_may_run_out_of_time_first(scene: Scene) -> None:
 def test_the_budget_counts_while_a_request_waits(scene: Scene) -> None:
     scene.submit(2, max_queue_s=9.0, budget_s=2.0)
     (message,) = [message for message in sent(scene.after(2.0)) if message.HasField("failed")]
-    assert message.failed.error.message == "the request's 2 s are over"
+    assert message.failed.error.message == "the request's budget of 2 s is over"
 
 
 def test_a_request_that_can_never_fit_makes_way(scene: Scene) -> None:

@@ -111,6 +111,6 @@ async def test_a_gateway_that_reads_nothing_loses_its_session(
     with caplog.at_level(logging.WARNING, logger="baton"):
         for key in range(6):
             sessions.all.send(1, released(key))
-    assert caplog.messages == ["gateway gateway-0 reads nothing: nothing more is sent to it"]
+    assert caplog.messages == ["gateway gateway-0 has not read 4 messages: its session ends"]
     await ended(task)
     assert stream.received() == [released(key) for key in range(4)]

@@ -403,7 +403,7 @@ def test_a_request_fails_when_its_budget_is_over_in_every_phase(scene: Scene, ph
     getattr(scene, phase)(1, budget_s=10.0)
     commands = scene.after(10.0)
     assert names(commands) == ["Send failed", *then]
-    assert sent(commands)[0].failed.error.message == "the request's 10 s are over"
+    assert sent(commands)[0].failed.error.message == "the request's budget of 10 s is over"
     assert scene.machine.deadline_s is None
 
 

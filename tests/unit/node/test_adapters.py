@@ -105,7 +105,7 @@ async def test_an_adapter_with_the_name_of_the_model_is_refused(base: Path, watc
     """Clients that ask for it would get the model."""
     save_adapter(base, tmp_path / "sql", seed=1)
     async with watching(base, watched) as (adapters, _):
-        with pytest.raises(InvalidRequest, match="the adapter base has the name of the model"):
+        with pytest.raises(InvalidRequest, match="the adapter base has the model's name"):
             await adapters.load("base", tmp_path / "sql")
 
 

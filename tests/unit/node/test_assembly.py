@@ -10,7 +10,7 @@ import torch
 from baton.core.errors import ConfigError
 from baton.engine.build import StepLimits
 from baton.node.assembly import engine_limits
-from baton.node.starting import nameless
+from baton.node.starting import default_name
 from baton.protos.v1 import node_status_pb2
 from baton.settings.node_config import DecodeSettings
 
@@ -50,7 +50,7 @@ def test_sizes_that_the_operator_gave_are_not_changed() -> None:
 
 def test_a_node_without_a_name_gets_one_that_stays_and_shows_no_address() -> None:
     """Clients see it in receipts."""
-    names = {nameless(node_status_pb2.ROLE_DECODE, address) for address in ("10.0.0.7:7102", "10.0.0.7:7103")}
+    names = {default_name(node_status_pb2.ROLE_DECODE, address) for address in ("10.0.0.7:7102", "10.0.0.7:7103")}
     assert len(names) == 2
     assert all(re.fullmatch(r"decode-[0-9a-f]{6}", name) for name in names)
-    assert nameless(node_status_pb2.ROLE_DECODE, "10.0.0.7:7102") in names
+    assert default_name(node_status_pb2.ROLE_DECODE, "10.0.0.7:7102") in names

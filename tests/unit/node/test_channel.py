@@ -80,5 +80,5 @@ def test_every_verb_of_a_transfer_has_one_message() -> None:
 
 def test_an_unknown_verb_is_refused() -> None:
     transfer: Any = None
-    with pytest.raises(InternalError, match="no transfer has the verb"):
+    with pytest.raises(InternalError, match="a KV transfer has no verb"):
         perform(transfer, Verb())

@@ -54,5 +54,5 @@ def test_every_part_of_a_cache_is_described(spec: KVCacheSpec) -> None:
 def test_a_part_of_a_kind_that_it_cannot_have_is_refused(change: Callable[[pb.CacheSpec], None]) -> None:
     info = info_of(SPECS[3])
     change(info.cache_spec)
-    with pytest.raises(PeerRefused, match="not known here"):
+    with pytest.raises(PeerRefused, match="this version does not know"):
         from_info(info)

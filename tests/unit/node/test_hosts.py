@@ -17,7 +17,7 @@ from baton.core.version import __version__
 from baton.node.ranks.carry import Greeting, read_line
 from baton.node.ranks.gate import Gate
 from baton.node.ranks.group import Worker, wait_for_ranks
-from baton.node.ranks.host import explain_end, why_silent
+from baton.node.ranks.host import explain_end, why_no_answer
 from baton.node.ranks.hosts import Hosts
 from baton.node.ranks.join import serve_store
 from baton.node.ranks.messages import CHANNELS, GateSetup, Joined, Meeting, RankLost, Setup, Up
@@ -112,8 +112,8 @@ def test_a_leader_does_not_wait_for_its_own_name() -> None:
 
 
 def test_a_host_that_waits_says_for_what() -> None:
-    assert why_silent(TimeoutError()) == "it accepts connections and says nothing"
-    assert why_silent(ConnectionRefusedError("refused")) == "refused"
+    assert why_no_answer(TimeoutError()) == "it accepts connections but does not answer"
+    assert why_no_answer(ConnectionRefusedError("refused")) == "refused"
 
 
 async def ended(code: int, *, after_turns: int) -> int:

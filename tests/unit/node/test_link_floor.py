@@ -31,7 +31,7 @@ def test_below_the_floor_both_sides_get_the_measurement_and_the_floor() -> None:
     reason = below_floor(node(2), MEASURE)
     assert reason is not None
     assert (reason.field, reason.ours) == ("link", "1.25 GB/s over tcp (measured)")
-    assert reason.theirs == "at least 2 GB/s (wanted by decode-7, --link-floor-gb-per-s)"
+    assert reason.theirs == "at least 2 GB/s (required by decode-7, --link-floor-gb-per-s)"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_below_the_floor_both_sides_get_the_measurement_and_the_floor() -> None:
         ("tcp", "/dev/shm"),
         ("tcp", "memlock"),
         ("tcp", "UCX_NET_DEVICES"),
-        ("sysv through host memory", "show both to both"),
+        ("sysv through host memory", "make both visible to both"),
         ("cuda_ipc", "lower the floor"),
     ],
 )

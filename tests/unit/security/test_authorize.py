@@ -19,7 +19,7 @@ import baton.protos as protos
 from baton.core.errors import PermissionDenied
 from baton.gateway.http.routes import ROUTES
 from baton.rpc.channels import channel_options, connect
-from baton.rpc.guard import Authorize, CertificateGuard, DoorGuard, Guard
+from baton.rpc.guard import Authorize, CertificateGuard, ClientGuard, Guard
 from baton.rpc.reflection import V1
 from baton.rpc.status import from_rpc_error
 from baton.security.authenticator import Authenticator
@@ -192,7 +192,7 @@ async def test_a_key_opens_what_its_owner_may_do_and_nothing_of_the_nodes(tmp_pa
     file = tmp_path / "keys.toml"
     file.write_text("".join(entry(name, keys[name], operator=name == "admin") for name in ("alice", "admin")))
     held = {"alice": {Right.CLIENT}, "admin": {Right.CLIENT, Right.OPERATOR}, "": set[Right]()}
-    async with serving(DoorGuard(Authenticator(AuthenticatorSettings(api_keys=file))), None) as address:
+    async with serving(ClientGuard(Authenticator(AuthenticatorSettings(api_keys=file))), None) as address:
         for name, rights in held.items():
             dial = Dial(metadata=(("authorization", f"Bearer {keys[name]}"),) if name else ())
             async with connect(address, dial=dial) as channel:

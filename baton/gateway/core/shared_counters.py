@@ -47,7 +47,7 @@ REFUSALS = MappingProxyType(
 
 
 class SharedCounters:
-    """The rows of all processes; this process writes the row `own`.
+    """The rows of all processes. This process writes only its row.
 
     Args:
         fd: descriptor of the memory that `create` made; None: memory of this process only.
@@ -55,18 +55,18 @@ class SharedCounters:
     Attributes:
         layout: layout of the metrics, whose cells are the columns after those of `Count`.
         tally: counts metrics in this process's row.
-        own: index of this process's row.
+        row: index of this process's row.
     """
 
-    def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
+    def __init__(self, rows: int = 1, row: int = 0, fd: int | None = None) -> None:
         self.rows = rows
         self.layout = Layout(ProcessRole.GATEWAY)
         self._width = len(Count) + self.layout.width
         self._memory = mmap.mmap(-1 if fd is None else fd, rows * self._width * _NUMBER_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
-        self.own = own
-        self._own = own * self._width
-        self.tally = Tally(self.layout, self._numbers, self._own + len(Count))
+        self.row = row
+        self._row_start = row * self._width
+        self.tally = Tally(self.layout, self._numbers, self._row_start + len(Count))
 
     @classmethod
     def create(cls, rows: int) -> "tuple[Self, int]":
@@ -77,7 +77,7 @@ class SharedCounters:
 
     def add(self, count: Count, number: int) -> None:
         """Adds to a column of this process's row."""
-        self._numbers[self._own + count] += number
+        self._numbers[self._row_start + count] += number
 
     def total(self, count: Count) -> int:
         return sum(self._numbers[count :: self._width])

@@ -39,7 +39,7 @@ class Breakers:
         self._stuck: set[int] = set()
 
     def reported(self, incarnation: int, *, stuck: bool) -> None:
-        """Records whether a node is stuck by its own status. Its running requests end by their stall timeouts."""
+        """Records whether the node's status says that it is stuck. Its running requests end by their stall timeouts."""
         if stuck:
             self._stuck.add(incarnation)
         else:

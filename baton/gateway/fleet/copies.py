@@ -46,7 +46,7 @@ class Copies:
         self._chosen: dict[str, str] = {}  # digest by revision
         self._chosen_at_s = 0.0
 
-    def differs(
+    def mismatch(
         self,
         role: node_status_pb2.Role.ValueType,
         address: str,

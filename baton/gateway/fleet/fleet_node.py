@@ -39,7 +39,7 @@ class FleetNode:
     Args:
         role: role in which the node is used.
         listed: role of the address list that contains the node.
-        turns: counter of node choices, shared by all nodes.
+        choices: counter of node choices, shared by all nodes.
 
     Attributes:
         loading: whether the node is connected but does not serve yet; `detail` says what it is doing.
@@ -47,7 +47,7 @@ class FleetNode:
         costs: step costs that the node reports, and their age.
     """
 
-    def __init__(self, role: Role, address: str, listed: Role, turns: Iterator[int]) -> None:
+    def __init__(self, role: Role, address: str, listed: Role, choices: Iterator[int]) -> None:
         self.role = role
         self.listed = listed
         self.claimed_incarnation = 0
@@ -65,8 +65,8 @@ class FleetNode:
         self._decode_view: NodeView | None = None
         self.costs = NodeCosts(PROMPT_STEP if role == node_status_pb2.ROLE_PREFILL else DECODE_STEP)
         self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
-        self._turns = turns
-        self._turn = self._requests_since = self._tokens_since = 0
+        self._choices = choices
+        self._last_choice = self._requests_since = self._tokens_since = 0
         self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
@@ -124,7 +124,7 @@ class FleetNode:
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
                 room_tokens=max(self._open_blocks) * self._block_size,
-                turn=self._turn,
+                turn=self._last_choice,
                 name=self.name,
             )
             _ = view.queue_s  # cached here, so that copies of the view do not compute it again
@@ -151,7 +151,7 @@ class FleetNode:
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
         """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens."""
-        self._turn = next(self._turns)
+        self._last_choice = next(self._choices)
         self._requests_since += 1
         self._tokens_since += num_tokens - cached_tokens
         # The node counts one more token too: the first decoded one.

@@ -80,7 +80,7 @@ class NodeTable:
         self._index = PrefixIndex()
         self._copies = Copies()
         self._unconfirmed: dict[str, _UnconfirmedRole] = {}  # by address
-        self._turns = count(1)  # numbers the choices of nodes
+        self._choices = count(1)  # numbers the choices of nodes
         self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
 
     def nodes(self) -> Iterator[FleetNode]:
@@ -93,7 +93,7 @@ class NodeTable:
         return self._add(role, address, listed=role)
 
     def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
-        node = self._of(role)[address] = FleetNode(role, address, listed, self._turns)
+        node = self._of(role)[address] = FleetNode(role, address, listed, self._choices)
         return node
 
     def remove(self, role: Role, address: str) -> None:
@@ -133,7 +133,7 @@ class NodeTable:
                 ChangeRole(address, role, info.role),
             ]
         commands: list[FleetCommand] = []
-        copy_mismatch = self._copies.differs(role, address, info.name, info.model, now_s)
+        copy_mismatch = self._copies.mismatch(role, address, info.name, info.model, now_s)
         mismatch = self._model_mismatch(info.model) or copy_mismatch
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:

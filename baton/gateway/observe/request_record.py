@@ -87,11 +87,11 @@ class RequestRecord:
         """The traceparent for nodes; empty if the request is not traced."""
         return "" if self.trace is None else self.trace.traceparent
 
-    def asked(self, model: str, *, is_chat: bool) -> None:
+    def note_request(self, model: str, *, is_chat: bool) -> None:
         """Records the requested model and the kind of the request."""
         self._operation = CHAT if is_chat else COMPLETION
         if self.trace is not None:
-            self.trace.asked(model, is_chat=is_chat)
+            self.trace.note_request(model, is_chat=is_chat)
 
     def prepared(self, request: Request) -> None:
         """Records that the request is validated and tokenized."""

@@ -32,7 +32,7 @@ from baton.settings.gateway_config import GatewaySettings
 
 log = logging.getLogger("baton")
 
-# A worker accepts no connections until it can serve, but at the latest after this time, so that clients get an error.
+# A worker waits at most this long for nodes before it accepts connections. Clients then get an error, not silence.
 _NODES_TIMEOUT_S = 5.0
 # Thresholds of Python's garbage collector. With the defaults of 700, 10 and 10, it takes a fifth of the time of a
 # process with 512 streams and pauses them for 50 to 140 ms. It is rarely needed: requests leave no cycles except a few

@@ -71,7 +71,7 @@ class Attempt:
 
     @property
     def awaits_sent(self) -> bool:
-        """Whether the prefill node may still report what it has sent."""
+        """Whether the prefill node may still report how much it has sent."""
         return self.call is not None and self.call.running and not self.call.sent
 
     @property

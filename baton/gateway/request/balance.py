@@ -39,7 +39,7 @@ class Load:
     Attributes:
         need: load by the work of its role; above 1 its role needs more nodes.
         used: load by all its work, on the same scale: a prefill node may decode, a decode node may compute prompts.
-        at_home: whether the node has the role of its address list.
+        in_listed_role: whether the node has the role of its address list.
     """
 
     address: str
@@ -47,7 +47,7 @@ class Load:
     role: Role
     need: float
     used: float
-    at_home: bool = True
+    in_listed_role: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Move:
 
     address: str
     role: Role
-    why: str
+    reason: str
 
 
 def loads_of(nodes: Iterable[FleetNode], rules: BalanceRules) -> list[Load]:
@@ -72,8 +72,8 @@ def _load(node: FleetNode, rules: BalanceRules) -> Load:
     backlog = max(0.0, status.backlog_s) / rules.backlog_s
     streams = max(blocks, seats) / _FULL
     need = backlog if node.role == _PREFILL else streams
-    at_home = node.role == node.listed
-    return Load(node.address, node.incarnation, node.role, need, max(backlog, streams), at_home)
+    in_listed_role = node.role == node.listed
+    return Load(node.address, node.incarnation, node.role, need, max(backlog, streams), in_listed_role)
 
 
 class Balance:
@@ -118,6 +118,6 @@ class Balance:
             left = sum(load.used for load in giving) / (len(giving) - 1)
             if need > 1 and left <= _IDLE:
                 # All gateways choose the same node. Nodes that return to the role of their list go first.
-                chosen = min(able, key=lambda load: (load.at_home, load.address))
+                chosen = min(able, key=lambda load: (load.in_listed_role, load.address))
                 return Move(chosen.address, role, f"need {need:.2f}, the others would have {left:.2f}")
         return None

@@ -39,7 +39,7 @@ async def keep_balance(connections: Connections, rules: BalanceRules) -> None:
 
 
 async def _make(connections: Connections, move: Move, rules: BalanceRules) -> None:
-    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role_name(move.role), move.why)
+    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role_name(move.role), move.reason)
     switching = switch_role(connections, move.address, move.role, grace_s=None, dwell_s=rules.cool_down_s)
     async for _ in switching:
         pass

@@ -53,7 +53,7 @@ class DecodeSession:
         self._task = asyncio.create_task(self._run(), name=f"session-{name}")
 
     @property
-    def num_held(self) -> int:
+    def num_unreleased(self) -> int:
         """Number of requests that the node has not released yet."""
         return len(self._receivers)
 

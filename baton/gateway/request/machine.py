@@ -41,7 +41,7 @@ from baton.gateway.text.reply import Detokenizing
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
 
-# How long a finished request's receipt may wait for the prefill node's count of what it sent.
+# Time for which a finished request's receipt waits for the prefill node's report of sent tokens and bytes.
 _RECEIPT_WAIT_S = 1.0
 
 

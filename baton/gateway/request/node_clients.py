@@ -140,7 +140,7 @@ class NodeClient:
     def busy(self) -> bool:
         """Whether the node has requests of this gateway."""
         calls = any(call.running for call in self._calls)
-        return calls or (self._session is not None and self._session.num_held > 0)
+        return calls or (self._session is not None and self._session.num_unreleased > 0)
 
     async def close(self) -> None:
         self._set_silent(silent=False)

@@ -74,35 +74,35 @@ class Pairing:
                     continue
             else:
                 self._logged.discard(pair)
-            asked = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
-            if not asked.asking and now_s >= asked.next_at_s:
-                asked.asking = True
+            pending = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
+            if not pending.asking and now_s >= pending.next_at_s:
+                pending.asking = True
                 commands.append(ConnectNodes(pair, prefill.address, decode.status.info.address))
         return commands
 
     def answered(self, pair: Pair, state: node_status_pb2.PeerState, now_s: float) -> list[LogLine]:
         """Records the prefill node's answer about a pair. No effect for a pair whose nodes are gone."""
-        asked = self._pairs.get(pair)
-        if asked is None:
+        pending = self._pairs.get(pair)
+        if pending is None:
             return []
-        _ask_later(asked, now_s, self.link_retry_s if _too_slow(state) else asked.retry_s)
+        _retry_later(pending, now_s, self.link_retry_s if _too_slow(state) else pending.retry_s)
         if state.phase in SETTLED:
             return []
-        return [LogLine(f"{asked.prefill} cannot connect to {asked.decode} yet: {state.detail}")]
+        return [LogLine(f"{pending.prefill} cannot connect to {pending.decode} yet: {state.detail}")]
 
     def failed(self, pair: Pair, error: BatonError, now_s: float) -> list[LogLine]:
         """Records that the call to the prefill node failed. No effect for a pair whose nodes are gone."""
-        asked = self._pairs.get(pair)
-        if asked is None:
+        pending = self._pairs.get(pair)
+        if pending is None:
             return []
-        _ask_later(asked, now_s, asked.retry_s)
-        return [LogLine(f"{asked.prefill} could not be asked to connect to {asked.decode}: {error}")]
+        _retry_later(pending, now_s, pending.retry_s)
+        return [LogLine(f"{pending.prefill} could not be asked to connect to {pending.decode}: {error}")]
 
 
-def _ask_later(asked: _PairState, now_s: float, pause_s: float) -> None:
-    asked.asking = False
-    asked.next_at_s = now_s + pause_s
-    asked.retry_s = min(2 * asked.retry_s, _RETRY_S_MAX)
+def _retry_later(pending: _PairState, now_s: float, pause_s: float) -> None:
+    pending.asking = False
+    pending.next_at_s = now_s + pause_s
+    pending.retry_s = min(2 * pending.retry_s, _RETRY_S_MAX)
 
 
 def _too_slow(peer: node_status_pb2.PeerState) -> bool:

@@ -110,7 +110,7 @@ class Serving:
         self._other_workers = other_workers or SingleWorker()
         self.shared_counters = self._other_workers.shared_counters
         self.meter = RequestMeter(self.shared_counters.tally)
-        self.recent = Recent(process=self.shared_counters.own)
+        self.recent = Recent(process=self.shared_counters.row)
         self._records = RequestRecords(
             self.shared_counters, self.meter, access_log=settings.access_log, recent=self.recent, tracer=tracer
         )
@@ -183,7 +183,7 @@ class Serving:
         request_id = check_request_id(message.request_id)
         caller = identity.current()
         record = self._records.begin(request_id, caller.name, caller_trace)
-        record.asked(message.model, is_chat=chat is not None or message.HasField("chat"))
+        record.note_request(message.model, is_chat=chat is not None or message.HasField("chat"))
         try:
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0

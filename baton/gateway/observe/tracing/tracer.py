@@ -87,7 +87,7 @@ class RequestTrace:
         self._outputs: list[tuple[Journal, RequestMachine, float]] = []
         self.traceparent = write_traceparent(trace_id, self._root.span_id, sampled=self._sampled)
 
-    def asked(self, model: str, *, is_chat: bool) -> None:
+    def note_request(self, model: str, *, is_chat: bool) -> None:
         """Records the requested model and the kind of the request."""
         self._model = model or self._model
         self._operation = "chat" if is_chat else "text_completion"

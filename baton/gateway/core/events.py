@@ -23,12 +23,12 @@ DecodeReply = (
 
 @dataclass(frozen=True)
 class Started:
-    """Begin. The first event."""
+    """The first event: the request begins."""
 
 
 class TokensCame(NamedTuple):
-    """Tokens that the decode node has sampled for this request, in their order: at least one. An attempt's first token
-    begins such an event, and a token with a finish reason is the last one."""
+    """One or more tokens that the decode node has sampled, in order. An attempt's first token is always the first of an
+    event, and a token with a finish reason is always the last."""
 
     attempt: int
     tokens: Sequence[decode_pb2.StepToken]
@@ -59,7 +59,7 @@ class PrefillReplied:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A Prefill call is over; `error` is None if its stream ended without one."""
+    """A Prefill call has ended; `error` is None if its stream ended without one."""
 
     call: int
     error: BatonError | None

@@ -1,8 +1,8 @@
-"""Reads JSON that clients send, at a bounded cost: its depth and its numbers of values, objects, lists and keys have
-limits, which are checked before a value is made of it. Pure.
+"""Parses JSON from clients at a bounded cost. Pure.
 
-The parser holds the interpreter lock from its first byte to its last, also in a thread. A list or an object costs it,
-and the garbage collector, a hundred times as much as a byte of text.
+Values, lists, objects and keys are counted before the text is parsed, and the depth afterwards: the parser holds the
+interpreter lock from the first byte to the last, even in a thread, and a list or an object costs it and the garbage
+collector a hundred times as much as a byte of text.
 """
 
 import json
@@ -14,25 +14,25 @@ from typing import Any
 
 import orjson
 
-DEPTH_MAX = 128  # lists and objects within each other
+DEPTH_MAX = 128
 VALUES_MAX = 1 << 19
 CONTAINERS_MAX = 1 << 17  # lists and objects
 KEYS_MAX = 1 << 18
 
-_STEP_BYTES = 1 << 18  # between two steps other threads may run
+_STEP_BYTES = 1 << 18  # other threads may run between two steps
 _STRUCTURE = b'",:[{'
 _OTHERS = bytes(set(range(256)) - set(_STRUCTURE))
 
 
 class NotJson(ValueError):
-    """The text is no JSON (NaN, lone surrogates and invalid UTF-8 are none), or is nested too deeply."""
+    """The text is not valid JSON, or is nested too deeply. NaN, lone surrogates and invalid UTF-8 are not valid."""
 
 
 class TooMuchJson(ValueError):
-    """The text has too many values.
+    """The text has too many values, containers or keys.
 
     Attributes:
-        allowed: how many there may be.
+        allowed: the limit, such as `up to 131072`.
     """
 
     def __init__(self, message: str, allowed: str) -> None:
@@ -41,11 +41,10 @@ class TooMuchJson(ValueError):
 
 
 class KeyTwice(ValueError):
-    """An object has a key twice.
+    """An object contains a key twice.
 
     Attributes:
-        key: the key.
-        field: where the key is, such as `messages[0].role`.
+        field: path of the key, such as `messages[0].role`.
     """
 
     def __init__(self, key: str, field: str) -> None:
@@ -56,7 +55,7 @@ class KeyTwice(ValueError):
 
 @dataclass(frozen=True)
 class Structure:
-    """How many lists and objects, commas and colons a text has outside of its strings."""
+    """Numbers of lists and objects, commas and colons of a text, outside of its strings."""
 
     containers: int
     commas: int
@@ -64,10 +63,12 @@ class Structure:
 
 
 def parse_json(text: bytes) -> Any:
-    """The value that the text is.
+    """Parses the text.
 
     Raises:
-        NotJson, TooMuchJson, KeyTwice: there is none.
+        NotJson: the text is not valid JSON, or is nested too deeply.
+        TooMuchJson: the text exceeds a limit.
+        KeyTwice: an object contains a key twice.
     """
     structure = measure(text)
     try:
@@ -79,22 +80,22 @@ def parse_json(text: bytes) -> Any:
         if depth > DEPTH_MAX:
             raise NotJson(f"it is nested more than {DEPTH_MAX} deep")
         keys += sum(len(each) for each in level if isinstance(each, dict))
-    if keys < structure.colons:  # of a key that is given twice the parser keeps the last value
-        raise _twice(text)
+    if keys < structure.colons:  # the parser keeps only the last value of a repeated key
+        raise _duplicate_key(text)
     return value
 
 
 def measure(text: bytes) -> Structure:
-    """The structure of a text; of one that is no JSON, that of its valid beginning or more.
+    """Counts the structure of a text. For text that is not JSON, the counts cover at least its valid beginning.
 
     Raises:
-        TooMuchJson: it has more than is allowed; the rest of the text was not looked at.
+        TooMuchJson: a limit is exceeded; the rest of the text was not read.
     """
     containers = commas = colons = 0
     start, inside = 0, False
     while start < len(text):
         step = text[start : start + _STEP_BYTES]
-        if (len(step) - len(step.rstrip(b"\\"))) % 2:  # the step would end within an escape
+        if (len(step) - len(step.rstrip(b"\\"))) % 2:  # else the step would end inside an escape
             step = text[start : start + _STEP_BYTES + 1]
         start += len(step)
         if b"\\" in step:
@@ -105,19 +106,19 @@ def measure(text: bytes) -> Structure:
         containers += outside.count(b"[") + outside.count(b"{")
         commas += outside.count(b",")
         colons += outside.count(b":")
-        _check_most(containers, "lists and objects", CONTAINERS_MAX)
-        _check_most(commas, "JSON values", VALUES_MAX)
-        _check_most(colons, "keys", KEYS_MAX)
+        _check_limit(containers, "lists and objects", CONTAINERS_MAX)
+        _check_limit(commas, "JSON values", VALUES_MAX)
+        _check_limit(colons, "keys", KEYS_MAX)
     return Structure(containers, commas, colons)
 
 
-def _check_most(count: int, what: str, most: int) -> None:
-    if count > most:
-        raise TooMuchJson(f"too many {what}", f"up to {most}")
+def _check_limit(count: int, what: str, limit: int) -> None:
+    if count > limit:
+        raise TooMuchJson(f"too many {what}", f"up to {limit}")
 
 
 def _levels(value: object) -> Iterator[list[Any]]:
-    """The objects and lists of each depth, from the outermost one."""
+    """Yields the objects and lists of each depth, outermost first."""
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     while level:
         yield level
@@ -125,26 +126,28 @@ def _levels(value: object) -> Iterator[list[Any]]:
         level = [child for child in children if isinstance(child, dict | list)]
 
 
-class _Twice(dict[str, Any]):
-    """An object that has this key twice."""
+class _DuplicateKeyDict(dict[str, Any]):
+    """An object that contained `key` twice."""
 
     key: str
 
 
-def _twice(text: bytes) -> KeyTwice:
+def _duplicate_key(text: bytes) -> KeyTwice:
+    """Parses the text again, slowly, to find the repeated key for the error."""
+
     def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) == len(pairs):
             return made
-        twice = _Twice(made)
-        twice.key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return twice
+        repeated = _DuplicateKeyDict(made)
+        repeated.key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return repeated
 
     level = [("", json.loads(text, object_pairs_hook=make))]
     while level:
         deeper = []
         for field, value in level:
-            if isinstance(value, _Twice):
+            if isinstance(value, _DuplicateKeyDict):
                 return KeyTwice(value.key, f"{field}.{value.key}".lstrip("."))
             if isinstance(value, dict):
                 deeper += [(f"{field}.{key}".lstrip("."), child) for key, child in value.items()]

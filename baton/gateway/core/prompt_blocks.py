@@ -1,11 +1,11 @@
-"""The block numbers of one prompt, as nodes name them. Pure."""
+"""The prefix cache block numbers of one prompt. Pure."""
 
 from baton.core.block_keys import BlockNumbers, adapted_identity
 from baton.core.types import AdapterRef
 
 
 class PromptBlocks:
-    """The block numbers of one request's prompt, for each kind of cache among the nodes."""
+    """Block numbers of one request's prompt, computed once for each kind of cache among the nodes."""
 
     def __init__(self, prompt: list[int], *, cache_salt: str, adapter: AdapterRef | None = None) -> None:
         self._prompt = prompt
@@ -14,7 +14,7 @@ class PromptBlocks:
         self._numbers: dict[tuple[str, int], BlockNumbers] = {}
 
     def numbers(self, identity: str, block_size: int) -> BlockNumbers:
-        """As nodes with this cache identity and block size name them."""
+        """The numbers that nodes with this cache identity and block size use."""
         known = self._numbers.get((identity, block_size))
         if known is None:
             known = BlockNumbers(

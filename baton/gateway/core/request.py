@@ -1,4 +1,4 @@
-"""One checked request and the rules for it: plain values, the input of the request's machine."""
+"""One validated request and the rules for it: plain values, the input of the request's machine."""
 
 from dataclasses import dataclass, field
 
@@ -19,20 +19,20 @@ class OutputEnd:
 
 @dataclass(frozen=True)
 class Request:
-    """One checked request.
+    """One validated request.
 
     Attributes:
         started_at_s: start of the client's call, on the clock of `now_s`.
         timeout_s: time from the start to the deadline.
-        priority: among waiting requests lower values go first.
-        slo: what the client expects; absent bounds are the gateway's.
-        session_id: with its client's name. Requests of one session go to the same nodes where that costs nothing.
-        output: tokens that the client has already; the answer goes on after them.
-        revision: of the weights that gave the client a part of the answer: it goes on with these only; empty: any.
-        ended: how the output ends with the last of these; None: more tokens are due.
-        blocks: names of the prompt's blocks, which all outputs share; None: not needed.
-        traceparent: for nodes, which then report the times of their work; empty: nobody wants to know.
-        adapter: only nodes that have it may serve the request; None: the base model.
+        priority: lower values go first among waiting requests.
+        slo: the client's bounds; the gateway's apply where a bound is absent.
+        session_id: includes the client's name. Requests of one session go to the same nodes where that costs nothing.
+        output: tokens that the client already has; the answer continues after them.
+        revision: revision of the weights that computed `output`, the only one that may continue it; empty: any.
+        ended: end of an output that is complete with `output`; None: more tokens are due.
+        blocks: block numbers of the prompt, shared by all outputs of the request; None: the machine computes them.
+        traceparent: asks nodes to report the times of their work; empty: the request is not traced.
+        adapter: adapter that the serving nodes must have; None: the base model.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outputs:
-    """How many outputs a request draws, and how many of them, the best ones, its client gets."""
+    """Number of outputs that a request samples, and number of best ones that its client gets."""
 
     drawn: int
     returned: int
@@ -66,8 +66,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Rules:
-    """The gateway's settings that decide about one request; `baton.settings.gateway_config.GatewaySettings` describes
-    them."""
+    """Gateway settings that apply to one request, documented in `baton.settings.gateway_config.GatewaySettings`."""
 
     local_policy: LocalPolicy
     max_attempts: int
@@ -80,7 +79,7 @@ class Rules:
 
 
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
-    """The error of a request whose time is up; `failures`: what had failed until then."""
+    """The error of a request that has reached its deadline; `failures` lists what failed before."""
     if timeout_s <= 0:
         return DeadlineExceeded("the deadline had passed before the request began", cure="allow it more time")
     why = f" ({failures})" if failures else ""

@@ -1,6 +1,6 @@
-"""What the processes of one gateway have counted: a row of numbers for each process, in memory that all of them share.
+"""Counters of one gateway's processes: one row of numbers for each process, in shared memory.
 
-A row has one writer at a time: its process, and the parent once that process has ended. So a sum misses no write.
+A row has one writer at a time: its process, then the parent once that process has ended. So no increment is lost.
 """
 
 import mmap
@@ -18,12 +18,15 @@ _NUMBER_BYTES = 8
 
 
 class Count(IntEnum):
-    """The first columns. RUNNING and WAITING count outputs now; the others since the start of the gateway, up to LOCAL
-    outputs."""
+    """The first columns of a row.
 
-    RUNNING = 0  # and waiting
+    RUNNING and WAITING are current numbers of outputs. FINISHED to LOCAL count outputs, and the refusals count
+    requests, both since the start of the gateway.
+    """
+
+    RUNNING = 0  # includes waiting outputs
     FINISHED = 1
-    FAILED = 2  # neither the client's own mistakes nor requests that it cancelled or that were refused
+    FAILED = 2  # without client errors, cancelled and refused requests
     REMOTE = 3
     LOCAL = 4
     REFUSED_FULL = 5  # requests that never ran, by reason
@@ -44,49 +47,49 @@ REFUSALS = MappingProxyType(
 
 
 class SharedCounters:
-    """The rows of all processes, and which one is this process's own.
+    """The rows of all processes. This process writes only its row.
 
     Args:
-        fd: of the memory that `create` made; None: for this process alone.
+        fd: descriptor of the memory that `create` made; None: memory of this process only.
 
     Attributes:
-        layout: of the metrics, whose cells are the further columns.
-        tally: counts metrics in the own row.
-        own: number of the own row.
+        layout: layout of the metrics, whose cells are the columns after those of `Count`.
+        tally: counts metrics in this process's row.
+        row: index of this process's row.
     """
 
-    def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
+    def __init__(self, rows: int = 1, row: int = 0, fd: int | None = None) -> None:
         self.rows = rows
         self.layout = Layout(ProcessRole.GATEWAY)
         self._width = len(Count) + self.layout.width
         self._memory = mmap.mmap(-1 if fd is None else fd, rows * self._width * _NUMBER_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
-        self.own = own
-        self._own = own * self._width
-        self.tally = Tally(self.layout, self._numbers, self._own + len(Count))
+        self.row = row
+        self._row_start = row * self._width
+        self.tally = Tally(self.layout, self._numbers, self._row_start + len(Count))
 
     @classmethod
     def create(cls, rows: int) -> "tuple[Self, int]":
-        """Counters that other processes can share, and the file descriptor to give to them."""
+        """Makes counters that other processes can share; returns them and the file descriptor to pass on."""
         fd = os.memfd_create("baton-gateway")
         os.ftruncate(fd, rows * (len(Count) + Layout(ProcessRole.GATEWAY).width) * _NUMBER_BYTES)
         return cls(rows, 0, fd), fd
 
     def add(self, count: Count, number: int) -> None:
-        """Counts in the own row."""
-        self._numbers[self._own + count] += number
+        """Adds to a column of this process's row."""
+        self._numbers[self._row_start + count] += number
 
     def total(self, count: Count) -> int:
         return sum(self._numbers[count :: self._width])
 
     def totals(self) -> list[int]:
-        """The cells of the metrics, each the sum of all rows."""
+        """The cells of the metrics, each summed over all rows."""
         width = self._width
         rows = (self._numbers[row * width + len(Count) : (row + 1) * width].tolist() for row in range(self.rows))
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def retire_row(self, row: int) -> None:
-        """The process of this row is gone: what ran there has failed."""
+        """Counts the running outputs of an ended process as failed."""
         first = row * self._width
         ran = self._numbers[first + Count.RUNNING]
         self._numbers[first + Count.FAILED] += ran
@@ -97,10 +100,10 @@ class SharedCounters:
 
 @dataclass(frozen=True)
 class Counters:
-    """Since the start of the gateway, each output as a request.
+    """Totals since the start of the gateway. Each output counts as one request.
 
     Attributes:
-        failed: by the cluster's fault, or at their deadline.
+        failed: outputs that failed inside the cluster or reached their deadline.
         refused: requests that never ran, by reason.
     """
 

@@ -7,12 +7,13 @@ from baton.gateway.fleet.fleet_node import FleetNode
 
 
 def serving_adapters(nodes: Iterable[FleetNode], pairs: Iterable[tuple[FleetNode, FleetNode]]) -> dict[str, AdapterRef]:
-    """One revision of each adapter, by name: while one takes the place of another, the revision that a whole pair has,
-    then the one that more nodes have.
+    """The revision of each adapter that serves new requests, by name.
+
+    While nodes have several revisions, one that a ready pair of nodes has goes first, then the one on most open nodes.
 
     Args:
-        nodes: an adapter that only unreachable nodes have counts too: requests for it wait or fail as others do.
-        pairs: of a prefill node and a decode node.
+        nodes: adapters that only unreachable nodes have count too: requests for them wait or fail like any other.
+        pairs: pairs of a prefill node and a decode node.
     """
     having: dict[AdapterRef, int] = {}
     for node in nodes:
@@ -28,7 +29,7 @@ def serving_adapters(nodes: Iterable[FleetNode], pairs: Iterable[tuple[FleetNode
 
 
 def nodes_with(adapter: AdapterRef, nodes: Iterable[FleetNode]) -> str:
-    """Which nodes have the adapter, for the error of a request that finds no pair of them."""
+    """Text on which nodes have the adapter, for the error of a request that no node can take."""
     names = ", ".join(node.name for node in nodes if adapter in node.view().adapters) or "no node"
     what = f"the adapter {adapter.name} of revision {adapter.revision} is on {names}"
     return f"{what}, and all nodes of a request need it"

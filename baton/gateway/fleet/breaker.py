@@ -1,10 +1,10 @@
-"""Circuit breakers: a node whose requests keep failing inside it gets none for a while, then one as a trial. Pure.
+"""Circuit breakers: a node on which requests keep failing gets none for a while, then one as a trial. Pure.
 
     closed ── errors in a row ──► open ── time ──► half open ── an answer ──► closed
                                    ▲                   └─ an error ─┐
                                    └──── twice the time ────────────┘
 
-A node that is broken in this way is alive, reports a status, and answers at once, so it would draw requests.
+Such a node is alive, reports its status and fails requests at once, so without a breaker it would attract them.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class _Breaker:
     """The breaker of one node.
 
     Attributes:
-        errors: since the last answer.
-        open_until_s: it gets no requests before; None: it is closed.
-        open_s: how long it was open the last time.
-        on_trial: it is half open, and a request was sent as its trial.
+        errors: errors since the last answer.
+        open_until_s: time before which the node gets no requests; None: the breaker is closed.
+        open_s: length of the last open period.
+        on_trial: whether the breaker is half open and its trial request has been sent.
     """
 
     errors: int = 0
@@ -32,38 +32,38 @@ class _Breaker:
 
 
 class Breakers:
-    """One for each node, by incarnation: a restarted node begins anew."""
+    """One breaker for each node, by incarnation, so a restarted node starts with a closed one."""
 
     def __init__(self) -> None:
         self._breakers: dict[int, _Breaker] = {}
         self._stuck: set[int] = set()
 
     def reported(self, incarnation: int, *, stuck: bool) -> None:
-        """The node says whether it makes progress. Requests that it has find out themselves, after a stall."""
+        """Records whether the node's status says that it is stuck. Its running requests end by their stall timeouts."""
         if stuck:
             self._stuck.add(incarnation)
         else:
             self._stuck.discard(incarnation)
 
     def failed(self, incarnation: int, now_s: float) -> None:
-        """A request has failed inside the node."""
+        """Counts a request that failed inside the node."""
         breaker = self._breakers.setdefault(incarnation, _Breaker())
         breaker.errors += 1
         if breaker.open_until_s is not None and now_s < breaker.open_until_s and not breaker.on_trial:
-            return  # the request was sent there before
+            return  # the request was sent before the breaker opened
         if breaker.on_trial or breaker.errors >= _ERRORS_IN_A_ROW:
             breaker.open_s = min(2 * breaker.open_s or _OPEN_S, _OPEN_MOST_S)
             breaker.open_until_s, breaker.on_trial = now_s + breaker.open_s, False
 
     def answered(self, incarnation: int) -> None:
-        """The node has done its part of a request."""
+        """Closes the breaker: the node has done its part of a request."""
         self._breakers.pop(incarnation, None)
 
     def chosen(self, incarnation: int, now_s: float) -> None:
-        """A request is sent to the node: if its breaker is half open, this is the trial."""
+        """Marks a request that is sent to a node with a half open breaker as the trial."""
         breaker = self._breakers.get(incarnation)
         if breaker is not None and breaker.open_until_s is not None and now_s >= breaker.open_until_s:
-            # How a trial ends is not reported if it is cancelled or its node is lost: then another one follows.
+            # A trial that is cancelled, or whose node is lost, reports no result: another one follows.
             breaker.on_trial, breaker.open_until_s = True, now_s + breaker.open_s
 
     def open(self, now_s: float) -> frozenset[int]:
@@ -75,6 +75,6 @@ class Breakers:
         )
 
     def forget(self, incarnation: int) -> None:
-        """The node is gone."""
+        """Drops the breaker of a removed or restarted node."""
         self._breakers.pop(incarnation, None)
         self._stuck.discard(incarnation)

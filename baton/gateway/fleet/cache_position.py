@@ -1,23 +1,23 @@
-"""How far a gateway has followed the prefix cache of one node, batch by batch. Pure."""
+"""Position of a gateway in the stream of one node's prefix cache changes. Pure."""
 
 from baton.protos.internal.v1 import node_pb2
 
 
 class CachePosition:
-    """How far a gateway has followed one node's cache.
+    """Position in one node's stream of cache changes.
 
     Attributes:
-        known: it has at least begun to receive a snapshot.
-        sequence: of the last whole batch or snapshot; 0 before it.
+        known: whether at least the beginning of a snapshot has arrived.
+        sequence: sequence number of the last complete batch or snapshot; 0 before the first one.
     """
 
     def __init__(self) -> None:
         self.known = False
         self.sequence = 0
-        self._in_snapshot = 0  # its sequence while more of it follows
+        self._in_snapshot = 0  # sequence number of a snapshot that is not complete yet
 
     def follows(self, batch: node_pb2.WatchCacheResponse) -> bool:
-        """Whether nothing is missing between the last batch and this one; if so, this one becomes the last."""
+        """Advances to this batch and returns True; returns False if batches before it are missing."""
         if self._in_snapshot and not batch.snapshot:
             if batch.sequence != self._in_snapshot:
                 return False

@@ -1,7 +1,7 @@
-"""What the prefix caches of all nodes have together, as changes for somebody who sees the cluster as one engine. Pure.
+"""The union of all nodes' prefix caches, as a stream of changes, for routers that see the cluster as one engine. Pure.
 
-A block is stored when the first node has it, and removed when the last one lost it. Only blocks without a salt are
-followed, and only with all blocks before them: others could not be found by their tokens.
+A block is stored when the first node has it and removed when the last node has lost it. Only blocks without a salt
+whose predecessors are all known are followed: others could not be found by their tokens.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ class StoredBlocks(NamedTuple):
     """A run of blocks, each the parent of the next one.
 
     Args:
-        parent: the block before the first one; None: it begins a prompt.
-        blocks: numbers and tokens.
+        parent: the block before the first one; None: the run begins a prompt.
+        blocks: number and tokens of each block.
     """
 
     parent: int | None
@@ -26,18 +26,18 @@ class StoredBlocks(NamedTuple):
 
 
 class UnionChanges(NamedTuple):
-    """What to report after one message."""
+    """Changes of the union after one message."""
 
     stored: list[StoredBlocks]
     removed: list[int]
 
 
 class CacheUnion:
-    """The union of nodes whose blocks are named alike.
+    """The union for nodes with one cache identity and block size.
 
     Args:
-        root: the parent of first blocks without a salt.
-        block_size: tokens of a block.
+        root: parent of the first block of a prompt without a salt.
+        block_size: tokens per block.
     """
 
     def __init__(self, root: int, block_size: int) -> None:
@@ -48,7 +48,7 @@ class CacheUnion:
         self._snapshots: dict[str, list[node_pb2.WatchCacheResponse]] = {}  # not complete yet
 
     def take(self, node: str, message: node_pb2.WatchCacheResponse) -> UnionChanges:
-        """A node's change or a part of its snapshot, with tokens. The parts of a snapshot count once all are here."""
+        """Applies a node's change or a part of its snapshot, with tokens. A snapshot applies once it is complete."""
         if message.snapshot:
             self._snapshots[node] = []
         parts = self._snapshots.get(node)
@@ -65,7 +65,7 @@ class CacheUnion:
         return UnionChanges(self._store(node, blocks), self._remove(node, gone))
 
     def forget(self, node: str) -> list[int]:
-        """The node is lost; returns the blocks that no other node has."""
+        """Removes a lost node; returns the blocks that no other node has."""
         self._snapshots.pop(node, None)
         removed = self._remove(node, list(self._nodes[node]))
         del self._nodes[node]
@@ -88,7 +88,7 @@ class CacheUnion:
         return runs
 
     def _in_order(self, blocks: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, int, bytes]]:
-        """Parents before their children; without blocks whose parents are not known."""
+        """Yields parents before their children and leaves out blocks with unknown parents."""
         children = defaultdict(list)
         for block, (parent, _) in blocks.items():
             children[parent].append(block)
@@ -118,7 +118,7 @@ class CacheUnion:
 
 
 def _blocks(messages: Iterable[node_pb2.WatchCacheResponse], block_bytes: int) -> dict[int, tuple[int, bytes]]:
-    """Parent and tokens of each stored block."""
+    """Parent and tokens of each stored block, by block number."""
     blocks = {}
     for message in messages:
         for index, (block, parent) in enumerate(zip(message.stored, message.parents, strict=True)):

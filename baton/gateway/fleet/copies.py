@@ -1,7 +1,7 @@
-"""Which copies of the weights may serve next to each other. Pure.
+"""Decides which nodes' copies of the weights may serve together. Pure.
 
-Copies of one revision have equal bytes unless one is damaged or edited. Answers of two such copies would be mixed, so
-only one of them serves.
+Copies of one revision have equal bytes unless one is damaged or edited. One answer may come from several nodes, so of
+differing copies only one serves.
 """
 
 from collections import Counter
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.revisions import revision_of
 
-# A lost node may come back within this time, so its copy counts: without it a damaged copy would serve while a good one
-# restarts. After it, a node that is gone for good refuses nobody.
+# A lost node's copy counts for this long. Else a damaged copy would serve while a node with a good one restarts. After
+# it, the copy of a node that is gone for good excludes no other.
 _LOST_COUNTS_S = 600.0
-_LOOK_EACH_S = 10.0
+_CHOOSE_EVERY_S = 10.0
 
 
-class _Place(NamedTuple):
-    """Where a node is reached."""
+class _NodeKey(NamedTuple):
+    """Key of a node."""
 
     role: node_status_pb2.Role.ValueType
     address: str
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Copy:
-    """One node's copy, and when the node last sent a status."""
+    """One node's copy of the weights, and the time of the node's last status."""
 
     name: str
     revision: str
@@ -35,18 +35,18 @@ class _Copy:
 
 
 class Copies:
-    """The copies that this gateway's nodes have, and the one of each revision that serves.
+    """The copies of all nodes, and the copy of each revision that serves.
 
-    Statuses come often and copies change seldom, so the choice is made anew only when one has changed: with 256 nodes,
-    a choice at each status took 6 cores.
+    The choice is repeated only when a copy has changed or after a while: with 256 nodes, a choice at each status took
+    6 cores.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[_Place, _Copy] = {}
+        self._copies: dict[_NodeKey, _Copy] = {}
         self._chosen: dict[str, str] = {}  # digest by revision
-        self._looked_at_s = 0.0
+        self._chosen_at_s = 0.0
 
-    def differs(
+    def mismatch(
         self,
         role: node_status_pb2.Role.ValueType,
         address: str,
@@ -54,19 +54,19 @@ class Copies:
         model: node_status_pb2.ModelIdentity,
         now_s: float,
     ) -> str:
-        """Records a node's copy; returns why the node cannot serve next to the others, empty when it can.
+        """Records a node's copy; returns why the node may not serve, or "" if it may.
 
-        Older nodes have no digest, and can.
+        Older nodes report no digest and may always serve.
         """
-        place = _Place(role, address)
+        key = _NodeKey(role, address)
         if not model.content_digest:
             self.forget(role, address)
             return ""
         copy = _Copy(name, revision_of(model), model.content_digest, now_s)
-        known = self._copies.get(place)
-        self._copies[place] = copy
+        known = self._copies.get(key)
+        self._copies[key] = copy
         is_new = known is None or (known.revision, known.digest) != (copy.revision, copy.digest)
-        if is_new or now_s - self._looked_at_s > _LOOK_EACH_S:
+        if is_new or now_s - self._chosen_at_s > _CHOOSE_EVERY_S:
             self._choose(now_s)
         chosen = self._chosen[copy.revision]
         if chosen == copy.digest:
@@ -81,20 +81,23 @@ class Copies:
         )
 
     def forget(self, role: node_status_pb2.Role.ValueType, address: str) -> None:
-        """The node is gone, or has no digest."""
-        if self._copies.pop(_Place(role, address), None) is not None:
-            self._choose(self._looked_at_s)
+        """Drops the copy of a node that was removed or reports no digest."""
+        if self._copies.pop(_NodeKey(role, address), None) is not None:
+            self._choose(self._chosen_at_s)
 
     def _choose(self, now_s: float) -> None:
-        """The copy that most nodes have serves; of equally many one that decode nodes have, which serve without others
-        too; then the one with the lower digest, so that all gateways choose alike."""
-        self._looked_at_s = now_s
-        self._copies = {place: copy for place, copy in self._copies.items() if now_s - copy.seen_s <= _LOST_COUNTS_S}
+        """Chooses the copy of each revision that most nodes have.
+
+        On a tie, a copy on a decode node goes first, since decode nodes can serve alone. Then the lower digest goes
+        first, so that all gateways choose alike.
+        """
+        self._chosen_at_s = now_s
+        self._copies = {key: copy for key, copy in self._copies.items() if now_s - copy.seen_s <= _LOST_COUNTS_S}
         count = Counter((copy.revision, copy.digest) for copy in self._copies.values())
         decoding = {
             (copy.revision, copy.digest)
-            for place, copy in self._copies.items()
-            if place.role == node_status_pb2.ROLE_DECODE
+            for key, copy in self._copies.items()
+            if key.role == node_status_pb2.ROLE_DECODE
         }
         best = sorted(count, key=lambda copy: (-count[copy], copy not in decoding, copy))
         self._chosen = dict(reversed(best))

@@ -1,4 +1,4 @@
-"""The choice of nodes for requests, and what this gateway knows of all nodes. Pure: no clock, task or socket."""
+"""All nodes that this gateway knows, and the choice of nodes for requests. Pure: no clock, task or socket."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,10 +18,10 @@ _COSTS_EACH_S = 0.1  # nodes report about as often
 
 
 class Affinity:
-    """The last prefill and decode node of each session, for a bounded number of sessions.
+    """The last prefill and decode node of each session.
 
     Args:
-        max_sessions: beyond it the session that was quiet for longest is forgotten.
+        max_sessions: number of sessions kept; beyond it the least recently used one is dropped.
     """
 
     def __init__(self, max_sessions: int = 65536) -> None:
@@ -33,7 +33,7 @@ class Affinity:
         return frozenset(self._nodes.get(session_id, {}).values())
 
     def note(self, session_id: str, role: int, address: str) -> None:
-        """The session's request goes to this node."""
+        """Records that a request of the session goes to this node."""
         if not session_id:
             return
         self._nodes.setdefault(session_id, {})[role] = address
@@ -47,8 +47,8 @@ class Fleet(NodeTable):
 
     Args:
         model: name, architecture and config digest of the model that this gateway serves.
-        max_context_tokens: the model's own limit.
-        policy: where prompts may be prefilled.
+        max_context_tokens: the model's limit.
+        policy: policy on where prompts may be prefilled.
     """
 
     def __init__(self, model: node_status_pb2.ModelIdentity, max_context_tokens: int, policy: LocalPolicy) -> None:
@@ -60,7 +60,10 @@ class Fleet(NodeTable):
     # ---- choices for one request
 
     def place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
-        """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
+        """Chooses the node that decodes a request, and where its prompt is prefilled.
+
+        Returns None if no node can take it.
+        """
         wanted = self._of_session(wanted)
         self._update_costs(now_s)
         cached = self._cached_tokens(self.nodes(), wanted)
@@ -74,10 +77,10 @@ class Fleet(NodeTable):
     def pick_prefill(
         self, decode: FleetNode, wanted: RoutedRequest, now_s: float, *, placed: int | None = None
     ) -> FleetNode | None:
-        """The prefill node, paired with the decode node, that fits the request best, or None.
+        """Chooses the best prefill node among those paired with the decode node. Returns None if there is none.
 
         Args:
-            placed: incarnation of the node that `place` chose; it is taken while it is usable.
+            placed: incarnation of the node that `place` chose, which is preferred while it is usable.
         """
         wanted = self._of_session(wanted)
         views = self.prefill_views(wanted, now_s)
@@ -86,38 +89,38 @@ class Fleet(NodeTable):
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
 
     def prefill_views(self, wanted: RoutedRequest, now_s: float) -> list[NodeView]:
-        """All prefill nodes as they are now, with how much of the request's prompt their caches have."""
+        """Current views of all prefill nodes, each with the number of prompt tokens that it has cached."""
         self._update_costs(now_s)
         cached = self._cached_tokens(self.prefills.values(), wanted)
         return [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
 
     def _update_costs(self, now_s: float) -> None:
-        """The step costs of nodes that get no work age (`baton.gateway.fleet.node_costs`)."""
+        """Updates the step costs of all nodes: costs of idle nodes age (`baton.gateway.fleet.node_costs`)."""
         if now_s - self._costs_at_s < _COSTS_EACH_S:
             return
         self._costs_at_s = now_s
-        nodes = [node for node in self.nodes() if node.serves]  # another model's steps say nothing of ours
+        nodes = [node for node in self.nodes() if node.serves]  # not those with another model
         for node, costs in zip(nodes, current_costs([node.costs for node in nodes]), strict=True):
             node.use_costs(costs)
 
     def decoding_nodes(self) -> Iterator[FleetNode]:
-        """All nodes that can decode: the decode nodes, then the prefill nodes that do it too."""
+        """All nodes that can decode: decode nodes, then prefill nodes that also decode."""
         yield from self.decodes.values()
         yield from (node for node in self.prefills.values() if node.also_decodes)
 
     def decoding_node(self, view: NodeView) -> FleetNode:
-        """The node of one of the views that `place` chooses from."""
+        """The node behind one of the views that `place` chooses from."""
         return (self.prefills if view.also_prefills else self.decodes)[view.address]
 
     def look_ahead(self, request: Request) -> Iterator[None]:
-        """Hashes as much of the prompt as the choice of its nodes will need, some at each step."""
+        """Hashes the part of the prompt that the choice of nodes will need, a few blocks per step."""
         if request.blocks is None or request.sampling.prompt_logprobs is not None:
             return
         for identity, block_size in {node.cache_kind for node in self.nodes() if node.cache.known}:
             yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
     def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: RoutedRequest) -> dict[str, int]:
-        """By address; nodes that have nothing are left out."""
+        """Number of cached prompt tokens of each node, by address; nodes without any are left out."""
         if wanted.prompt is None:
             return {}
         kinds: dict[tuple[str, int], list[str]] = {}
@@ -127,9 +130,9 @@ class Fleet(NodeTable):
         cached: dict[str, int] = {}
         for (identity, block_size), addresses in kinds.items():
             found = self._index.cached_blocks(wanted.prompt.numbers(identity, block_size), addresses)
-            # The last token is computed in any case.
-            most = (wanted.num_tokens - 1) // block_size
-            cached.update((address, min(blocks, most) * block_size) for address, blocks in found.items())
+            # The last token is always computed.
+            max_blocks = (wanted.num_tokens - 1) // block_size
+            cached.update((address, min(blocks, max_blocks) * block_size) for address, blocks in found.items())
         return cached
 
     def _of_session(self, wanted: RoutedRequest) -> RoutedRequest:
@@ -142,21 +145,21 @@ class Fleet(NodeTable):
         node.cached_tokens = view.cached_tokens
         return node
 
-    # ---- the whole
+    # ---- state of the fleet
 
     def reachable_pairs(self) -> list[tuple[FleetNode, FleetNode]]:
-        """Every prefill node with every decode node, where both are reachable."""
+        """All pairs of a reachable prefill node and a reachable decode node."""
         decodes = [decode for decode in self.decodes.values() if decode.reachable]
         return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
 
     def pairs_under_way(self) -> bool:
-        """Whether a pair of usable nodes is neither ready nor refused: it is being made, or made again."""
+        """Whether some pair of usable nodes is still being connected: neither ready nor refused."""
         return any(
             prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
         )
 
     def nodes_load(self) -> bool:
-        """Whether a node has started and does not serve yet, or is being reached for the first time."""
+        """Whether a node is still loading or is being reached for the first time."""
         return any(node.loading or node.never_connected for node in self.nodes())
 
     def serves(self) -> bool:
@@ -171,9 +174,9 @@ class Fleet(NodeTable):
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output that some decode node can hold; the model's own limit while none is known.
+        """Longest prompt plus output that some decode node can hold; the model's limit while no node is known.
 
-        Prefill nodes do not count: a longer request that one of them began could continue on no decode node.
+        Prefill nodes do not count: no decode node could continue a longer request that a prefill node began.
         """
         known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
@@ -190,13 +193,13 @@ class Fleet(NodeTable):
         )
 
     def explain(self) -> str:
-        """Why no node can be chosen for a request, node by node; while some load, only these."""
+        """Says for each node why it cannot be chosen; lists only the loading nodes while there are any."""
         nodes = list(self.nodes())
         nodes = [node for node in nodes if node.loading] or nodes
         return "; ".join(node.explain() for node in nodes) or "no node address is known"
 
     def loads(self) -> list[operations_pb2.NodeLoad]:
-        """How full each reachable node is."""
+        """The load of each reachable node."""
         return [
             operations_pb2.NodeLoad(
                 name=node.name,
@@ -229,5 +232,5 @@ class Fleet(NodeTable):
 
 
 def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:
-    """The node as one request finds it."""
+    """The node's view for one request: with its cached tokens and its queue now."""
     return (view.with_cached(cached[view.address]) if view.address in cached else view).with_queue(queue_s)

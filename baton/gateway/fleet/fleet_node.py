@@ -1,8 +1,8 @@
-"""One node as this gateway knows it: its last status, its peers, and what was sent to it since. Pure.
+"""One node as this gateway knows it: its last status, its peers, and the work sent to it since. Pure.
 
-A prefill node may also decode: it serves whole requests, prompt and output, without a hand-over. It is one node all the
-same, with one status, one backlog and one prefix cache, and two views: `view` for prompts that it computes for decode
-nodes, `decode_view` for requests that it serves alone.
+A prefill node may also decode: it then serves whole requests, prompt and output, without a hand-over. It is still one
+node with one status, backlog and prefix cache, but has two views: `view` for prompts that it computes for decode nodes,
+and `decode_view` for requests that it serves alone.
 """
 
 import math
@@ -26,7 +26,7 @@ from baton.rpc.revisions import revision_of
 
 Role: TypeAlias = node_status_pb2.Role.ValueType
 
-# Phases of a pair that last.
+# A pair stays in these phases.
 SETTLED = (node_status_pb2.PEER_PHASE_READY, node_status_pb2.PEER_PHASE_REFUSED)
 _TEXT_MAX = 200
 _NEVER_CONNECTED = "not connected yet"
@@ -34,40 +34,40 @@ _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
 
 class FleetNode:
-    """One node: its last status, its peers, and what this gateway has sent to it since that status.
+    """One node: its last status, its peers, and the work that this gateway has sent to it since that status.
 
     Args:
-        role: in which it is used.
-        listed: that of the list that has its address.
-        turns: counts the choices of nodes, over all nodes.
+        role: role in which the node is used.
+        listed: role of the address list that contains the node.
+        choices: counter of node choices, shared by all nodes.
 
     Attributes:
-        loading: whether it is connected and does not serve yet; `detail` says what it does.
-        claimed: incarnation that has said it has this role, where the list says another; 0: none.
-        costs: its step costs as it reports them, and their age.
+        loading: whether the node is connected but does not serve yet; `detail` says what it is doing.
+        claimed_incarnation: incarnation that reported this role although the list has the other one; 0: none.
+        costs: step costs that the node reports, and their age.
     """
 
-    def __init__(self, role: Role, address: str, listed: Role, turns: Iterator[int]) -> None:
+    def __init__(self, role: Role, address: str, listed: Role, choices: Iterator[int]) -> None:
         self.role = role
         self.listed = listed
-        self.claimed = 0
+        self.claimed_incarnation = 0
         self.address = address
         self.reachable = self.loading = False
-        self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
+        self.detail = _NEVER_CONNECTED  # why the node cannot be used; empty if it can
         self.status = node_status_pb2.NodeStatus()
         self.peers: dict[int, node_status_pb2.PeerState] = {}  # by incarnation
-        self.last_message_at_s = 0.0  # last changed status, or message about a request
+        self.last_message_at_s = 0.0  # time of the last changed status or message about a request
         self.retired = False  # no longer listed: removed once its requests are done
         self.cache = CachePosition()
-        self.revision = ""  # of its weights: requests continue only on nodes of theirs; empty: never reached
-        self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
-        self._view: NodeView | None = _UNKNOWN  # None: something has changed since
+        self.revision = ""  # of the node's weights; requests continue only on nodes of their revision; empty: unknown
+        self.cached_tokens = 0  # cached part of the prompt for which the node was last chosen
+        self._view: NodeView | None = _UNKNOWN  # None: outdated
         self._decode_view: NodeView | None = None
         self.costs = NodeCosts(PROMPT_STEP if role == node_status_pb2.ROLE_PREFILL else DECODE_STEP)
-        self._costs: StepCosts | None = None  # by which it is chosen
-        self._turns = turns
-        self._turn = self._requests_since = self._tokens_since = 0
-        self._open_blocks = [0]  # of each pool, less those of requests sent since the status
+        self._costs: StepCosts | None = None  # used to choose the node, see `use_costs`
+        self._choices = choices
+        self._last_choice = self._requests_since = self._tokens_since = 0
+        self._open_blocks = [0]  # open blocks of each pool, less those of requests sent since the status
         self._backlog = Backlog()
 
     @property
@@ -88,7 +88,7 @@ class FleetNode:
 
     @property
     def serves(self) -> bool:
-        """Whether it works on requests: a node that drains does."""
+        """Whether the node works on requests; a draining node still does."""
         return self.reachable and not self.detail
 
     @property
@@ -97,17 +97,17 @@ class FleetNode:
 
     @property
     def cache_kind(self) -> tuple[str, int]:
-        """Nodes that are equal in it name equal blocks equally."""
+        """Cache identity and block size. Nodes of one kind have equal numbers for equal blocks."""
         return self.status.info.cache_identity, self.status.info.cache_shape.block_size
 
     @property
     def also_decodes(self) -> bool:
-        """Whether it is a prefill node that serves whole requests too."""
+        """Whether this is a prefill node that also serves whole requests."""
         return self.role == node_status_pb2.ROLE_PREFILL and self.status.info.also_decodes
 
     @property
     def open(self) -> bool:
-        """Whether it may get new requests."""
+        """Whether the node may get new requests."""
         return self.reachable and not (self.detail or self.status.draining or self.retired)
 
     @property
@@ -115,7 +115,7 @@ class FleetNode:
         return self.detail == _NEVER_CONNECTED
 
     def view(self) -> NodeView:
-        """As a node of its role."""
+        """The view of the node in its role."""
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
@@ -124,15 +124,15 @@ class FleetNode:
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
                 room_tokens=max(self._open_blocks) * self._block_size,
-                turn=self._turn,
+                turn=self._last_choice,
                 name=self.name,
             )
-            _ = view.queue_s  # computed once, not in each copy of the view
+            _ = view.queue_s  # cached here, so that copies of the view do not compute it again
             self._decode_view = None
         return view
 
     def decode_view(self) -> NodeView:
-        """As a node that decodes. A prefill node does it alone: it is no decode node's or prefill node's peer then."""
+        """The view of the node as one that decodes. A prefill node decodes alone, so this view has no peers."""
         view = self.view()
         if self.role == node_status_pb2.ROLE_DECODE:
             return view
@@ -142,28 +142,29 @@ class FleetNode:
         return self._decode_view
 
     def queue_s(self, now_s: float) -> float:
-        """Predicted time until a prompt that is sent now would be computed."""
+        """Predicted wait of a prompt that is sent now."""
         return self._backlog.at(now_s)
 
     def note_prompt(self, start: int, stop: int, now_s: float) -> None:
-        """It will compute these tokens of a prompt."""
+        """Adds the prompt tokens from `start` to `stop`, which the node will compute, to its backlog."""
         self._backlog.add(prompt_s(self.view(), start, stop), now_s)
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
-        """A request has been sent to the node, which has `cached_tokens` of it already."""
-        self._turn = next(self._turns)
+        """Records that a request was sent to the node, which has cached `cached_tokens` of its tokens."""
+        self._last_choice = next(self._choices)
         self._requests_since += 1
         self._tokens_since += num_tokens - cached_tokens
-        # As the node counts: with room for a first decoded token.
+        # The node counts one more token too: the first decoded one.
         take_from_roomiest(self._open_blocks, blocks_for(num_tokens + 1 - cached_tokens, self._block_size))
         self._view = None
 
     def use_costs(self, costs: StepCosts | None) -> None:
-        """It is chosen by these step costs from now on."""
+        """Sets the step costs by which the node is chosen."""
         if costs is not self._costs:
             self._costs, self._view = costs, None
 
     def take_status(self, status: node_status_pb2.NodeStatus, detail: str, now_s: float) -> None:
+        """Records a status of a reachable node; `detail` says why it cannot be used, "" if it can."""
         before = self.status
         started = before.info.incarnation != status.info.incarnation
         works = bool(status.requests_running or status.requests_waiting or status.decode_rows)
@@ -186,13 +187,13 @@ class FleetNode:
         self._backlog.reported(_seconds(status.backlog_s), now_s)
 
     def take_loading(self, status: node_status_pb2.NodeStatus) -> None:
-        """It has started and serves nothing yet."""
+        """Records a status of a node that has started but does not serve yet."""
         self.status = status
         self.reachable, self.loading, self.detail = False, True, describe_loading(status.loading)
         self._view = None
 
     def take_loss(self, reason: str) -> None:
-        """It cannot be reached."""
+        """Marks the node as unreachable."""
         self.status.ClearField("loading")
         self.reachable, self.loading, self.detail = False, False, reason
 
@@ -202,7 +203,7 @@ class FleetNode:
             self._view = None
 
     def explain(self) -> str:
-        """Why it is not chosen for a request."""
+        """Says why the node is not chosen for a request."""
         name = self.status.info.name or f"a {role_name(self.role)} node"  # clients see no addresses
         if self.loading:
             return f"{name} is {self.detail}"
@@ -219,13 +220,13 @@ class FleetNode:
 
 
 def settled(prefill: FleetNode, decode: FleetNode) -> bool:
-    """Whether the pair is ready or was refused."""
+    """Whether the pair is ready or refused."""
     peer = prefill.peers.get(decode.incarnation)
     return peer is not None and peer.phase in SETTLED
 
 
 def _seconds(reported: float) -> float:
-    """A node's number, or 0 if it is none."""
+    """A number that a node reported; 0 if it is negative, infinite or NaN."""
     return reported if 0 <= reported < math.inf else 0.0
 
 

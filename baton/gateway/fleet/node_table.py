@@ -1,7 +1,7 @@
 """The table of all nodes that this gateway knows. Pure: no clock, task or socket.
 
-A node is reachable from its first status until its connection is lost. Methods that record something return commands
-for the shell.
+A node is reachable from its first status until its connection is lost. Methods that record an event return commands
+for the caller to execute.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from baton.protos.internal.v1 import node_pb2
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 
-_PROVE_AGAIN_S = 10.0
+_RETRY_ROLE_S = 10.0
 _SILENT = "starting, it sends no status yet"
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line for the operator. A warning needs attention."""
+    """Log a line. A warning needs the operator's attention."""
 
     text: str
     warning: bool = False
@@ -32,7 +32,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class DropSession:
-    """A node is lost or was restarted: end the session with it, if there is one, and with that all requests on it."""
+    """End the session with a lost or restarted node, if there is one, and with it all requests on the node."""
 
     role: Role
     address: str
@@ -41,8 +41,8 @@ class DropSession:
 
 @dataclass(frozen=True)
 class ChangeRole:
-    """Connect to a node anew, as to one of another role: only one whose certificate allows that role can answer. What
-    still comes on the old connection counts no more."""
+    """Connect to a node again, in its new role, and ignore the old connection. The node's certificate must allow the
+    new role."""
 
     address: str
     old: Role
@@ -53,11 +53,11 @@ FleetCommand = LogLine | DropSession | ChangeRole
 
 
 @dataclass(frozen=True)
-class _Unproved:
-    """A node says that it has a role, and was not reached as a node of it, for which its certificate may be the reason.
+class _UnconfirmedRole:
+    """A node that reports a role but could not be reached in it, perhaps because its certificate does not allow it.
 
     Attributes:
-        until_s: when it is tried again.
+        until_s: time of the next attempt.
     """
 
     incarnation: int
@@ -79,9 +79,9 @@ class NodeTable:
         self._model = model
         self._index = PrefixIndex()
         self._copies = Copies()
-        self._unproved: dict[str, _Unproved] = {}  # by address
-        self._turns = count(1)  # of the choices of nodes
-        self._costs_at_s = -inf  # when the nodes' costs were compared last
+        self._unconfirmed: dict[str, _UnconfirmedRole] = {}  # by address
+        self._choices = count(1)  # numbers the choices of nodes
+        self._costs_at_s = -inf  # time of the last comparison of the nodes' costs
 
     def nodes(self) -> Iterator[FleetNode]:
         yield from self.prefills.values()
@@ -89,11 +89,11 @@ class NodeTable:
 
     def add(self, role: Role, address: str) -> FleetNode:
         """Adds a node at a new address."""
-        self._unproved.pop(address, None)
+        self._unconfirmed.pop(address, None)
         return self._add(role, address, listed=role)
 
     def _add(self, role: Role, address: str, *, listed: Role) -> FleetNode:
-        node = self._of(role)[address] = FleetNode(role, address, listed, self._turns)
+        node = self._of(role)[address] = FleetNode(role, address, listed, self._choices)
         return node
 
     def remove(self, role: Role, address: str) -> None:
@@ -104,58 +104,63 @@ class NodeTable:
     def status_received(
         self, role: Role, address: str, status: node_status_pb2.NodeStatus, now_s: float
     ) -> list[FleetCommand]:
-        """Records a node's status. A node that has another role than this one is used in the role that it has, once it
-        is reached as a node of that role, unless its address is listed for that role too."""
+        """Records a node's status.
+
+        A node that reports another role than `role` is reconnected and then used in the role that it reports, unless
+        its address is listed for that role too.
+        """
         node = self._of(role)[address]
-        # NOTE: nodes repeat an unchanged status. That is no sign of life: a node whose device hangs sends it too.
+        # NOTE: an unchanged status is no sign of life: a node whose device hangs repeats it.
         if not node.reachable or status != node.status:
             node.last_message_at_s = now_s
         info = status.info
         if status.HasField("loading"):
-            return self._loads(node, status)
+            return self._take_loading(node, status)
         if info.role != role:
             if info.role not in (node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE) or address in self._of(
                 info.role
             ):
                 return self._wrong_role(node, info.role)
             if status.next_role == role:
-                return []  # it is about to be one of this role
-            unproved = self._unproved.get(address)
-            if unproved is not None and unproved.incarnation == info.incarnation and now_s < unproved.until_s:
-                return self._wrong_role(node, info.role, unproved.reason)
+                return []  # the node is about to switch to this role
+            unconfirmed = self._unconfirmed.get(address)
+            if unconfirmed is not None and unconfirmed.incarnation == info.incarnation and now_s < unconfirmed.until_s:
+                return self._wrong_role(node, info.role, unconfirmed.reason)
             moved = self._move(node, info.role, f"it is a {role_name(info.role)} node now, and not reached as one yet")
-            moved.claimed, moved.last_message_at_s = info.incarnation, now_s
+            moved.claimed_incarnation, moved.last_message_at_s = info.incarnation, now_s
             return [
                 LogLine(f"{info.name} is a {role_name(info.role)} node now, {address}"),
                 ChangeRole(address, role, info.role),
             ]
         commands: list[FleetCommand] = []
-        differs = self._copies.differs(role, address, info.name, info.model, now_s)
-        foreign = self._foreign(info.model) or differs
+        copy_mismatch = self._copies.mismatch(role, address, info.name, info.model, now_s)
+        mismatch = self._model_mismatch(info.model) or copy_mismatch
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape
             commands.append(LogLine(f"{info.name}: connected, {address}, KV {shape.layout} x {shape.block_size}"))
-        if foreign and (restarted or node.detail != foreign):
-            commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
+        if mismatch and (restarted or node.detail != mismatch):
+            commands.append(LogLine(f"{info.name} gets no requests: {mismatch}", warning=True))
         if restarted:
             commands.append(DropSession(role, address, "it was restarted"))
             self.breakers.forget(node.incarnation)
             self._forget_cache(node)
-        measured = node.costs.reported
-        node.take_status(status, foreign, now_s)
-        if node.costs.reported is not measured:
+        old_costs = node.costs.reported
+        node.take_status(status, mismatch, now_s)
+        if node.costs.reported is not old_costs:
             self._costs_at_s = -inf
         self.breakers.reported(node.incarnation, stuck=status.stuck)
-        self._unproved.pop(address, None)
+        self._unconfirmed.pop(address, None)
         return commands
 
     def lost(self, role: Role, address: str, reason: str) -> list[FleetCommand]:
-        """Marks a node that is silent, or whose connection broke, as unreachable until its next status. One that has
-        another role than its list says is expected in that of its list, as after a restart."""
+        """Marks a silent or disconnected node as unreachable until its next status.
+
+        If the node had another role than its list, it is next expected in the list's role, as after a restart.
+        """
         node = self._of(role)[address]
         if node.role != node.listed:
-            return self._lost_elsewhere(node, reason)
+            return self._lost_in_other_role(node, reason)
         commands: list[FleetCommand] = []
         if node.reachable or node.loading:
             commands.append(_lost_line(node, reason))
@@ -166,8 +171,11 @@ class NodeTable:
         return [*commands, DropSession(role, address, reason)]
 
     def silent(self, role: Role, address: str) -> None:
-        """The node is connected and sends no status. If it never sent one, its start keeps its interpreter busy; one
-        that did may be frozen, and stays lost: requests do not wait for it."""
+        """Records that a connected node sends no status.
+
+        A node that never sent one counts as loading: its start keeps its interpreter busy. A node that sent one before
+        may be frozen, so it stays lost and requests do not wait for it.
+        """
         node = self._of(role)[address]
         if not node.reachable and not node.loading and node.never_connected:
             node.take_loading(
@@ -179,8 +187,10 @@ class NodeTable:
         self._of(role)[address].last_message_at_s = now_s
 
     def cache_changed(self, role: Role, address: str, batch: node_pb2.WatchCacheResponse) -> bool:
-        """Records a change of the node's prefix cache. False: batches before it are lost; the node's cache is unknown
-        until its next snapshot."""
+        """Records a change of the node's prefix cache.
+
+        Returns False if earlier batches are missing. The node's cache is then unknown until its next snapshot.
+        """
         node = self._of(role)[address]
         if batch.incarnation != node.incarnation or not node.cache.follows(batch):
             self._forget_cache(node)
@@ -203,7 +213,7 @@ class NodeTable:
         node.cache = CachePosition()
         self._index.forget(node.address)
 
-    def _loads(self, node: FleetNode, status: node_status_pb2.NodeStatus) -> list[FleetCommand]:
+    def _take_loading(self, node: FleetNode, status: node_status_pb2.NodeStatus) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
         if not node.loading:
             commands.append(LogLine(f"{status.info.name}: connected, {node.address}, not ready yet"))
@@ -213,18 +223,18 @@ class NodeTable:
         node.take_loading(status)
         return commands
 
-    def _lost_elsewhere(self, node: FleetNode, reason: str) -> list[FleetCommand]:
+    def _lost_in_other_role(self, node: FleetNode, reason: str) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
         if node.reachable:
             commands.append(_lost_line(node, reason))
-        elif not node.incarnation:  # it has never answered as a node of this role
-            until_s = node.last_message_at_s + _PROVE_AGAIN_S
-            self._unproved[node.address] = _Unproved(node.claimed, until_s, reason)
+        elif not node.incarnation:  # the node has never answered in this role
+            until_s = node.last_message_at_s + _RETRY_ROLE_S
+            self._unconfirmed[node.address] = _UnconfirmedRole(node.claimed_incarnation, until_s, reason)
         self._move(node, node.listed, reason)
         return [*commands, ChangeRole(node.address, node.role, node.listed)]
 
     def _move(self, node: FleetNode, role: Role, detail: str) -> FleetNode:
-        """To the nodes of the other role, where it is unreachable until its next status."""
+        """Moves the node to the other role's table, where it is unreachable until its next status."""
         self.remove(node.role, node.address)
         moved = self._add(role, node.address, listed=node.listed)
         moved.detail, moved.retired = detail, node.retired
@@ -242,8 +252,8 @@ class NodeTable:
             DropSession(node.role, node.address, wrong),
         ]
 
-    def _foreign(self, theirs: node_status_pb2.ModelIdentity) -> str:
-        """Why the node cannot serve this gateway's model; empty when it can."""
+    def _model_mismatch(self, theirs: node_status_pb2.ModelIdentity) -> str:
+        """Says why the node cannot serve this gateway's model; "" if it can."""
         ours = self._model
         if theirs.config_digest == ours.config_digest:
             return ""

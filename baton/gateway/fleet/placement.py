@@ -1,10 +1,10 @@
-"""Where one request is computed: prompt and output on two nodes (remote), both on one (local), or the prompt on two
-(split). Pure.
+"""Chooses where one request is computed: prompt and output on two nodes (remote), both on one node (local), or the
+prompt on two nodes (split). Pure.
 
-A prefill node that does nothing else computes prompts without a pause of any stream, so prompts go there as long as it
-is free and the decode node's steps are short. Once prompts queue up, or the gap that a hand-over makes between two
-tokens exceeds the TPOT, a request is served whole by one node, of either role, whose streams stay within their TPOT. If
-no way meets the SLO, the one with the earliest first token is chosen. Without an SLO, the way with the earliest end.
+A dedicated prefill node computes prompts without pausing any stream, so prompts go there while it is free and the
+decode node's steps are short. Once prompts queue up there, or the gap between two tokens at a hand-over exceeds the
+TPOT, one node of either role whose streams stay within their TPOT serves the whole request. If no route meets the TTFT,
+the one with the earliest first token is chosen; without a TTFT, a weighted sum of first token and end decides.
 """
 
 import math
@@ -25,20 +25,20 @@ from baton.gateway.fleet.prediction import (
 )
 from baton.gateway.fleet.router import NodeView, RoutedRequest, pick_decode, pick_prefill, usable_decodes
 
-# Part of the TTFT that a first token from a prefill node may take before other ways are tried.
+# Share of the TTFT that a first token from a prefill node may take before other routes are tried.
 _PRESSED = 0.25
-# Without a TTFT, a second until the first token weighs as much as so many of the output.
+# Without a TTFT, one second until the first token weighs as much as this many seconds of the output.
 _FIRST_WEIGHT = 3.0
-# One node then serves a whole request if that saves so much time, and such a part of it.
-_SAVES_S = 0.05
-_SAVES_PART = 0.1
-_SPLIT_LEAST_TOKENS = 512  # a smaller part is not worth a transfer
+# Without a TTFT, one node serves a whole request only if it saves at least this much time and this share of it.
+_MIN_SAVED_S = 0.05
+_MIN_SAVED_SHARE = 0.1
+_SPLIT_MIN_TOKENS = 512  # a smaller part is not worth a transfer
 _SPLITS_TRIED = 8
 _NODES_TRIED = 3
 
 
 class Route(Enum):
-    """How a prompt is computed."""
+    """Route of a request through the nodes."""
 
     REMOTE = "remote"
     LOCAL = "local"
@@ -47,14 +47,14 @@ class Route(Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """The choice for one request.
+    """The nodes and the route for one request.
 
     Args:
-        prefill: None for `Route.LOCAL`, and where the prefill node is not known to matter.
-        split_tokens: `Route.SPLIT`: the prefill node computes the tokens before this one; a multiple of both block
-        sizes. why: one sentence for the receipt.
-        predicted_ttft_s: from now to the first token; None: not known.
-        meets: whether the prediction is within the TTFT; True where there is none.
+        prefill: the prefill node; None for `Route.LOCAL`, or if it is chosen later.
+        split_tokens: number of tokens that the prefill node computes for `Route.SPLIT`, a multiple of both block sizes.
+        why: reason of the choice, for the receipt.
+        predicted_ttft_s: predicted time from now to the first token; None: unknown.
+        meets: whether the prediction is within the TTFT; True without a TTFT or a prediction.
     """
 
     way: Route
@@ -67,10 +67,10 @@ class Placement:
 
 
 def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
-    """The nodes and the way for a request; None: no node can take it.
+    """Chooses nodes and route for a request. Returns None if no node can take it.
 
     Args:
-        decodes: the decode nodes, and prefill nodes as nodes that serve requests alone (`NodeView.also_prefills`).
+        decodes: decode nodes, and prefill nodes that serve requests alone (`NodeView.also_prefills`).
     """
     paired = [node for node in decodes if not node.also_prefills]
     decode = pick_decode(paired, prefills, wanted)
@@ -94,43 +94,42 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Rou
     if is_soon and (tpot_s is None or gap_s <= tpot_s):
         return remote
     usable = usable_decodes(decodes, wanted)
-    sharing = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
-    if is_soon and not sharing:
+    shared_nodes = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
+    if is_soon and not shared_nodes:
         return remote
-    own = [node for node in usable if not node.also_prefills]
-    whole = _best_whole([*own, *sharing], decode, wanted, grows=not sharing)
+    decode_nodes = [node for node in usable if not node.also_prefills]
+    local = _best_local([*decode_nodes, *shared_nodes], decode, wanted, grows=not shared_nodes)
     if ttft_s is None:
-        return _ends_first(remote, gap_s, whole, wanted)
-    if whole is not None and whole.ttft_s <= ttft_s:
+        return _without_ttft(remote, gap_s, local, wanted)
+    if local is not None and local.ttft_s <= ttft_s:
         why = _too_slow(prefill, remote_s, ttft_s)
         if is_soon:
             why = f"a hand-over to {decode.label} would pause the output for {_s(gap_s)}"
-        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s)
-    split = _split(whole, prefill, remote_s, ttft_s, wanted)
+        return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s)
+    split = _split(local, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
-    if not remote.meets and whole is not None and whole.ttft_s < remote_s:
+    if not remote.meets and local is not None and local.ttft_s < remote_s:
         why = f"no node is in time, and {_too_slow(prefill, remote_s, ttft_s)}"
-        return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s, meets=False)
+        return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s, meets=False)
     return remote
 
 
-def _on_prefill_node(alone: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
-    """Without a decode node: the whole request on a prefill node that also decodes."""
+def _on_prefill_node(prefills: Sequence[NodeView], wanted: RoutedRequest) -> Placement | None:
+    """Places the whole request on a prefill node that also decodes, when there is no decode node."""
     if wanted.policy is LocalPolicy.STRICT:
         return None
-    node = pick_decode(alone, [], wanted)
+    node = pick_decode(prefills, [], wanted)
     return None if node is None else _local_by_policy(node, "no decode node is available", wanted)
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A whole request on one node.
+class _OnOneNode:
+    """Prediction for a request that one node serves whole.
 
     Args:
-        ttft_s: from now to its first token.
-        end_s: from now to the end of a typical output, and by how much it delays each of the node's streams beyond what
-            their TPOT allows.
+        ttft_s: time from now to the first token.
+        end_s: time from now to the end of a typical output, plus the delay of the node's streams beyond their TPOT.
     """
 
     node: NodeView
@@ -139,14 +138,18 @@ class _Whole:
     end_s: float
 
 
-def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest, *, grows: bool) -> _Whole | None:
-    """The node that would end the request first; on a tie `decode`, then the node that was chosen longest ago. Of many
-    nodes the least busy ones are tried."""
+def _best_local(
+    nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedRequest, *, grows: bool
+) -> _OnOneNode | None:
+    """The node that alone would end the request first; on a tie `decode`, then the least recently chosen node.
+
+    Besides `decode`, only the `_NODES_TRIED` least busy nodes are tried.
+    """
     roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
     roomy.sort(key=lambda node: node.turn)
     if len(roomy) > _NODES_TRIED:
         roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
-    found: _Whole | None = None
+    found: _OnOneNode | None = None
     for node in [decode, *roomy]:
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
         if steps is None:
@@ -156,37 +159,40 @@ def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: RoutedReque
         if not steps.bounded:
             end_s += steps.extra_s(node.cached_tokens, wanted.num_tokens)
         if found is None or end_s < found.end_s:
-            found = _Whole(node, steps, first_s, end_s)
+            found = _OnOneNode(node, steps, first_s, end_s)
     return found
 
 
-def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: RoutedRequest) -> Placement:
-    """Without a TTFT: the prompt goes where it, and the streams that wait for it, lose the least time."""
+def _without_ttft(remote: Placement, gap_s: float, local: _OnOneNode | None, wanted: RoutedRequest) -> Placement:
+    """The placement without a TTFT: the one with the lower weighted sum of first token and end."""
     assert remote.predicted_ttft_s is not None
     more = _FIRST_WEIGHT - 1
     remote_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
     weighted_s = remote_s + more * remote.predicted_ttft_s
-    if whole is None or whole.end_s + more * whole.ttft_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
+    if local is None or local.end_s + more * local.ttft_s + _MIN_SAVED_S > (1 - _MIN_SAVED_SHARE) * weighted_s:
         return remote
     why = (
-        f"{whole.node.label} alone would send the first token after {_s(whole.ttft_s)} and end a typical output "
-        f"after {_s(whole.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
+        f"{local.node.label} alone would send the first token after {_s(local.ttft_s)} and end a typical output "
+        f"after {_s(local.end_s)}, instead of {_s(remote.predicted_ttft_s)} and {_s(remote_s)}"
     )
-    return Placement(Route.LOCAL, whole.node, None, 0, why, whole.ttft_s)
+    return Placement(Route.LOCAL, local.node, None, 0, why, local.ttft_s)
 
 
 def _split(
-    whole: _Whole | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: RoutedRequest
+    local: _OnOneNode | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: RoutedRequest
 ) -> Placement | None:
-    """The smallest part on the prefill node, the bottleneck, with which the first token is in time."""
-    if whole is None or not wanted.splittable or whole.node.incarnation not in prefill.ready_peers:
+    """The split with the smallest part on the prefill node, the bottleneck, that meets the TTFT.
+
+    Returns None if there is no such split.
+    """
+    if local is None or not wanted.splittable or local.node.incarnation not in prefill.ready_peers:
         return None
-    node, steps, tokens = whole.node, whole.steps, wanted.num_tokens
-    if steps.stretch * node.queue_s > _PRESSED * ttft_s:  # the decode node is no less busy
+    node, steps, tokens = local.node, local.steps, wanted.num_tokens
+    if steps.stretch * node.queue_s > _PRESSED * ttft_s:  # the decode node is as busy as the prefill node
         return None
     unit = math.lcm(node.block_size, prefill.block_size)
-    least = max(node.cached_tokens + _SPLIT_LEAST_TOKENS, prefill.cached_tokens)
-    most = tokens - _SPLIT_LEAST_TOKENS
+    least = max(node.cached_tokens + _SPLIT_MIN_TOKENS, prefill.cached_tokens)
+    most = tokens - _SPLIT_MIN_TOKENS
     for number in range(1, _SPLITS_TRIED + 1):
         split = (least + (most - least) * number // _SPLITS_TRIED) // unit * unit
         if not least <= split <= most:
@@ -211,7 +217,7 @@ def _local_by_policy(decode: NodeView, why: str, wanted: RoutedRequest) -> Place
 
 
 def _too_slow(prefill: NodeView, seconds: float, ttft_s: float) -> str:
-    """Why a prefill node does not get the prompt."""
+    """Says why a prefill node does not get the prompt."""
     if seconds == math.inf:
         return f"the streams on {prefill.label} leave it no time for prompts"
     return f"{prefill.label} would take {_s(seconds)} of the {_s(ttft_s)} to the first token"

@@ -1,4 +1,4 @@
-"""When a prompt's first token would come, on a prefill node and on a decode node, by the nodes' reports. Pure."""
+"""Predicts when a prompt's first token would come from a prefill or a decode node, from the nodes' reports. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,23 +6,26 @@ from dataclasses import dataclass
 from baton.core.costs import StepCosts, StepWork, chunk_pairs
 from baton.gateway.fleet.router import OUTPUT_TOKENS, NodeView, RoutedRequest, decode_s
 
-# Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams alone this part of them.
+# A step that contains prompt tokens is planned to take this share of the streams' TPOT, and the streams' own work at
+# most `_DECODE_USED` of such a step.
 _TPOT_USED = 0.9
 _DECODE_USED = 0.9
-_LEAST_SLICE = 32
-_SHARED_SLICE = 256  # of a step that also decodes on a prefill node: its speed with prompts is kept
+_MIN_SLICE = 32
+_SHARED_SLICE = 256  # prompt tokens that a step of a prefill node with streams must still fit, to keep its speed
 _SOLVER_ROUNDS = 8
 _DEFAULT_BYTES_PER_S = 10e9
 
 
 def prompt_s(node: NodeView, start: int, stop: int) -> float:
-    """The node's time for a prompt's tokens, alone; 0 where no costs are known."""
+    """The node's time for a prompt's tokens without streams; 0 if its costs are unknown."""
     return 0.0 if node.costs is None else node.prompt_s(start, stop)
 
 
 def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> float:
-    """From now until a prefill node has computed a prompt's tokens from `start` to `stop`, next to its own streams if
-    it has some; infinite: no costs are known, or the streams leave no time."""
+    """Time from now until a prefill node has computed a prompt's tokens from `start` to `stop`, next to its streams.
+
+    Infinite if its costs are unknown or its streams leave no time.
+    """
     if not node.decode_rows:
         return node.prefill_s(start, stop)
     steps = local_steps(node, stop, tpot_s)
@@ -30,20 +33,22 @@ def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> fl
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
-    """The time to send the KV of so many tokens, and a state, over the pair's link."""
+    """Time to send the KV of `tokens` tokens and a recurrent state over the pair's link."""
     speed = prefill.peer_bytes_per_s.get(decode.incarnation) or _DEFAULT_BYTES_PER_S
     return (max(0, tokens) * prefill.kv_bytes_per_token + prefill.state_bytes) / speed
 
 
 def hand_over_s(prefill: NodeView, decode: NodeView, wanted: RoutedRequest) -> float:
-    """Between the first token, of the prefill node, and the second one, of the decode node: the last step's KV is sent,
-    the step that runs there ends, and the next one computes."""
+    """Gap between the first token, from the prefill node, and the second one, from the decode node.
+
+    The KV of the last prefill step is sent, the decode node's running step ends, and its next step computes the token.
+    """
     tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
     return transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted)
 
 
 def output_s(node: NodeView, wanted: RoutedRequest) -> float:
-    """The time of a typical output on this node, without prompts in its steps, and until it has a seat there."""
+    """Time of a typical output on this node, with the wait for a seat and without prompts in its steps."""
     seats = node.max_batch_requests
     outputs_before = max(0, node.load + 1 - seats) / seats if seats else 0.0
     return (1 + outputs_before) * OUTPUT_TOKENS * decode_s(node, wanted)
@@ -54,10 +59,11 @@ class LocalSteps:
     """The steps of a decode node while it computes prompts next to its streams.
 
     Args:
-        rows, keys: the streams that decode then, and the sum of their contexts.
-        slice_tokens: tokens of prompts in one step.
-        step_s: the time of such a step.
-        bounded: the step was cut to the streams' TPOT.
+        rows: number of decoding streams.
+        keys: sum of the streams' contexts.
+        slice_tokens: prompt tokens in one step.
+        step_s: time of such a step.
+        bounded: whether the slice was limited so that the step stays within the streams' TPOT.
     """
 
     costs: StepCosts
@@ -69,26 +75,26 @@ class LocalSteps:
 
     @property
     def stretch(self) -> float:
-        """How much longer prompts take than alone."""
+        """How many times longer prompts take than without streams."""
         return self.step_s / self.costs.prompt_s(0, self.slice_tokens, step_tokens=self.slice_tokens)
 
     def ttft_s(self, waiting_s: float, start: int, stop: int) -> float:
-        """From now to the first token, after prompts that would take so many seconds alone."""
+        """Time from now to the first token, after waiting prompts that would take `waiting_s` without streams."""
         steps = math.ceil((stop - start) / self.slice_tokens)
-        # The step that runs now is half over on average.
+        # The running step is half over on average.
         return max(1.0, self.stretch) * waiting_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
 
     def extra_s(self, start: int, stop: int) -> float:
-        """By how much the prompt makes the node's steps longer, in all."""
+        """Total time that the prompt adds to the node's steps."""
         plain_s = self.costs.seconds(StepWork(self.rows, self.keys))
         return math.ceil((stop - start) / self.slice_tokens) * max(0.0, self.step_s - plain_s)
 
 
 def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, grows: bool = False) -> LocalSteps | None:
-    """The steps of a node that computes a prompt; None: no costs are known, or its streams leave no time.
+    """The steps of a node that computes a prompt. Returns None if its costs are unknown or its streams leave no time.
 
     Args:
-        grows: no other node takes streams from it.
+        grows: all new streams stay on this node, because no prefill node decodes any.
     """
     costs = node.costs
     if costs is None:
@@ -97,7 +103,7 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, gro
     context = node.context_tokens / node.decode_rows if node.decode_rows else prompt_tokens
     keys = int(rows * context)
     most = node.step_tokens - rows
-    if most < _LEAST_SLICE:
+    if most < _MIN_SLICE:
         return None
     middle = prompt_tokens // 2
     if tpot_s is None or not rows:
@@ -105,18 +111,20 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, gro
         work = StepWork(rows, keys, tokens, chunk_pairs(middle, middle + tokens))
         return LocalSteps(costs, rows, keys, tokens, costs.seconds(work), bounded=not rows)
     step_s = _TPOT_USED * tpot_s
-    # NOTE: longer steps keep streams longer, so there will be more of them. If all streams stay on this node, and
-    # prompts are taken while only the present ones fit, the decode steps alone will exceed the TPOT.
+    # NOTE: longer steps make streams last longer, so there will be more of them. If all streams stay on this node and
+    # prompts are accepted for the present number of streams only, decode steps alone will exceed the TPOT.
     later = max(1.0, step_s / costs.seconds(StepWork(rows, keys))) if grows else 1.0
     if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
     tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
-    return None if tokens < _LEAST_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
+    return None if tokens < _MIN_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
 
 
 def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:
-    """Whether a prefill node still computes prompts well while it keeps the request's TPOT. One stream bounds all steps
-    of the node, and short steps with long contexts have hardly any room for prompts."""
+    """Whether a prefill node can keep the request's TPOT and still compute prompts at a useful speed.
+
+    One stream bounds all steps of the node, and short steps with long contexts leave hardly any time for prompts.
+    """
     if node.costs is None or wanted.slo.tpot_s is None:
         return node.costs is not None
     middle = wanted.num_tokens // 2
@@ -126,7 +134,7 @@ def leaves_time_for_prompts(node: NodeView, wanted: RoutedRequest) -> bool:
 
 
 def _slice_tokens(costs: StepCosts, rows: int, keys: int, start: int, *, most: int, step_s: float) -> int:
-    """The most prompt tokens, after `start` others, with which a step takes no longer than `step_s`."""
+    """The largest number of prompt tokens, from position `start`, with which a step takes at most `step_s`."""
     low, high = 0, most
     for _ in range(_SOLVER_ROUNDS):
         tokens = (low + high + 1) // 2

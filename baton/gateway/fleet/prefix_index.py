@@ -1,7 +1,7 @@
-"""Which node has which prefix cache blocks, in bounded memory. Pure.
+"""Index of the nodes' prefix cache blocks, in bounded memory. Pure.
 
 Each block that some node has is one entry: its number, and a mask with one bit for each node. Beyond `max_blocks` the
-least recently used entries are dropped, and with them what follows them in a prompt is not found any more.
+least recently used entries are dropped. Blocks that follow a dropped one in a prompt are then not found any more.
 """
 
 from collections import OrderedDict, deque
@@ -14,28 +14,28 @@ _SWEPT_AT_ONCE = 512
 
 
 class PrefixIndex:
-    """Blocks of all nodes.
+    """The cached blocks of all nodes.
 
     Args:
-        max_blocks: entries that are kept; one takes about 200 bytes.
+        max_blocks: number of entries kept; each takes about 200 bytes.
     """
 
     def __init__(self, max_blocks: int = 1 << 20) -> None:
         self._max_blocks = max_blocks
-        self._masks: OrderedDict[int, int] = OrderedDict()  # the least recently used first
+        self._masks: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free_bits: list[int] = []
-        # Bits of forgotten nodes, and how many entries may still have them. A bit is reused once none has it.
+        # Bits of forgotten nodes; a bit is reused once no entry has it.
         self._dead_bits: list[int] = []
         self._alive = -1  # mask of all other bits
-        self._unswept = 0
+        self._unswept = 0  # number of entries that may still have dead bits
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def store(self, node: str, blocks: Iterable[int]) -> None:
-        """The node has these blocks now."""
+        """Records that the node has these blocks."""
         bit, masks, alive = self._bit(node), self._masks, self._alive
         for block in blocks:
             masks[block] = masks.get(block, 0) & alive | bit
@@ -45,7 +45,7 @@ class PrefixIndex:
         self._sweep()
 
     def remove(self, node: str, blocks: Iterable[int]) -> None:
-        """The node has these blocks no more."""
+        """Records that the node no longer has these blocks."""
         bit, masks = self._bit(node), self._masks
         for block in blocks:
             mask = masks.get(block, 0) & ~bit & self._alive
@@ -56,7 +56,7 @@ class PrefixIndex:
         self._sweep()
 
     def forget(self, node: str) -> None:
-        """Nothing is known of the node's cache any more. Returns at once; entries are freed by and by."""
+        """Drops all blocks of the node. Returns at once; later calls free the entries step by step."""
         bit = self._bits.pop(node, None)
         if bit is None:
             return
@@ -66,20 +66,20 @@ class PrefixIndex:
         self._unswept = len(self._masks)
 
     def look_ahead(self, prompt: BlockNumbers) -> Iterator[None]:
-        """Hashes the blocks that `cached_blocks` will need, some at each step, so that others can run in between."""
+        """Hashes the blocks that `cached_blocks` will need, a few per step, so that other tasks can run in between."""
         hashed = 1
         while (numbers := prompt.up_to(hashed)) and numbers[-1] in self._masks and hashed < len(prompt):
             yield
             hashed = min(len(prompt), hashed + _HASHED_AT_ONCE)
 
     def cached_blocks(self, prompt: BlockNumbers, nodes: Collection[str]) -> dict[str, int]:
-        """How many of the prompt's leading blocks each of these nodes has; nodes that have none are left out."""
+        """Number of the prompt's leading blocks that each of these nodes has; nodes without any are left out."""
         active = 0
         for node in nodes:
             active |= self._bits.get(node, 0)
         cached: dict[str, int] = {}
         masks, length, count = self._masks, 0, len(prompt)
-        # The first block decides about most prompts; it is hashed alone.
+        # The first block settles most prompts, so it is hashed alone.
         hashed = 1
         while active and length < count:
             blocks = prompt.up_to(hashed)[length:hashed]
@@ -104,17 +104,17 @@ class PrefixIndex:
     # ----
 
     def _touch(self, blocks: Iterable[int]) -> None:
-        """Moves entries to the end; the last blocks of a prompt come first, so that they are dropped first."""
+        """Marks entries as recently used. Callers pass a prompt's last blocks first, so that they are dropped first."""
         masks = self._masks
         if not self._dead_bits:
-            deque(map(masks.move_to_end, blocks), maxlen=0)  # a third of a loop's time
+            deque(map(masks.move_to_end, blocks), maxlen=0)  # takes a third of the time of a loop
             return
         for block in blocks:
             masks.move_to_end(block)
             masks[block] &= self._alive
 
     def _all_have(self, blocks: Iterable[int], nodes: int) -> bool:
-        """Whether all these nodes, as bits, have all the blocks: the common case, in a fraction of a loop's time."""
+        """Whether all nodes of the mask have all the blocks. Answers this common case faster than a loop."""
         found = set(map(self._masks.get, blocks))
         return all(mask is not None and mask & nodes == nodes for mask in found)
 
@@ -134,8 +134,11 @@ class PrefixIndex:
         return bit
 
     def _sweep(self) -> None:
-        """Clears dead bits of a few entries, the least recently used first. All other changes clear them too, so each
-        entry is met once; until all are, the order of use is not kept."""
+        """Clears dead bits of a few entries, least recently used first, and moves these entries to the end.
+
+        All other changes clear dead bits too, so each entry is visited once. Until all have been, the order of use is
+        not exact.
+        """
         if not self._dead_bits:
             return
         masks = self._masks

@@ -1,4 +1,4 @@
-"""Which revisions of the weights and which versions of the program serve now, as this gateway sees it. Pure."""
+"""Revisions of the weights and versions of the program that serve now, as this gateway sees them. Pure."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from baton.protos.v1 import generation_pb2
 
 
 def serving_revisions(nodes: Iterable[FleetNode]) -> list[generation_pb2.Revision]:
-    """Those of the nodes that work on requests, each with the name that one of its nodes has for it."""
+    """Revisions of the nodes that work on requests, each with the name that one of these nodes has for it."""
     found: dict[str, generation_pb2.Revision] = {}
     for node in nodes:
         if node.serves and node.revision:
@@ -18,5 +18,5 @@ def serving_revisions(nodes: Iterable[FleetNode]) -> list[generation_pb2.Revisio
 
 
 def serving_versions(nodes: Iterable[FleetNode]) -> set[str]:
-    """Those of the nodes that work on requests, and this gateway's own."""
+    """Versions of the nodes that work on requests, and this gateway's version."""
     return {__version__, *(node.version for node in nodes if node.serves)}

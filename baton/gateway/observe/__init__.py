@@ -1,1 +1,1 @@
-"""What the gateway records of requests: metrics, latencies, timelines, traces."""
+"""Observability of requests: metrics, latencies, timelines, traces."""

@@ -1,7 +1,7 @@
-"""TTFT and the gaps between tokens over the last minutes, from the histograms that all processes of a gateway share.
+"""TTFT and inter-token latency over the last minutes, from the histograms that all processes of a gateway share.
 
-Nothing is counted twice: a point is the difference of two readings of the metrics, so it costs nothing per token, and
-its percentiles are as exact as the histograms' buckets.
+A point is the difference of two readings of the metrics. So it costs nothing per token, and its percentiles are as
+exact as the buckets of the histograms.
 """
 
 import time
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from baton.gateway.core.shared_counters import SharedCounters
 
 STEP_S = 2.0
-WINDOW_STEPS = 5  # of one point
+WINDOW_STEPS = 5  # steps that one point covers
 POINTS = 300
 
 _NAMES = ("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds")
@@ -21,7 +21,7 @@ _TOKENS = "baton_generation_tokens_total"
 
 
 class LatencyReading(NamedTuple):
-    """The cells of both histograms, and the tokens passed on, until then."""
+    """The cells of both histograms, and the number of generated tokens, at `at_s`."""
 
     at_s: float
     cells: tuple[tuple[int, ...], ...]
@@ -29,12 +29,12 @@ class LatencyReading(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One point of the charts; None: there was no such request in its window.
+    """One point of the charts.
 
     Attributes:
         at_s: unix time.
-        values: p50 and p99 of TTFT, p50 and p99 of the gap, in seconds.
-        tokens_per_s: that were passed on to clients.
+        values: p50 and p99 of TTFT, p50 and p99 of inter-token latency, in seconds; None: no samples in the window.
+        tokens_per_s: rate of tokens sent to clients.
     """
 
     at_s: float
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 
 class Latencies:
-    """Reads the shared counters every `STEP_S`: call `read`."""
+    """Points of the charts. The owner calls `read` every `STEP_S`."""
 
     def __init__(self, counters: SharedCounters) -> None:
         self._counters = counters
@@ -55,7 +55,7 @@ class Latencies:
         self.points: deque[Point] = deque(maxlen=POINTS)
 
     def read(self) -> None:
-        """Adds the point of now."""
+        """Reads the shared counters and adds a point."""
         totals = self._counters.totals()
         cells = tuple(
             tuple(totals[first : first + len(bounds) + 1])
@@ -74,14 +74,14 @@ class Latencies:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value below which this share of the counted ones is, as Prometheus' `histogram_quantile` finds it.
+    """Estimates a quantile from a histogram, like Prometheus' `histogram_quantile`.
+
+    Returns None if nothing was counted, and the last bound if the quantile is above it.
 
     Args:
-        bounds: upper ones of the buckets, ascending, without infinity.
-        counts: of each bucket, and of the one up to infinity.
-
-    Returns:
-        None: nothing was counted; the last bound: it is above that.
+        bounds: upper bounds of the buckets, ascending, without infinity.
+        counts: count of each bucket, then of the bucket up to infinity.
+        share: the quantile, from 0 to 1.
     """
     sums = list(accumulate(counts))
     total = sums[-1]

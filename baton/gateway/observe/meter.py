@@ -1,6 +1,7 @@
-"""What a gateway counts about its requests: where each figure of a metric comes from. Pure.
+"""Updates the gateway's metrics from events of its requests. Pure.
 
-The times of an output come from its receipt, once; only the gaps between its tokens are counted as they come.
+The times of an output come from its receipt, once at its end. Only first tokens and gaps between tokens are counted as
+they come.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,10 @@ FAILURES = frozenset({Outcome.DEADLINE, Outcome.FAILED})
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
-    """How a request ended that this error ended.
+    """The outcome of a request that ended with this error.
 
     Args:
-        begun: it had been sent to nodes. One that a gateway refuses while it drains has not.
+        begun: whether the request was admitted; one that a draining gateway refuses was not.
     """
     for errors, outcome in _OUTCOMES:
         if isinstance(error, errors):
@@ -45,7 +46,7 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
 
 
 class StandardHistograms:
-    """OpenTelemetry's histograms of one operation."""
+    """OpenTelemetry's standard histograms for one operation."""
 
     def __init__(self, tally: Tally, operation: str) -> None:
         labels = (operation, "baton", SERVED_MODEL)
@@ -93,7 +94,7 @@ class RequestMeter:
     # ---- tokens
 
     def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
-        """The first message of an output, that long after its request's arrival."""
+        """Counts the first message of an output, `seconds` after its request's arrival."""
         self._first_token.observe(seconds)
         self._prompt_tokens.add(prompt_tokens)
         self._tokens.add(tokens)
@@ -101,20 +102,20 @@ class RequestMeter:
             self._gap.observe(0.0, tokens - 1)
 
     def next(self, seconds: float, tokens: int) -> None:
-        """A further message, that long after the one before it."""
+        """Counts a further message, `seconds` after the one before it."""
         self._gap.observe(seconds / tokens, tokens)
         self._tokens.add(tokens)
 
     # ---- requests
 
     def admitted(self, seconds: float) -> None:
-        """A request may run, that long after its arrival."""
+        """Counts an admission, `seconds` after the request's arrival."""
         self._admission.observe(seconds)
 
     def ended(
         self, outcome: Outcome, seconds: float, error: BatonError | None = None, *, operation: str = COMPLETION
     ) -> None:
-        """A client's request has ended, that long after its arrival.
+        """Counts the end of a request, `seconds` after its arrival.
 
         Args:
             operation: CHAT or COMPLETION.
@@ -126,7 +127,7 @@ class RequestMeter:
             self._errors[error.reason].add()
 
     def served(self, ttft_s: float | None, outputs: Sequence[Ended], *, operation: str) -> None:
-        """A request was served to its end, with its first token that long after its arrival."""
+        """Counts a request that was served to its end. `ttft_s` is None if it had no token."""
         standard = self._standard[operation]
         if ttft_s is not None:
             standard.first_token.observe(ttft_s)
@@ -136,11 +137,11 @@ class RequestMeter:
                 standard.per_token.observe((output.receipt.total_s - output.receipt.ttft_s) / later)
 
     def refused_at_door(self, error: BatonError) -> None:
-        """A message was no request to the model."""
+        """Counts a message that failed before it became a request."""
         self._door_errors[error.reason].add()
 
     def output_ended(self, ended: Ended | None, retries: Sequence[Retry]) -> None:
-        """An output has ended; None: it was not served to its end."""
+        """Counts the end of an output. `ended` is None if it was not served to its end."""
         for retry in retries:
             self._retries[retry].add()
         if ended is None:
@@ -161,5 +162,5 @@ class RequestMeter:
 
 
 def _last_failure(retries: Sequence[Retry]) -> str | None:
-    """Why the last prefill node failed; None: none did."""
+    """The reason of the last prefill node's failure, or None if none failed."""
     return next((reason for stage, reason in reversed(retries) if stage == PREFILL), None)

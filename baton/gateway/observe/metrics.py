@@ -1,4 +1,4 @@
-"""The gateway's page of metrics: its counters' cells, and the figures that are read where they are kept."""
+"""The gateway's metrics page: the cells of its counters, and values that are read at the time of the scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ _STATES = ("ready", "loading", "draining", "unusable", "unreachable")
 
 
 class GatewayMetrics:
-    """What any process of a gateway shows of all of them together; nodes are as this process sees them.
+    """The metrics of all processes of a gateway together; nodes are shown as this process sees them.
 
     Args:
-        ready: whether new requests can be served.
+        ready: returns whether new requests can be served.
     """
 
     def __init__(self, counters: SharedCounters, model_name: str, fleet: Fleet, ready: Callable[[], bool]) -> None:
         self._counters = counters
         self._fleet = fleet
         self._ready = ready
-        # Figures of one of several processes would jump with every scrape.
+        # With several processes, each scrape reaches another one, so values of one process would jump.
         self._exposition = Exposition(ProcessRole.GATEWAY, counters.layout, model_name, process=counters.rows == 1)
 
     async def page(self, names: frozenset[str] = frozenset()) -> bytes:
@@ -33,7 +33,7 @@ class GatewayMetrics:
         return await join(self._exposition.pages(self._counters.totals(), list(self.figures()), names))
 
     def figures(self) -> Iterator[Figure]:
-        """The figures of this moment that are in no cell of the counters."""
+        """Current values that are not among the cells of the counters."""
         total = self._counters.total
         waiting = total(Count.WAITING)
         yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)
@@ -55,7 +55,7 @@ class GatewayMetrics:
 
 
 def state_of(node: FleetNode) -> str:
-    """Whether a node can be used, in a word."""
+    """The state of a node in one word, one of `_STATES`."""
     if node.open:
         return "ready"
     if node.loading:

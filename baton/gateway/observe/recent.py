@@ -1,6 +1,6 @@
-"""The requests of one process that ended last, for the gateway's page: figures only, neither prompts nor outputs. Pure.
+"""The last finished requests of one process, for the gateway's page, without prompts and outputs. Pure.
 
-To keep one costs about a microsecond; what is shown of it is made when somebody looks.
+Keeping a request costs about a microsecond; its JSON is made only when the page is read.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from baton.gateway.observe.timeline import Moment, Timeline, phases, read
 from baton.gateway.request.journal import Journal
 from baton.gateway.request.output import Ended
 
-KEPT = 200  # of each process
+KEPT = 200  # requests per process
 _TEXT_MAX, _NAME_MAX = 400, 128
 
 Shown = dict[str, Any]  # JSON
@@ -21,16 +21,18 @@ Shown = dict[str, Any]  # JSON
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One request that has ended.
+    """One finished request.
 
     Attributes:
-        ended_at_s: unix time.
-        started_at_s: on the clock of the journal.
-        admitted_s: from its arrival until its turn came; None: it never did.
-        ttft_s: None: no token was passed on.
-        outcome, reason, error: how it ended; the last two are empty unless an error ended it.
-        failures: attempts that failed, as one sentence.
-        ended, journal: of its first output; None: there is none.
+        ended_at_s: unix time of the end.
+        started_at_s: arrival, on the clock of the journal.
+        reason: reason of the error that ended the request; empty: none.
+        error: text of that error; empty: none.
+        failures: failed attempts, as text.
+        admitted_s: time from arrival to admission; None: it was not admitted.
+        ttft_s: time to first token; None: no token was sent.
+        ended: summary of the first output; None: it was not served to its end.
+        journal: journal of the first output; None: no output began.
     """
 
     ended_at_s: float
@@ -51,10 +53,11 @@ class FinishedRequest:
 
 
 class Recent:
-    """The last requests; the oldest ones are forgotten.
+    """The last finished requests of this process.
 
     Args:
-        process: number of this process among those of the gateway.
+        process: index of this process in the gateway.
+        kept: number of requests kept.
     """
 
     def __init__(self, process: int = 0, kept: int = KEPT) -> None:
@@ -65,10 +68,10 @@ class Recent:
         self._finished.append(finished)
 
     def newest(self, most: int, client: str | None) -> list[Shown]:
-        """At most this many, newest first, as JSON; only those of this client, None: of all.
+        """At most `most` requests as JSON, newest first; only those of `client`, or of all clients if it is None.
 
-        `key` names a request for as long as it is kept. It is no number: gaps would show a client how many requests
-        others have.
+        `key` identifies a request while it is kept. It is not a counter, whose gaps would show a client how many
+        requests others send.
         """
         found: list[Shown] = []
         for finished in reversed(self._finished):
@@ -80,13 +83,13 @@ class Recent:
 
 
 def newest_of(processes: Iterable[list[Shown]], most: int) -> list[Shown]:
-    """What several processes have, newest first."""
+    """Merges the requests of several processes, newest first."""
     everything = [each for found in processes for each in found]
     return sorted(everything, key=lambda each: -float(each["ended_at_s"]))[:most]
 
 
 def shown(finished: FinishedRequest) -> Shown:
-    """As JSON. Times are rounded to microseconds; those of the waterfall are from the request's arrival."""
+    """The request as JSON. Times are rounded to microseconds; those of the timeline count from the arrival."""
     timeline = _timeline(finished)
     receipt = None if finished.ended is None else finished.ended.receipt
     usage = None if finished.ended is None else finished.ended.usage

@@ -1,8 +1,7 @@
-"""What becomes of one client's request: the counts and the log lines of its end, whatever ended it.
+"""Records one client's request: counts, traces and logs its end, whatever ended it.
 
-A failure is a line with its cause. A client's own mistake, a request that it left and a refusal are counted, and logged
-at level debug only: in an overload, a line for each would be one more load. With the access log, every request is a
-line.
+A failure is logged with its cause. Client errors, cancelled requests and refusals are counted, but logged only at level
+debug, because a line for each would add load during an overload. The access log has a line for every request.
 """
 
 import logging
@@ -28,11 +27,11 @@ access = logging.getLogger("baton.access")
 
 
 class RequestRecords:
-    """Begins the records of one process.
+    """Creates the records of one process.
 
     Args:
-        recent: keeps the last ones; None: one of its own.
-        tracer: None: nothing is traced.
+        recent: keeps the last finished requests; None: a new one is created.
+        tracer: traces requests; None: they are not traced.
     """
 
     def __init__(
@@ -51,17 +50,17 @@ class RequestRecords:
         self.tracer = tracer
 
     def begin(self, request_id: str, client: str, caller_trace: TraceContext | None = None) -> "RequestRecord":
-        """A request has arrived, which the current task serves."""
+        """Begins the record of a request that the current task serves."""
         enter_request(request_id)
         return RequestRecord(self, request_id, client, caller_trace)
 
 
 class RequestRecord:
-    """One request.
+    """The record of one request.
 
     Attributes:
-        outputs: how many it draws.
-        trace: None: it is not traced.
+        outputs: number of outputs that it samples.
+        trace: trace of the request; None: it is not traced.
     """
 
     def __init__(
@@ -85,22 +84,22 @@ class RequestRecord:
 
     @property
     def traceparent(self) -> str:
-        """For nodes; empty: it is not traced."""
+        """The traceparent for nodes; empty if the request is not traced."""
         return "" if self.trace is None else self.trace.traceparent
 
-    def asked(self, model: str, *, is_chat: bool) -> None:
-        """What the client's message says."""
+    def note_request(self, model: str, *, is_chat: bool) -> None:
+        """Records the requested model and the kind of the request."""
         self._operation = CHAT if is_chat else COMPLETION
         if self.trace is not None:
-            self.trace.asked(model, is_chat=is_chat)
+            self.trace.note_request(model, is_chat=is_chat)
 
     def prepared(self, request: Request) -> None:
-        """It is checked, and tokenized."""
+        """Records that the request is validated and tokenized."""
         if self.trace is not None:
             self.trace.prepared(request, monotonic())
 
     def admitted(self) -> None:
-        """Its turn has come."""
+        """Records that the request is admitted."""
         self._begun = True
         now_s = monotonic()
         self._admitted_s = now_s - self.started_at_s
@@ -109,7 +108,7 @@ class RequestRecord:
         self._records.meter.admitted(self._admitted_s)
 
     def output_ended(self, machine: RequestMachine, journal: Journal) -> None:
-        """One of its outputs has ended."""
+        """Records the end of one output."""
         if self.trace is not None:
             self.trace.output_ended(journal, machine, monotonic())
         self._records.meter.output_ended(machine.ended, machine.retries)
@@ -125,19 +124,19 @@ class RequestRecord:
     # ---- its end
 
     def finished(self) -> None:
-        """Served to its end."""
+        """Records that the request was served to its end."""
         self._end(Outcome.FINISHED)
 
     def cancelled(self) -> None:
-        """Its client has left."""
+        """Records that the client has left."""
         self._end(Outcome.CANCELLED, Cancelled("the client left"))
 
     def failed(self, error: BatonError) -> None:
-        """This error has ended it."""
+        """Records the error that ended the request."""
         self._end(outcome_of(error, begun=self._begun), error)
 
     def broken(self, error: Exception) -> None:
-        """No error of ours has ended it: its client has left, or a defect, whose traceback its door logs."""
+        """Records an exception that is no BatonError: the client has left, or a bug, whose traceback the API logs."""
         if is_over(error):
             self.cancelled()
             return
@@ -158,11 +157,11 @@ class RequestRecord:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
             fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds, **self._trace_id()}
             log.log(level, "request failed: %s", loggable(error), extra={"fields": fields})
-        self._keep(outcome, seconds, error)
+        self._add_to_recent(outcome, seconds, error)
         if records.access_log:
-            access.info("request", extra={"fields": self._figures(outcome, seconds)})
+            access.info("request", extra={"fields": self._access_fields(outcome, seconds)})
 
-    def _keep(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
+    def _add_to_recent(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
         self._records.recent.add(
             FinishedRequest(
                 ended_at_s=time(),
@@ -183,8 +182,8 @@ class RequestRecord:
             )
         )
 
-    def _figures(self, outcome: Outcome, seconds: float) -> dict[str, object]:
-        """What the access log shows; neither prompt nor output."""
+    def _access_fields(self, outcome: Outcome, seconds: float) -> dict[str, object]:
+        """Fields of the request's line in the access log, without prompt and output."""
         fields: dict[str, object] = {"outcome": outcome.value, "client": self.client, "outputs": self.outputs}
         if self._ended:
             ended, receipt = self._ended[0], self._ended[0].receipt

@@ -1,13 +1,13 @@
-"""Which of the last requests were slow, and what made them so. Pure."""
+"""Finds the slow ones of the last requests, and the reasons. Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
 
 from baton.gateway.observe.recent import Shown
 
-_TIMES_MEDIAN = 3.0  # slower than this many medians is slow, where no SLO says what is
-_FEWEST = 5  # requests for a median
-_TTFT_S_MIN, _GAP_S_MIN = 0.05, 0.01  # nothing faster is slow without an SLO
+_TIMES_MEDIAN = 3.0  # without an SLO, a request is slow above this multiple of the median
+_REQUESTS_MIN = 5  # with fewer requests there is no median
+_TTFT_S_MIN, _GAP_S_MIN = 0.05, 0.01  # without an SLO, a request is never slow below these times
 
 _WORDS = {
     "admission": "for its turn at the gateway",
@@ -19,10 +19,11 @@ _WORDS = {
 
 
 def mark_slow(requests: Sequence[Shown], *, ttft_s: float | None, tpot_s: float | None) -> None:
-    """Gives each request `slow`: why it was slow or failed, as sentences.
+    """Adds `slow` to each request: the reasons why it was slow or failed, as text.
 
     Args:
-        ttft_s, tpot_s: the gateway's SLO; None: three times the median of these requests.
+        ttft_s: TTFT bound of the gateway's SLO; None: three times the median of these requests.
+        tpot_s: TPOT bound of the gateway's SLO; None: three times the median of these requests.
     """
     ttft_s = ttft_s or _limit((each["ttft_s"] for each in requests), _TTFT_S_MIN)
     tpot_s = tpot_s or _limit((each["gap_s"] for each in requests), _GAP_S_MIN)
@@ -43,7 +44,7 @@ def _reasons(request: Shown, ttft_s: float | None, tpot_s: float | None) -> Iter
 
 
 def _most_of(request: Shown) -> str:
-    """What took the longest until the first token."""
+    """The phase before the first token that took longest."""
     spent = {name: stop - start for name, start, stop in request["phases"] if name in _WORDS}
     if not spent:
         return ""
@@ -53,7 +54,7 @@ def _most_of(request: Shown) -> str:
 
 def _limit(values: Iterable[float | None], least: float) -> float | None:
     known = [value for value in values if value is not None]
-    return max(least, _TIMES_MEDIAN * median(known)) if len(known) >= _FEWEST else None
+    return max(least, _TIMES_MEDIAN * median(known)) if len(known) >= _REQUESTS_MIN else None
 
 
 def _time(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""When what happened to an output, all by the gateway's clock: what the bars of a waterfall are drawn from. Pure.
+"""Timeline of one output, on the gateway's clock, for the bars of the gateway's page. Pure.
 
-Read from the journal, as traces are, when somebody looks.
+It is read from the journal, as traces are, when the page is read.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _FAILURES_MAX = 8
 
 
 class Moment(StrEnum):
-    """What happened."""
+    """Kind of a moment."""
 
-    CALLED = "called"  # a decode node holds blocks, and the prompt goes to a prefill node
-    ACCEPTED = "accepted"  # a node computes the prompt itself
+    CALLED = "called"  # a decode node has reserved blocks, and the prompt goes to a prefill node
+    ACCEPTED = "accepted"  # the node that decodes also computes the prompt
     SCHEDULED = "scheduled"  # the prompt's first step on a prefill node
     SENT = "sent"  # the prefill node has sent all KV
     ADMITTED = "admitted"  # the decode node has all KV
@@ -30,12 +30,12 @@ _AFTER_FIRST_TOKEN = (Moment.SENT, Moment.ADMITTED)
 
 @dataclass
 class Timeline:
-    """The moments of one output. Those of attempts that failed before the first token are forgotten.
+    """The moments of one output, without those of attempts that failed before the first token.
 
     Attributes:
-        at_s: the moments of the attempt that gave the first token.
-        chunks: when a prefill node had computed how many tokens; neighbours are merged where they are many.
-        failed_at_s: when something else was tried; of many, the first and the last ones.
+        at_s: times of the moments of the attempt that gave the first token.
+        chunks: times at which a prefill node had computed so many tokens; neighbours are merged if there are many.
+        failed_at_s: times of retries; only the first and the last ones if there are many.
     """
 
     at_s: dict[Moment, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Timeline:
 
 
 def read(journal: Journal, first_token_at_s: float | None) -> Timeline:
-    """The timeline of an output whose first token was passed on then; None: it had none."""
+    """Reads the timeline from a journal. `first_token_at_s` is None if the output had no token."""
     reader = _Reader()
     for now_s, mark in journal.marks:
         reader.begun = first_token_at_s is not None and now_s > first_token_at_s
@@ -60,14 +60,14 @@ class _Reader:
     """A fold over a journal.
 
     Attributes:
-        begun: the client has the first token: then only the end of that attempt's hand-over is of interest.
+        begun: whether the client has the first token. From then on, only the end of the attempt's hand-over matters.
     """
 
     def __init__(self) -> None:
         self.found = Timeline()
         self.begun = False
         self._attempt: int | None = None
-        self._call: int | None = None  # of the attempt
+        self._call: int | None = None  # number of the attempt's call
         self._lost_later = False
 
     def read(self, now_s: float, mark: object) -> None:
@@ -111,7 +111,7 @@ class _Reader:
             self.found.at_s.setdefault(moment, now_s)
 
     def _failed(self, now_s: float) -> None:
-        """Something has failed, and another way is taken."""
+        """Notes a retry after a failure."""
         found = self.found
         found.failed_at_s.append(now_s)
         if self.begun:
@@ -133,12 +133,12 @@ def phases(
     ttft_s: float | None,
     total_s: float,
 ) -> Sequence[Phase]:
-    """What a request spent its time on, in order; only `transfer` overlaps others.
+    """The phases of a request in order. Only `transfer` overlaps others.
 
     Args:
-        admitted_s: until it was its turn; None: it never was.
-        queue_s: that a node which computed the prompt itself let it wait.
-        ttft_s: None: there was none.
+        admitted_s: time from arrival to admission; None: the request was not admitted.
+        queue_s: wait on the node that decodes, used if that node also computed the prompt.
+        ttft_s: time to first token; None: there was none.
     """
     if admitted_s is None:
         return [("admission", 0.0, total_s)]

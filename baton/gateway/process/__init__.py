@@ -1,1 +1,1 @@
-"""The gateway as processes: start, workers, and the channel between them."""
+"""The gateway's processes: start, workers, and the channel between them."""

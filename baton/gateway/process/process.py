@@ -1,4 +1,4 @@
-"""One process that serves requests, from its connections to its drain: the whole gateway, or one of its workers."""
+"""Runs one process that serves requests, from its start to its drain: the whole gateway, or one of its workers."""
 
 import asyncio
 import gc
@@ -32,23 +32,23 @@ from baton.settings.gateway_config import GatewaySettings
 
 log = logging.getLogger("baton")
 
-# A worker takes no connections until it can serve, but for longer than that the client shall learn why it cannot.
+# A worker waits at most this long for nodes before it accepts connections. Clients then get an error, not silence.
 _NODES_TIMEOUT_S = 5.0
-# When the collector looks for garbage: after so many more objects, looks among the newest, and looks among newer ones.
-# With Python's 700, 10 and 10 it takes a fifth of a process in which 512 streams wait for their turns, and pauses them
-# for 50 to 140 ms. It is rarely needed: requests leave no cycles (`tests/unit/gateway/test_garbage.py`), but for a few
-# small objects of gRPC's.
-_COLLECT_AT = (50_000, 5, 10)
+# Thresholds of Python's garbage collector. With the defaults of 700, 10 and 10, it takes a fifth of the time of a
+# process with 512 streams and pauses them for 50 to 140 ms. It is rarely needed: requests leave no cycles except a few
+# small objects of gRPC (`tests/unit/gateway/test_garbage.py`).
+_GC_THRESHOLDS = (50_000, 5, 10)
 
 
 @dataclass(frozen=True)
 class BoundSockets:
-    """The ports of one process, and who may come in.
+    """The bound ports of one process, with authentication and TLS of clients.
 
     Attributes:
-        http: None where there is no HTTP server.
-        metrics: None where metrics have no port of their own.
-        pems: what clients see; None: no TLS.
+        http: socket of the HTTP server; None: there is none.
+        metrics: socket of the metrics port; None: there is none.
+        door: authenticates clients.
+        pems: certificate and key that clients see; None: no TLS.
     """
 
     server: GrpcServer
@@ -60,11 +60,11 @@ class BoundSockets:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a gateway that is ready is reached.
+    """Addresses of a ready gateway.
 
     Attributes:
-        http: None: it serves no HTTP.
-        metrics: where metrics are scraped; None: only at the path /metrics of HTTP.
+        http: URL of the HTTP server; None: there is none.
+        metrics: URL of the metrics port; None: metrics are served only at /metrics of the HTTP server.
     """
 
     address: str
@@ -76,13 +76,13 @@ OnReady = Callable[[Addresses], None]
 
 
 def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSockets:
-    """Binds all ports; needs a running event loop.
+    """Binds all ports. Needs a running event loop.
 
     Args:
-        shared: with the other workers, at addresses that their parent has reserved.
+        shared: whether other workers bind the same ports, which their parent has reserved.
 
     Raises:
-        ConfigError: an address cannot be listened on, or other machines would reach it without TLS.
+        ConfigError: an address cannot be bound, or other machines could reach a port without TLS.
     """
     door, pems = Authenticator(settings), watch_client_pems(_client_files(settings))
     check_doors(settings)
@@ -100,10 +100,10 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> BoundSocke
 
 
 def check_doors(settings: GatewaySettings) -> None:
-    """Checks that no door without TLS is open to other machines.
+    """Checks that other machines cannot reach a port without TLS, unless `insecure` is set.
 
     Raises:
-        ConfigError: other machines would reach a door without TLS.
+        ConfigError: other machines could reach a port without TLS.
     """
     doors = {"listen": settings.listen}
     if settings.http_listen != "off":
@@ -133,12 +133,12 @@ async def run(
     """Serves until SIGTERM, and then until requests have ended.
 
     Args:
-        bound: the ports; None: those of a worker, bound once it can serve.
+        bound: the ports; None: this process is a worker, which binds its ports once it can serve.
         on_ready: called once, when nodes can serve.
-        other_workers: the other workers.
+        other_workers: connection to the other workers; None: there are none.
 
     Raises:
-        ConfigError: an address of a node is malformed, or a chat template is no such or takes too much.
+        ConfigError: a node address is malformed, or a chat template is invalid or takes too long or too much memory.
     """
     stop = stop_on_signals()
     async with AsyncExitStack() as stack:
@@ -170,12 +170,12 @@ async def run(
             await stack.enter_async_context(http)
         add_services(server, settings, serving, connections, view)
         await server.start(SERVICE_NAMES)
-        gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
-        gc.set_threshold(*_COLLECT_AT)
+        gc.freeze()  # objects from the start are never garbage, and to scan them all would pause the streams
+        gc.set_threshold(*_GC_THRESHOLDS)
         if http is not None:
             log.info("HTTP on %s", http.url)
         if bound.pems is not None and not bound.door.locked:
-            log.warning("clients need no key: whoever reaches the ports may send requests")
+            log.warning("clients need no key: everyone who can reach the ports can send requests")
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
         port = await stack.enter_async_context(MetricsPort(bound.metrics, serving.metrics.page))
         if port.url is not None:
@@ -198,9 +198,9 @@ async def run(
 
 
 async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> None:
-    """Waits for the stop signal, or raises the error that ended one of the tasks that the process needs.
+    """Waits for the stop signal or the end of a needed task, and raises the error of that task.
 
-    It is no TaskGroup: that would raise a ConfigError as part of a group, and the process needs `needed` afterwards.
+    Not a TaskGroup, which would wrap a ConfigError in a group and would cancel tasks that the drain still needs.
     """
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -213,7 +213,7 @@ async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> 
 
 
 async def _report_readiness(server: GrpcServer, connections: Connections, on_ready: Callable[[], None]) -> None:
-    """Ready as long as the fleet can serve a request."""
+    """Reports the process as ready while the fleet can serve requests."""
     await connections.until_serves()
     on_ready()
     fleet = connections.fleet

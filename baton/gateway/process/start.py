@@ -1,4 +1,4 @@
-"""The gateway from its settings on, in one process or, with `workers`, in several."""
+"""Starts the gateway from its settings, in one process or, with `workers`, in several."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("baton")
 
 
 def start(settings: GatewaySettings) -> None:
-    """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
+    """Serves until SIGTERM. Exits with code 2 on a setting that cannot work, else with 0."""
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
     supervisor = Supervisor(None)
     try:
@@ -49,7 +49,7 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
         log.info("ready on %s", found.address)
         supervisor.report("ready", address=found.address, http=found.http, metrics=found.metrics)
 
-    # Bound first, because looking for the model can take long.
+    # The ports are bound first, because finding the model can take long.
     bound = runner.run(_bind(settings))
     supervisor.report("starting", address=bound.server.address)
     settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
@@ -66,7 +66,7 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
 def _serve_with_workers(runner: asyncio.Runner, settings: GatewaySettings, supervisor: Supervisor) -> None:
     with workers.reserve_ports(settings) as settings:
         supervisor.report("starting", address=workers.reachable(settings))
-        # NOTE: outside of the event loop, where SIGTERM would wait for the end of a download.
+        # NOTE: not inside the event loop, where SIGTERM would wait for the end of a download.
         settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
         runner.run(workers.supervise(settings, supervisor))
 

@@ -1,7 +1,7 @@
-"""`python -m baton.gateway.process.worker`: one of several processes that serve one gateway's ports. Only its parent
-starts it.
+"""One of several processes that share one gateway's ports: `python -m baton.gateway.process.worker`.
 
-A worker never outlives its parent: it would keep the ports from the next gateway.
+Only the parent process starts it. A worker never outlives its parent, else it would keep the ports from the next
+gateway.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ log = logging.getLogger("baton")
 _PR_SET_PDEATHSIG = 1
 
 
-def main(line_fd: int, board_fd: int, row: int) -> None:
+def main(channel_fd: int, counters_fd: int, row: int) -> None:
     """Serves until SIGTERM, or until the parent ends.
 
     Args:
-        line_fd: of the socket to the parent, which first sends the settings.
-        board_fd: of the memory that all workers share.
-        row: the own one of the shared counters.
+        channel_fd: descriptor of the socket to the parent, which sends the settings first.
+        counters_fd: descriptor of the shared counters' memory.
+        row: index of this worker's row in the shared counters.
     """
-    # A parent that ended before this line has closed the socket, which `follow` notices.
+    # If the parent ended before this call, `follow` notices the closed socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    end = socket.socket(fileno=line_fd)
+    end = socket.socket(fileno=channel_fd)
     with end.dup().makefile("rb", buffering=0) as first:
         line = first.readline()
     if not line:
@@ -52,7 +52,7 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
     try:
-        uvloop.run(_run(settings, end, SharedCounters(settings.workers, row, board_fd)))
+        uvloop.run(_run(settings, end, SharedCounters(settings.workers, row, counters_fd)))
     except ConfigError as error:
         fail(program, error)
     except KeyboardInterrupt:
@@ -74,17 +74,17 @@ async def _run(settings: GatewaySettings, end: socket.socket, counters: SharedCo
 
 
 class _OtherWorkers:
-    """The other workers, through the parent."""
+    """Reaches the other workers through the parent."""
 
     def __init__(self, end: socket.socket, counters: SharedCounters) -> None:
         self.shared_counters = counters
-        self._line = WorkerChannel(end, self._answer)
+        self._channel = WorkerChannel(end, self._answer)
         self._serving: Serving | None = None
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def follow(self) -> None:
-        await self._line.run()
-        log.error("the parent of this worker has ended: ending")
+        await self._channel.run()
+        log.error("the parent process has ended, so this worker exits")
         logging.shutdown()
         os._exit(1)
 
@@ -92,19 +92,20 @@ class _OtherWorkers:
         self._serving = serving
 
     def ready(self, found: process.Addresses) -> None:
-        task = asyncio.create_task(self._line.ask({"ready": asdict(found)}))
+        task = asyncio.create_task(self._channel.ask({"ready": asdict(found)}))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
-        answers = await self._ask_others({"abort": list(request_ids), "client": client})
+        answers = await self._broadcast({"abort": list(request_ids), "client": client})
         return {each for answer in answers for each in answer["aborted"]}
 
     async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
-        return [answer["recent"] for answer in await self._ask_others({"recent": most, "client": client})]
+        return [answer["recent"] for answer in await self._broadcast({"recent": most, "client": client})]
 
-    async def _ask_others(self, question: Message) -> list[Message]:
-        answer = await self._line.ask(question)
+    async def _broadcast(self, question: Message) -> list[Message]:
+        """Sends a question to all other workers; returns the answers that came in time."""
+        answer = await self._channel.ask(question)
         return answer["answers"] if answer else []
 
     async def _answer(self, question: Message) -> Message:

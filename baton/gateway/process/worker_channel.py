@@ -1,6 +1,6 @@
-"""Questions and answers between a gateway's worker and its parent: lines of JSON on a pair of sockets.
+"""Request and reply between a gateway's worker and its parent: lines of JSON on a socket pair.
 
-Each side may ask at any time; answers may come in another order.
+Each side may ask at any time, and answers may come in a different order.
 """
 
 import asyncio
@@ -17,23 +17,23 @@ _ANSWER_TIMEOUT_S = 2.0
 
 
 class WorkerChannel:
-    """One end of the pair. `run` reads until the other end is closed.
+    """One end of the socket pair. `run` reads until the other end is closed.
 
     Args:
-        answer: answers what the other side asks.
+        answer: answers a question of the other side.
     """
 
     def __init__(self, end: socket.socket, answer: Callable[[Message], Awaitable[Message]]) -> None:
         self._end = end
         self._answer = answer
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[Message]] = {}  # by number of the question
         self._answering: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent: list[bytes] = []  # what was asked before `run`
+        self._unsent: list[bytes] = []  # lines from before `run`
 
     async def run(self) -> None:
-        """Serves until the other side is gone."""
+        """Reads and answers until the other side is closed."""
         reader, self._writer = await asyncio.open_connection(sock=self._end, limit=_LINE_BYTES_MAX)
         self._writer.writelines(self._unsent)
         try:
@@ -44,27 +44,27 @@ class WorkerChannel:
         finally:
             self._writer.close()
             self._writer = None
-            for asked in self._asked.values():
-                asked.cancel()
+            for pending in self._pending.values():
+                pending.cancel()
             for task in self._answering:
                 task.cancel()
 
     async def ask(self, question: Message) -> Message | None:
-        """The other side's answer; None: it is gone, or has not answered in time."""
+        """Sends a question; returns its answer, or None if the other side is closed or does not answer in time."""
         number = next(self._numbers)
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        pending = self._pending[number] = asyncio.get_running_loop().create_future()
         self._send({"ask": number, **question})
-        done, _ = await asyncio.wait([asked], timeout=_ANSWER_TIMEOUT_S)
-        del self._asked[number]
-        return asked.result() if done and not asked.cancelled() else None
+        done, _ = await asyncio.wait([pending], timeout=_ANSWER_TIMEOUT_S)
+        del self._pending[number]
+        return pending.result() if done and not pending.cancelled() else None
 
     def _received(self, message: Message) -> None:
         if "ask" in message:
             task = asyncio.create_task(self._reply(message.pop("ask"), message))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-        elif (asked := self._asked.get(message.pop("to"))) is not None and not asked.done():
-            asked.set_result(message)
+        elif (pending := self._pending.get(message.pop("to"))) is not None and not pending.done():
+            pending.set_result(message)
 
     async def _reply(self, number: int, question: Message) -> None:
         self._send({"to": number, **await self._answer(question)})

@@ -1,6 +1,6 @@
-"""`gateway --workers N`: a parent that reserves the ports, starts N processes on them, and replaces those that crash.
+"""The parent process of `gateway --workers N`: reserves the ports, starts N workers on them, and restarts crashed ones.
 
-The parent serves no requests. Its workers share rows of counters, and reach one another through it.
+The parent serves no requests. Its workers share counters and reach each other through it.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ _CONFIG_ERROR = 2
 
 @contextmanager
 def reserve_ports(settings: GatewaySettings) -> Iterator[GatewaySettings]:
-    """Keeps the ports for the workers; yields the settings with the ports that were found.
+    """Reserves the ports for the workers; yields the settings with the actual ports.
 
     Raises:
-        ConfigError: an address cannot be listened on.
+        ConfigError: an address cannot be bound.
     """
     with ExitStack() as stack:
         grpc_port = stack.enter_context(_reserve(settings.listen, "listen"))
@@ -49,7 +49,7 @@ def reserve_ports(settings: GatewaySettings) -> Iterator[GatewaySettings]:
 
 
 def reachable(settings: GatewaySettings) -> str:
-    """The gRPC address for other processes of this machine; the port is known."""
+    """The gRPC address for other processes of this machine. `settings` must contain the actual port."""
     if settings.advertise or not listens_everywhere(settings.listen):
         return settings.advertise or settings.listen
     return f"127.0.0.1:{settings.listen.rpartition(':')[2]}"
@@ -59,7 +59,7 @@ async def supervise(settings: GatewaySettings, supervisor: Supervisor) -> None:
     """Serves until SIGTERM, and then until all workers have drained.
 
     Args:
-        settings: with the ports that `reserve_ports` keeps, and the directory of the model.
+        settings: settings with the ports from `reserve_ports` and the directory of the model.
 
     Raises:
         ConfigError: the workers cannot start with these settings, or the ready file cannot be written.
@@ -88,15 +88,15 @@ class _Workers:
     """The worker processes.
 
     Args:
-        settings: of each; the ports are known.
+        settings: settings of every worker, with the actual ports.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self.addresses: Message = {}  # as a worker knows them
+        self.addresses: Message = {}  # as a worker reported them
         self.all_ready = asyncio.Event()
         self._settings = settings
         self._counters, self._counters_fd = SharedCounters.create(settings.workers)
-        self._lines: dict[int, WorkerChannel] = {}  # by row
+        self._channels: dict[int, WorkerChannel] = {}  # by row
         self._processes: dict[int, Process] = {}
         self._ready: set[int] = set()
         self._stopped = asyncio.Event()
@@ -105,12 +105,12 @@ class _Workers:
         """Runs all workers until `stop`, and then until they have ended.
 
         Raises:
-            ConfigError: one cannot start with these settings.
+            ConfigError: a worker cannot start with these settings.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for row in range(self._settings.workers):
-                    group.create_task(self._keep(row), name=f"worker-{row}")
+                    group.create_task(self._keep_running(row), name=f"worker-{row}")
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -122,13 +122,13 @@ class _Workers:
         for process in self._processes.values():
             _terminate(process)
 
-    async def _keep(self, row: int) -> None:
-        """Runs the worker of this row, again and again."""
+    async def _keep_running(self, row: int) -> None:
+        """Runs the worker of this row and restarts it whenever it ends, until `stop`."""
         restart_s = _RESTART_S_MIN
         while not self._stopped.is_set():
             try:
                 code = await self._run(row)
-            except OSError as error:  # no memory or process left, or the child was killed at once
+            except OSError as error:  # out of memory or processes, or the child was killed at once
                 log.error("worker %d cannot start: %s", row, error)
                 code = -1
             was_ready = row in self._ready
@@ -140,7 +140,7 @@ class _Workers:
                 self.stop()
                 raise ConfigError("a worker could not start", cure="see its message above")
             restart_s = _RESTART_S_MIN if was_ready else min(2 * restart_s, _RESTART_S_MAX)
-            log.error("worker %d ended with exit code %d: it starts again in %.1f s", row, code, restart_s)
+            log.error("worker %d ended with exit code %d; restarting it in %.1f s", row, code, restart_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), restart_s)
 
@@ -160,12 +160,12 @@ class _Workers:
             _terminate(process)
         with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
             ours.sendall(json.dumps(self._settings.model_dump(mode="json")).encode() + b"\n")
-        line = self._lines[row] = WorkerChannel(ours, lambda question: self._answer(row, question))
-        following = asyncio.create_task(line.run(), name=f"line-{row}")
+        channel = self._channels[row] = WorkerChannel(ours, lambda question: self._answer(row, question))
+        following = asyncio.create_task(channel.run(), name=f"channel-{row}")
         try:
             return await process.wait()
         finally:
-            del self._lines[row], self._processes[row]
+            del self._channels[row], self._processes[row]
             following.cancel()
             await asyncio.wait([following])
 
@@ -176,13 +176,13 @@ class _Workers:
             if len(self._ready) == self._settings.workers:
                 self.all_ready.set()
             return {}
-        others = [line for other, line in self._lines.items() if other != row]
-        answers = await asyncio.gather(*(line.ask(question) for line in others))
+        others = [channel for other, channel in self._channels.items() if other != row]
+        answers = await asyncio.gather(*(channel.ask(question) for channel in others))
         return {"answers": [answer for answer in answers if answer]}
 
 
 async def _report_readiness(settings: GatewaySettings, workers: _Workers, supervisor: Supervisor) -> None:
-    """Reports once that all workers serve."""
+    """Reports, once, that all workers are ready."""
     await workers.all_ready.wait()
     address, http = workers.addresses["address"], workers.addresses["http"]
     write_ready_file(settings.ready_file, address=address, http=http, metrics=workers.addresses["metrics"])
@@ -191,10 +191,10 @@ async def _report_readiness(settings: GatewaySettings, workers: _Workers, superv
 
 
 def _reserve(listen: str, field: str) -> socket.socket:
-    """A socket that keeps the port for this user's processes. It does not listen, so it gets no connections.
+    """Binds a socket that reserves the port for this user's processes. It does not listen, so it gets no connections.
 
     Raises:
-        ConfigError: another process has the port, or the address is not this machine's.
+        ConfigError: another process has the port, or the address does not belong to this machine.
     """
     where = ListenAddress.parse(listen, field=field)
     reason = why_taken(where)

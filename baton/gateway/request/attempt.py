@@ -1,6 +1,6 @@
-"""One attempt to have a request decoded on one node, its Prefill calls, and the node that owes the next answer.
+"""State of one attempt to decode a request on one node, and of its Prefill calls. Pure.
 
-Pure. `baton.gateway.request.machine` decides what to do next.
+It knows which node owes the next answer; `baton.gateway.request.machine` decides what to do next.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from baton.gateway.fleet.fleet_node import FleetNode
 
 @dataclass
 class PrefillCall:
-    """One Prefill call, from the call to its end or the gateway's cancellation."""
+    """One Prefill call, until it ends or the gateway cancels it."""
 
     number: int
     node: FleetNode
@@ -27,17 +27,18 @@ class Attempt:
 
     Attributes:
         num_given: number of tokens sent to the client before the attempt.
-        begun: the client had tokens, or another node was lost, before the attempt.
+        begun: whether the client had tokens, or a node was lost, before the attempt.
         waiting_since_s: time of the attempt's last event.
-        answered: the decode node has answered the submission, or the last request for another ticket.
-        admitted: the decode node decodes with KV from a prefill node.
-        ended_by_node: the decode node has ended the request and needs no cancellation.
-        first_token_passed: the last call has sent its first token, or its ticket asks for none.
-        placed_prefill: incarnation of the prefill node that was placed with the decode node, and whose backlog has the
-            prompt; None: there was none, or it has been called.
-        ticket_for: incarnation of the prefill node that alone can use the ticket; 0: any one can.
-        failed_calls, last_error: hand-overs that failed, and why the last one did.
-        excluded: incarnations of the prefill nodes called so far. Each gets one ticket only.
+        answered: whether the decode node has answered the submission or the last request for another ticket.
+        admitted: whether the decode node decodes with KV from a prefill node.
+        ended_by_node: whether the decode node has ended the request, so that it needs no cancellation.
+        first_token_passed: whether the last call has sent its first token, or its ticket asks for none.
+        placed_prefill: incarnation of the prefill node that was placed with the decode node and whose backlog includes
+            the prompt; None: there was none, or it has been called.
+        ticket_for: incarnation of the only prefill node that can use the ticket; 0: every node can.
+        failed_calls: number of failed hand-overs.
+        last_error: error of the last failed hand-over.
+        excluded: incarnations of the prefill nodes called so far. Each gets only one ticket.
     """
 
     number: int
@@ -70,21 +71,21 @@ class Attempt:
 
     @property
     def awaits_sent(self) -> bool:
-        """Whether the prefill node may still report what it has sent."""
+        """Whether the prefill node may still report how much it has sent."""
         return self.call is not None and self.call.running and not self.call.sent
 
     @property
     def prefill_node_owes(self) -> bool:
-        """Whether the next answer is the prefill node's; else it is the decode node's."""
+        """Whether the prefill node owes the next answer; otherwise the decode node does."""
         if self.call is None or not self.call.running or not self.answered:
             return False
         return not self.call.sent and not (self.admitted and self.first_token_passed)
 
     def stalls_at_s(self, *, prefill_stall_s: float, decode_stall_s: float, max_queue_s: float) -> float:
-        """When the node that owes the next answer counts as lost, if it gives no sign of life until then.
+        """Time at which the node that owes the next answer counts as lost, unless it gives a sign of life before.
 
         Args:
-            max_queue_s: added while the decode node may be waiting for room.
+            max_queue_s: added while the decode node may be waiting for free blocks.
         """
         if self.prefill_node_owes:
             assert self.call is not None

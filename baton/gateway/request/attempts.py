@@ -1,4 +1,4 @@
-"""Which node decodes one request: the choice of the first, and of the next whenever one refuses it or is lost. Pure."""
+"""The attempts of one request: submits it to a node, and to another one whenever a node refuses it or is lost. Pure."""
 
 from zlib import crc32
 
@@ -23,40 +23,40 @@ from baton.gateway.request.receipt import DECODE
 from baton.gateway.request.state import GatewayRequestState
 from baton.protos.v1 import generation_pb2 as pb
 
-_FIRST_S, _MOST_S = 0.1, 2.0
+_PAUSE_S_MIN, _PAUSE_S_MAX = 0.1, 2.0
 
 
 class BackOff:
-    """The pauses between the attempts of one request: each about twice as long as the one before, up to a bound.
+    """Pauses between the attempts of one request. They double up to a maximum.
 
-    They are jittered by the request's id, so that requests that failed together do not come back together.
+    Pauses are jittered by the request's id, so that requests that failed together do not return together.
     """
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._pauses = 0
-        self._most_s = _FIRST_S
+        self._bound_s = _PAUSE_S_MIN
 
     def next_s(self) -> float:
-        """The next pause: between half of its bound and all of it."""
+        """The next pause, between half of the present bound and all of it."""
         self._pauses += 1
         jitter = crc32(f"{self._request_id}/{self._pauses}".encode(errors="replace")) / (1 << 32)
-        pause_s = self._most_s * (1 + jitter) / 2
-        self._most_s = min(2 * self._most_s, _MOST_S)
+        pause_s = self._bound_s * (1 + jitter) / 2
+        self._bound_s = min(2 * self._bound_s, _PAUSE_S_MAX)
         return pause_s
 
     def reset(self) -> None:
-        """The request has gone on: the next pause is a first one again."""
-        self._most_s = _FIRST_S
+        """Restarts with the shortest pause, after the request has made progress."""
+        self._bound_s = _PAUSE_S_MIN
 
 
 class Attempts:
     """The attempts of one request, one after the other.
 
     Attributes:
-        present: None before the first one, while the request waits for a node, and after the last one.
-        wait_ends_at_s: until when a request without a node waits for one; None: it does not.
-        retry_at_s: when the next attempt begins after a pause; None: there is none.
+        present: the running attempt; None while the request waits for a node, before the first and after the last one.
+        wait_ends_at_s: time until which the request waits for a node; None: it does not wait.
+        retry_at_s: time at which a pause ends and the next attempt begins; None: there is no pause.
     """
 
     def __init__(self, state: GatewayRequestState, hand_over: HandOver) -> None:
@@ -67,24 +67,26 @@ class Attempts:
         self._hand_over = hand_over
         self._back_off = BackOff(state.request.request_id)
         self._started = 0
-        self._begun = False  # a node has had the request, and has lost it
-        # In a row, without a token between: incarnations of decode nodes whose sessions ended, and numbers below 0
-        # for attempts that a node has failed.
+        self._begun = False  # whether an attempt was lost before
+        # Failures since the last token: incarnations of decode nodes whose sessions ended, and negative attempt numbers
+        # for attempts that failed on a node.
         self._lost: set[int] = set()
-        self._prefills: set[int] = set()  # likewise: incarnations of prefill nodes that failed the hand-over
-        self._internal = 0  # likewise: hand-overs that failed inside a prefill node
-        self._gone = ""  # what became of the last node
+        self._failed_prefills: set[int] = set()  # also since the last token: prefill nodes that failed a hand-over
+        self._internal_failures = 0  # also since the last token: hand-overs that failed inside a prefill node
+        self._last_failure = ""  # for the notice to the client
 
-    def note_gone(self, gone: str) -> None:
-        """Tells what became of whoever had the request before its first attempt here."""
-        self._gone = gone
+    def note_failure(self, what: str) -> None:
+        """Records a failure from before the first attempt, for the notice to the client."""
+        self._last_failure = what
 
     def begin(self) -> None:
-        """Submits to a node that decodes. A request that has begun waits for one, and its client is informed; a new one
-        waits while pairs are being made. No effect during a pause.
+        """Submits the request to a node that decodes, or waits for one. Has no effect during a pause.
+
+        A begun request waits for a node and its client gets a notice. A new request waits only while nodes load or
+        pairs are being connected.
 
         Raises:
-            BatonError: there is none for a new request, or all have refused it.
+            BatonError: there is no node for a new request, or all nodes have refused it.
         """
         state = self._state
         if self.retry_at_s is not None and state.now_s < self.retry_at_s:
@@ -92,16 +94,16 @@ class Attempts:
         self.retry_at_s = None
         output = state.output.token_ids
         begun = self._begun or bool(output)
-        expected = begun or bool(state.request.revision)  # its client has some of the answer, or knows that it began
+        resumed = begun or bool(state.request.revision)  # the client has a part of the answer, perhaps an empty one
         chosen = state.choice.decode_node(
             state.num_tokens,
-            begun=expected,
+            begun=resumed,
             now_s=state.now_s,
             slo=state.slo_left,
             splittable=state.request.sampling.prompt_logprobs is None or begun,
         )
         if chosen is None:
-            self._wait(begun=expected)
+            self._wait(begun=resumed)
             return
         node, placement = chosen
         attempt = Attempt(self._started + 1, node, len(output), state.now_s, begun=begun)
@@ -126,25 +128,26 @@ class Attempts:
         state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission, node.name))
 
     def failed(self, attempt: Attempt, error: BatonError) -> None:
-        """After a refusal or a lost hand-over another node is tried; any other error ends the request.
+        """Handles an attempt that the node has failed: tries another node after a refusal or a lost hand-over.
 
         Raises:
-            BatonError: the error that ends the request, or as `begin`.
+            BatonError: any other error, which ends the request, or an error of `begin`.
         """
         name = attempt.node.name
         if isinstance(error, Overloaded | Draining | UnknownModel):
             self._state.choice.refused(attempt.node, error)
             self._state.receipt.failed(f"{name} refused it ({error.message})", DECODE, error)
-            self._gone = f"the node {name} takes no more requests"
+            self._last_failure = f"the node {name} takes no more requests"
             self.leave(attempt)
             self.begin()
-        # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
-        # Another node is asked as long as the client has nothing: what fails there too is the request's own doing.
+        # NOTE: a node's DeadlineExceeded is about its lease; the request's deadline is checked elsewhere.
+        # After an internal error another node is tried while the client has no token. If all nodes fail, the request
+        # itself is the cause.
         elif isinstance(error, InternalError) and not self._state.output.token_ids:
             self._state.choice.failed(attempt.node, error, self._state.now_s)
             self._state.choice.refused(attempt.node, error)
             self._state.receipt.failed(f"{name} failed ({error.message})", DECODE, error)
-            self._gone = f"the node {name} failed"
+            self._last_failure = f"the node {name} failed"
             self.leave(attempt)
             self.begin()
         elif isinstance(error, DataLoss | UnknownLease | PeerRefused | DeadlineExceeded):
@@ -156,20 +159,21 @@ class Attempts:
     def lose(self, attempt: Attempt, reason: str) -> None:
         """Continues the request in a new attempt, on another node or on the same one.
 
-        A node that is lost again and again, and comes back as it was, has a bad link: that ends no request.
+        The same node counts only once: one that is lost repeatedly and returns has a bad link, which must not end the
+        request.
 
         Raises:
-            BatonError: too many nodes in a row were lost, or as `begin`.
+            BatonError: too many different nodes were lost in a row, or an error of `begin`.
         """
         self._lose(attempt, reason, attempt.node.incarnation)
 
-    def _lose(self, attempt: Attempt, reason: str, what: int, error: BatonError | None = None) -> None:
+    def _lose(self, attempt: Attempt, reason: str, key: int, error: BatonError | None = None) -> None:
         state, name = self._state, attempt.node.name
         self._note_progress(attempt)
-        again = what in self._lost
-        self._lost.add(what)
+        again = key in self._lost
+        self._lost.add(key)
         state.receipt.failed(f"{name} was lost ({reason})", DECODE, error)
-        self._gone = f"the node {name} was lost"
+        self._last_failure = f"the node {name} was lost"
         self.leave(attempt)
         if len(self._lost) > state.rules.max_attempts:
             nodes = f"{len(self._lost)} nodes in a row were lost, the last one {name}: {reason}"
@@ -179,24 +183,24 @@ class Attempts:
         self.begin()
 
     def without_prefill(self, attempt: Attempt, error: BatonError) -> None:
-        """No prefill node can hand over to the attempt's decode node, and none else may prefill: leaves that node, and
-        begins again after a pause, perhaps elsewhere.
+        """Leaves the attempt's decode node and begins again after a pause, perhaps on another node.
 
-        A link that breaks, and a prefill node that comes back, end no request before its deadline.
+        Called under policy strict when no prefill node can hand over to the decode node. A broken link, or a prefill
+        node that returns, does not end a request before its deadline.
 
         Raises:
-            BatonError: the error that ends the request: nodes have refused it, or it has failed or ended too many.
+            BatonError: prefill nodes have refused the request, or too many have failed or disappeared with it.
         """
         state = self._state
         self._note_progress(attempt)
-        self._prefills |= attempt.excluded
+        self._failed_prefills |= attempt.excluded
         if isinstance(error, InternalError):
-            self._internal += attempt.failed_calls
-        most = state.rules.max_attempts
-        too_many = self._internal >= most or state.choice.num_gone(self._prefills) > most
+            self._internal_failures += attempt.failed_calls
+        limit = state.rules.max_attempts
+        too_many = self._internal_failures >= limit or state.choice.num_unreachable(self._failed_prefills) > limit
         if too_many or isinstance(error, Overloaded | PermissionDenied):
             raise prefill_failure(attempt, error)
-        self._gone = "no prefill node could hand over"
+        self._last_failure = "no prefill node could hand over"
         self.leave(attempt)
         self._pause()
 
@@ -204,8 +208,8 @@ class Attempts:
         self._begun = True
         if self._has_progressed(attempt):
             self._lost.clear()
-            self._prefills.clear()
-            self._internal = 0
+            self._failed_prefills.clear()
+            self._internal_failures = 0
             self._back_off.reset()
 
     def _has_progressed(self, attempt: Attempt) -> bool:
@@ -225,14 +229,15 @@ class Attempts:
 
     @property
     def due_at_s(self) -> float | None:
-        """When `check_wait` is due, while there is no attempt."""
+        """Time at which `check_wait` is due while there is no attempt."""
         return self.wait_ends_at_s if self.retry_at_s is None else self.retry_at_s
 
     def check_wait(self) -> None:
-        """Without an attempt: begins one when a pause is over.
+        """Begins an attempt when a pause is over. Called while there is no attempt.
 
         Raises:
-            NoNode: no node came in time, or as `begin`.
+            NoNode: no node became available in time.
+            BatonError: an error of `begin`.
         """
         state = self._state
         if self.retry_at_s is not None:
@@ -246,8 +251,8 @@ class Attempts:
         state = self._state
         wait_s = min(state.rules.failover_wait_s, state.remaining_s)
         self.wait_ends_at_s = state.now_s + wait_s
-        if not begun:  # its client expects no answer yet
+        if not begun:  # a client without any answer gets no notice
             return
         state.respond()
-        notice = f"{self._gone}; waiting up to {wait_s:.3g} s for another one"
+        notice = f"{self._last_failure}; waiting up to {wait_s:.3g} s for another one"
         state.commands.append(Respond(pb.GenerateResponse(notice=notice)))

@@ -1,6 +1,6 @@
-"""Whether a node should switch to a role that the cluster lacks. Pure: loads in, a move out.
+"""Decides whether a node should switch to a role that needs more nodes. Pure: loads in, a move out.
 
-Several gateways may decide at once: from about the same loads they choose the same node, and a node that has just
+Several gateways may decide at once. From about the same loads they choose the same node, and a node that has just
 switched refuses the next switch.
 """
 
@@ -11,20 +11,20 @@ from baton.gateway.fleet.fleet_node import FleetNode, Role
 from baton.protos.v1 import node_status_pb2
 
 _PREFILL, _DECODE = node_status_pb2.ROLE_PREFILL, node_status_pb2.ROLE_DECODE
-# Of the decode nodes' blocks or seats, as the autoscalers have it.
+# Decode nodes need help above this share of used blocks or seats, the same as for the autoscalers.
 _FULL = 0.8
-# The nodes that stay must have at most this part of the load at which their role would be the one that needs nodes.
+# After a move, the remaining nodes of the giving role must have at most this share of the load at which it needs nodes.
 _IDLE = 0.5
 
 
 @dataclass(frozen=True)
 class BalanceRules:
-    """When to move a node.
+    """Thresholds for moving a node.
 
     Args:
-        backlog_s: prompts of more seconds than that wait on the average prefill node: their role needs nodes.
-        hold_s: so long one role must need nodes, and the other one have too many, without a break.
-        cool_down_s: after a node has changed its role, or nodes came or went, nothing is moved for so long.
+        backlog_s: mean backlog of prefill nodes above which their role needs more nodes.
+        hold_s: time for which the same move must be due without a break.
+        cool_down_s: time without moves after nodes changed their roles, joined or left.
     """
 
     backlog_s: float
@@ -34,12 +34,12 @@ class BalanceRules:
 
 @dataclass(frozen=True)
 class Load:
-    """One usable node.
+    """Load of one usable node.
 
     Attributes:
-        need: 1 where its role needs more nodes.
-        used: as `need`, by all that it does: a prefill node may decode, a decode node compute prompts.
-        at_home: whether it has the role of its list.
+        need: load by the work of its role; above 1 its role needs more nodes.
+        used: load by all its work, on the same scale: a prefill node may decode, a decode node may compute prompts.
+        in_listed_role: whether the node has the role of its address list.
     """
 
     address: str
@@ -47,20 +47,20 @@ class Load:
     role: Role
     need: float
     used: float
-    at_home: bool = True
+    in_listed_role: bool = True
 
 
 @dataclass(frozen=True)
 class Move:
-    """Let the node at this address switch to the role."""
+    """Switch the node at this address to the role."""
 
     address: str
     role: Role
-    why: str
+    reason: str
 
 
 def loads_of(nodes: Iterable[FleetNode], rules: BalanceRules) -> list[Load]:
-    """Of the nodes that can be used."""
+    """The loads of all nodes that may get requests."""
     return [_load(node, rules) for node in nodes if node.open]
 
 
@@ -72,12 +72,12 @@ def _load(node: FleetNode, rules: BalanceRules) -> Load:
     backlog = max(0.0, status.backlog_s) / rules.backlog_s
     streams = max(blocks, seats) / _FULL
     need = backlog if node.role == _PREFILL else streams
-    at_home = node.role == node.listed
-    return Load(node.address, node.incarnation, node.role, need, max(backlog, streams), at_home)
+    in_listed_role = node.role == node.listed
+    return Load(node.address, node.incarnation, node.role, need, max(backlog, streams), in_listed_role)
 
 
 class Balance:
-    """Remembers how long a role has needed nodes."""
+    """Decides on moves; remembers how long a role has needed nodes."""
 
     def __init__(self, rules: BalanceRules) -> None:
         self._rules = rules
@@ -86,7 +86,7 @@ class Balance:
         self._since: tuple[Role, float] | None = None  # the role that needs nodes, and since when
 
     def decide(self, loads: Sequence[Load], now_s: float, *, fixed: Set[int] = frozenset()) -> Move | None:
-        """Called every now and then with all usable nodes.
+        """Returns a move that has been due for `hold_s`, else None. Call it regularly with all usable nodes.
 
         Args:
             fixed: incarnations of nodes that cannot switch.
@@ -95,7 +95,7 @@ class Balance:
         if nodes != self._nodes:
             self._nodes, self._since = nodes, None
             self._quiet_until_s = now_s + self._rules.cool_down_s
-        move = self._wanted(loads, fixed)
+        move = self._due_move(loads, fixed)
         if move is None or now_s < self._quiet_until_s:
             self._since = None
             return None
@@ -104,10 +104,10 @@ class Balance:
         return move if now_s - self._since[1] >= self._rules.hold_s else None
 
     def failed(self, now_s: float) -> None:
-        """The move was not made: a pause before the next one."""
+        """Starts a cool-down after a move that failed."""
         self._since, self._quiet_until_s = None, now_s + self._rules.cool_down_s
 
-    def _wanted(self, loads: Sequence[Load], fixed: Set[int]) -> Move | None:
+    def _due_move(self, loads: Sequence[Load], fixed: Set[int]) -> Move | None:
         for role, other in ((_DECODE, _PREFILL), (_PREFILL, _DECODE)):
             needing = [load for load in loads if load.role == role]
             giving = [load for load in loads if load.role == other]
@@ -117,7 +117,7 @@ class Balance:
             need = sum(load.need for load in needing) / len(needing)
             left = sum(load.used for load in giving) / (len(giving) - 1)
             if need > 1 and left <= _IDLE:
-                # The same one in each gateway: first a node that goes back to the role of its list.
-                chosen = min(able, key=lambda load: (load.at_home, load.address))
+                # All gateways choose the same node. Nodes that return to the role of their list go first.
+                chosen = min(able, key=lambda load: (load.in_listed_role, load.address))
                 return Move(chosen.address, role, f"need {need:.2f}, the others would have {left:.2f}")
         return None

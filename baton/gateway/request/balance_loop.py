@@ -1,4 +1,4 @@
-"""Moves nodes between the roles as `balance` decides."""
+"""Executes the moves that `baton.gateway.request.balance` decides."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 1.0
 
 
 async def keep_balance(connections: Connections, rules: BalanceRules) -> None:
-    """Until it is cancelled."""
+    """Balances the roles until it is cancelled."""
     balance, fixed = Balance(rules), set[int]()
     every_s = min(_LOOK_EVERY_S, max(rules.hold_s / 4, 0.01))
     while True:
@@ -31,15 +31,15 @@ async def keep_balance(connections: Connections, rules: BalanceRules) -> None:
             log.warning("%s keeps its role: %s", move.address, error)
             balance.failed(monotonic())
             if isinstance(error, InvalidRequest) and error.field == "role":
-                # Its settings or its certificate are for one role, until it is started again.
+                # The node's settings or certificate allow only one role until it is restarted.
                 fixed |= {load.incarnation for load in loads if load.address == move.address}
-        except Exception:  # of our own code: the gateway goes on without it
+        except Exception:  # a bug in our code must not end the gateway
             log.exception("%s was not moved", move.address)
             balance.failed(monotonic())
 
 
 async def _make(connections: Connections, move: Move, rules: BalanceRules) -> None:
-    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role_name(move.role), move.why)
+    log.info("balancing roles: %s becomes a %s node (%s)", move.address, role_name(move.role), move.reason)
     switching = switch_role(connections, move.address, move.role, grace_s=None, dwell_s=rules.cool_down_s)
     async for _ in switching:
         pass

@@ -1,4 +1,4 @@
-"""Commands of one request's machine. Plain values; the shell executes them in order."""
+"""Commands of one request's machine. Plain values; `RequestDriver` executes them in order."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from baton.protos.v1 import generation_pb2, node_status_pb2
 
 @dataclass(frozen=True)
 class SubmitToDecode:
-    """Submit the request on the session with the node that decodes it; the shell fills in the key.
+    """Submit the request on the session with the node that decodes it; the driver fills in the key.
 
     Args:
-        role: of the node. A prefill node serves the request alone.
-        node: its name.
+        role: role of the node. A prefill node serves the request alone.
+        node: name of the node.
     """
 
     attempt: int
@@ -25,7 +25,7 @@ class SubmitToDecode:
 
 @dataclass(frozen=True)
 class AskDecode:
-    """Send another message about this request on the same session; the shell fills in the key."""
+    """Send another message about this request on the same session; the driver fills in the key."""
 
     attempt: int
     message: decode_pb2.RenewTicket | decode_pb2.PrefillHere
@@ -33,7 +33,7 @@ class AskDecode:
 
 @dataclass(frozen=True)
 class LeaveDecode:
-    """End the attempt. `cancel` unless the decode node has ended the request itself."""
+    """End the attempt. `cancel` is False if the decode node has ended the request itself."""
 
     attempt: int
     cancel: bool
@@ -59,7 +59,7 @@ class CancelPrefill:
 
 @dataclass(frozen=True)
 class LoseNode:
-    """Mark a node as lost (`Fleet.lost`): it owes an answer and has given no sign of life for too long."""
+    """Mark a node as lost (`Fleet.lost`) that owes an answer and gave no sign of life for too long."""
 
     role: node_status_pb2.Role.ValueType
     address: str
@@ -75,7 +75,7 @@ class Respond:
 
 @dataclass(frozen=True)
 class Finish:
-    """The last command: the request is over. `error` is None if it was served to its end."""
+    """End the request: the last command. `error` is None if the request was served to its end."""
 
     error: BatonError | None
 

@@ -40,10 +40,10 @@ Listed = dict[Role, frozenset[str]]
 
 @dataclass(eq=False)
 class _Member:
-    """A node of one of the lists.
+    """A listed node.
 
     Attributes:
-        role: as whose node it is reached; at first that of its list.
+        role: role in which the node is reached; at first the role of its list.
     """
 
     address: str
@@ -51,7 +51,7 @@ class _Member:
 
 
 class Connections:
-    """An async context manager: inside it, nodes are found, watched and paired.
+    """Connections to all nodes. An async context manager: inside it, nodes are found, watched and paired.
 
     Raises:
         ConfigError: an address is malformed, no decode node is configured, or a Service is given without a cluster.
@@ -61,7 +61,7 @@ class Connections:
         prefill = parse_places(settings.prefill, field="prefill")
         decode = parse_places(settings.decode, field="decode")
         if not decode:
-            cure = "give host:port of at least one decode node, or the Service of all"
+            cure = "give host:port of at least one decode node, or the Service of all decode nodes"
             raise ConfigError("BATON_DECODE (--decode) is empty", field="decode", cure=cure)
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
@@ -69,7 +69,7 @@ class Connections:
         self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
-        # Nobody is taken for a node of a role that its certificate does not allow.
+        # A peer is accepted only in a role that its certificate allows.
         self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}
         self._keepalive_s = settings.keepalive_s
         self._pace = ConnectPace()
@@ -83,7 +83,7 @@ class Connections:
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
-        # A node is also lost in the middle of a request, which is not what its next connection is about.
+        # Tasks run in this context: a reconnection may be started from inside a request, but does not belong to it.
         self._context = copy_context()
         self._open = AsyncExitStack()
         self._upkeep: asyncio.Task[None] | None = None
@@ -101,7 +101,7 @@ class Connections:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._upkeep is not None
-        self._watches.clear()  # what still comes counts no more
+        self._watches.clear()  # ignores late messages
         self._upkeep.cancel()
         await asyncio.wait([self._upkeep])
         await self._open.aclose()
@@ -109,7 +109,7 @@ class Connections:
 
     @property
     def upkeep(self) -> "asyncio.Task[None]":
-        """Ends only with an error; the fleet is not updated after that."""
+        """The task that keeps the fleet up to date. It ends only with an error."""
         assert self._upkeep is not None
         return self._upkeep
 
@@ -120,7 +120,7 @@ class Connections:
     # ---- for requests
 
     def client(self, role: Role, address: str) -> NodeClient | None:
-        """None: there is no such node any more, or it has another role now."""
+        """The connection to a node. Returns None if the node was removed or has another role now."""
         return self._clients[role].get(address)
 
     def lose(self, role: Role, address: str, reason: str) -> None:
@@ -151,7 +151,7 @@ class Connections:
             self.remove_listener(changed.set)
 
     async def until_serves(self) -> None:
-        """Waits for the first nodes, then a few seconds for the others, so that a new cluster is used as a whole."""
+        """Waits until a request can be served, then a few seconds more, so that all nodes share the first load."""
         await self.until(self.fleet.serves)
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
@@ -185,9 +185,9 @@ class Connections:
         for role, addresses in listed.items():
             members = self._members[role]
             for address in addresses - members.keys():
-                if address not in self._clients[role]:  # else one of the other list that has this role now
+                if address not in self._clients[role]:  # else a node of the other list has this role now
                     self._add(role, address)
-                    await asyncio.sleep(0)  # a connection takes 2 ms to make, and a list may have thousands
+                    await asyncio.sleep(0)  # creating a connection takes 2 ms, and a list may have thousands of nodes
             for address, member in list(members.items()):
                 client = self._clients[member.role][address]
                 node = self.fleet.node(member.role, address)
@@ -203,7 +203,7 @@ class Connections:
 
     def _open_client(self, role: Role, address: str) -> None:
         def current() -> bool:
-            """Whether this is still the connection to the node: else what comes from it counts no more."""
+            """Whether this is still the connection to the node; messages of an old connection are ignored."""
             return self._clients[role].get(address) is client and client in self._watches
 
         def status(message: node_status_pb2.NodeStatus) -> None:
@@ -254,7 +254,7 @@ class Connections:
         self._open_client(change.new, change.address)
 
     async def _remove(self, member: _Member, client: NodeClient) -> None:
-        # What still comes until the watch has ended counts no more.
+        # Messages that arrive until the watch has ended are ignored.
         watch = self._watches.pop(client)
         watch.cancel()
         await asyncio.wait([watch])

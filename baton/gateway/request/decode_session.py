@@ -24,7 +24,7 @@ Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 @dataclass(frozen=True, slots=True)
 class TokenReceiver:
-    """Receives the node's messages about one request, its tokens apart, and the end of the session."""
+    """Callbacks for one request's tokens, for the node's other messages about it, and for the end of the session."""
 
     token: Callable[[pb.StepToken], None]
     receive: Callable[[DecodeReply], None]
@@ -32,11 +32,11 @@ class TokenReceiver:
 
 
 class DecodeSession:
-    """The stream, from its call to its end. Must be created on the event loop; `close` ends it.
+    """The Session stream. Must be created on the event loop; `close` ends it.
 
     Args:
         on_message: called at every message, as a sign of life.
-        on_lost: called once with the reason when the stream breaks by itself.
+        on_lost: called once, with the reason, when the stream ends other than by `drop` or `close`.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class DecodeSession:
         self._task = asyncio.create_task(self._run(), name=f"session-{name}")
 
     @property
-    def num_held(self) -> int:
-        """Requests for which the node still holds something."""
+    def num_unreleased(self) -> int:
+        """Number of requests that the node has not released yet."""
         return len(self._receivers)
 
     def submit(self, request: pb.SubmitRequest, receiver: TokenReceiver) -> int:
@@ -98,12 +98,12 @@ class DecodeSession:
             receiver.lost(reason)
 
     async def close(self, reason: str) -> None:
-        """Ends the stream, and with it everything that the node holds for it."""
+        """Ends the stream. The node then ends all requests on it."""
         self.drop(reason)
         await asyncio.wait([self._task])
 
     async def until_ended(self, timeout_s: float) -> None:
-        """Returns once the stream has ended by itself, at the latest after that time."""
+        """Waits until the stream has ended by itself, but at most `timeout_s`."""
         await asyncio.wait([self._task], timeout=timeout_s)
 
     async def _run(self) -> None:
@@ -115,7 +115,7 @@ class DecodeSession:
         self._on_lost(reason)
 
     async def _read(self) -> str:
-        """Passes messages on until the stream ends; returns why it did."""
+        """Passes messages on until the stream ends; returns the reason."""
         try:
             async for response in self._call:
                 self._on_message()
@@ -133,8 +133,8 @@ class DecodeSession:
                     receiver.token(token)
         elif kind is not None:
             message = getattr(response, kind)
-            forget = kind == "released"
-            receiver = self._receivers.pop(message.key, None) if forget else self._receivers.get(message.key)
+            released = kind == "released"
+            receiver = self._receivers.pop(message.key, None) if released else self._receivers.get(message.key)
             if receiver is not None:
                 receiver.receive(message)
 

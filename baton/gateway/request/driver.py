@@ -1,7 +1,7 @@
-"""Runs the machine of one request: delivers events, executes its commands, and keeps its one timer.
+"""Runs the machine of one request: delivers events, executes commands, and keeps the machine's timer.
 
-While a message to a slow client waits, events collect, and then reach the machine together; so do tokens until it is
-the stream's turn (`baton.gateway.request.write_scheduler`).
+Events collect while a message to a slow client waits, and then reach the machine together. Tokens also collect until
+the write scheduler gives the stream its turn (`baton.gateway.request.write_scheduler`).
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class RequestDriver:
         request: Request,
         machine: RequestMachine,
         connections: Connections,
-        turns: WriteScheduler,
+        scheduler: WriteScheduler,
         write: Write,
         journal: Journal,
     ) -> None:
@@ -68,18 +68,18 @@ class RequestDriver:
         self._connections = connections
         self._write_to_client = write
         self._loop = asyncio.get_running_loop()
-        self._turns = turns
+        self._scheduler = scheduler
         self._events: list[Event] = []
         self._tokens: list[decode_pb2.StepToken] | None = None  # of the last event, if tokens may still join it
-        self._hurries = False  # an event is there that waits for no turn
+        self._urgent = False  # whether an event must not wait for a turn
         self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event, and perhaps for its turn
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = math.inf  # asking the handle costs more
+        self._timer_at_s = math.inf  # cheaper than asking the handle
         self._task: asyncio.Task[object] | None = None  # the task that executes `run`
-        self._round = 0  # of the last turn
-        self._writing = False  # while a message to the client waits
-        self._slow = False  # the last message has waited for the client
-        self._ended_by: BatonError | None = None  # the error for a request whose message to the client waits
+        self._round = 0  # round of the last turn
+        self._writing = False  # whether a message to the client is being written
+        self._slow = False  # whether the last message had to wait for the client
+        self._ended_by: BatonError | None = None  # set by `end` during a write
         self._listening = False
         self._attempt: tuple[DecodeSession, int] | None = None  # the session and the request's key
         self._call: PrefillStream | None = None
@@ -88,27 +88,27 @@ class RequestDriver:
         """Serves the request to its end.
 
         Raises:
-            BatonError: why it cannot be finished.
+            BatonError: the reason why the request cannot be finished.
         """
         self._task = asyncio.current_task()
-        machine, write, loop, turns = self._machine, self._write_to_client, self._loop, self._turns
+        machine, write, loop, scheduler = self._machine, self._write_to_client, self._loop, self._scheduler
         self._events.append(Started())
         try:
             while True:
-                events, self._events, self._tokens, self._hurries = self._events, [], None, False
-                commands = machine.handle(events, monotonic())  # the loop's clock, finer: uvloop's has milliseconds
+                events, self._events, self._tokens, self._urgent = self._events, [], None, False
+                commands = machine.handle(events, monotonic())  # finer than uvloop's clock of milliseconds
                 if machine.waits_for_fleet is not self._listening:
                     self._listen(listening=machine.waits_for_fleet)
                 for command in commands:
                     if isinstance(command, Respond):
-                        if self._timer is None:  # it has just fired; a client that reads nothing has a deadline too
+                        if self._timer is None:  # the timer has just fired; a write to a stuck client needs a deadline
                             self._set_timer(self._request.deadline_s)
                         self._writing = True
-                        period = turns.begin(slow=self._slow)
+                        period = scheduler.begin(slow=self._slow)
                         try:
                             await write(command.message)
                         finally:
-                            self._slow = turns.end(period)
+                            self._slow = scheduler.end(period)
                         self._writing = False
                     elif isinstance(command, Finish):
                         if command.error is not None:
@@ -117,13 +117,13 @@ class RequestDriver:
                         return
                     else:
                         self._execute(command)
-                if not self._hurries:
+                if not self._urgent:
                     self._set_timer(machine.deadline_s)
                     self._waiter = waiter = loop.create_future()
                     if self._events:
-                        turns.ask(waiter, self._round)
+                        scheduler.ask(waiter, self._round)
                     await waiter
-                    self._round = turns.round
+                    self._round = scheduler.round
                     self._waiter = None
         except asyncio.CancelledError:
             if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
@@ -133,13 +133,13 @@ class RequestDriver:
             self._close()
 
     async def _last_turn(self) -> None:
-        """The client has everything. To end a request takes longer than a message: other streams' tokens go first."""
+        """Waits for one more turn. Ending a request takes longer than a message, so other streams' tokens go first."""
         waiter = self._loop.create_future()
-        self._turns.ask(waiter, self._round)
+        self._scheduler.ask(waiter, self._round)
         await waiter
 
     def end(self, error: BatonError) -> None:
-        """Ends the request with this error, even while its client reads nothing."""
+        """Ends the request with this error, even while a write to its client blocks."""
         if not self._writing:
             self._put(ClientCancelled(error))
         elif self._ended_by is None:
@@ -199,7 +199,7 @@ class RequestDriver:
         self._call = None
 
     def _close(self) -> None:
-        """Ends the attempt and the call that a cancelled or failed task leaves open."""
+        """Ends the attempt and the call that a cancelled or failed task has left open."""
         if self._timer is not None:
             self._timer.cancel()
         self._connections.remove_listener(self._fleet_changed)
@@ -211,7 +211,7 @@ class RequestDriver:
     def _put(self, event: Event) -> None:
         self._journal.event(monotonic(), event)
         self._events.append(event)
-        self._tokens, self._hurries = None, True
+        self._tokens, self._urgent = None, True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -221,7 +221,7 @@ class RequestDriver:
             return
         self._tokens = [step_token]
         if self._waiter is not None and not self._events:
-            self._turns.ask(self._waiter, self._round)
+            self._scheduler.ask(self._waiter, self._round)
         self._events.append(TokensCame(attempt, self._tokens))
 
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
@@ -240,7 +240,7 @@ class RequestDriver:
         self._put(FleetChanged())
 
     def _listen(self, *, listening: bool) -> None:
-        """Whether to receive `FleetChanged`."""
+        """Starts or stops receiving `FleetChanged`."""
         self._listening = listening
         if listening:
             self._connections.add_listener(self._fleet_changed)
@@ -251,7 +251,7 @@ class RequestDriver:
 
     def _set_timer(self, at_s: float | None) -> None:
         # NOTE: a timer is only replaced by an earlier one. Replacing it with every token would cost more than all other
-        # work for that token. It may fire too early; the machine then returns the next time.
+        # work for that token. If it fires too early, the machine returns the next time.
         if at_s is None or self._timer_at_s <= at_s:
             return
         if self._timer is not None:
@@ -262,7 +262,7 @@ class RequestDriver:
         self._timer, self._timer_at_s = None, math.inf
         if not self._writing:
             self._put(TimePassed())
-        elif monotonic() < self._request.deadline_s:  # a slow client must not count as a silent node
+        elif monotonic() < self._request.deadline_s:  # a slow client must not make a node count as silent
             self._set_timer(self._request.deadline_s)
         else:
             self.end(deadline_exceeded(self._request.timeout_s, self._machine.failures))

@@ -1,4 +1,4 @@
-"""The Prefill calls of one request: with a decode node's ticket to a prefill node, and on to the next. Pure."""
+"""The Prefill calls of one request: sends a decode node's ticket to a prefill node, on failure to the next. Pure."""
 
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from baton.core.types import LocalPolicy
@@ -11,30 +11,30 @@ from baton.protos.internal.v1 import decode_pb2, lease_pb2
 
 
 class HandOver:
-    """Gets the KV of the prompt to the decode node of the present attempt."""
+    """Makes prefill nodes send the prompt's KV to the decode node of the present attempt."""
 
     def __init__(self, state: GatewayRequestState) -> None:
         self._state = state
         self._num_calls = 0
 
     def call(self, attempt: Attempt, ticket: lease_pb2.Ticket) -> BatonError | None:
-        """Calls a prefill node with the ticket: the one that was placed with the decode node, while it is usable.
+        """Calls a prefill node with the ticket, preferably the one that was placed with the decode node.
 
-        If there is none: as `failed`.
+        If there is no prefill node, returns the result of `failed`.
         """
         state = self._state
         node = self._next_node(attempt)
         if node is None:
             return self.failed(attempt, "", state.choice.no_prefill_node())
         if attempt.ticket_for not in (0, node.incarnation):
-            self._renew(attempt, node)  # the decode node would refuse what this one sends
+            self._renew(attempt, node)  # the decode node would refuse KV from this node with the present ticket
             return None
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
         state.receipt.calling(node.name, pair.transport, pair.kv_converted, node.version)
         self._num_calls += 1
         attempt.call = PrefillCall(self._num_calls, node, state.now_s)
-        attempt.first_token_passed = ticket.first_part  # the decode node draws it
+        attempt.first_token_passed = ticket.first_part  # the decode node samples the first token of a split prompt
         request = state.messages.prefill(
             state.output.token_ids, ticket, due=state.due, refuse_late=state.refuses_late(attempt)
         )
@@ -46,15 +46,15 @@ class HandOver:
         return None
 
     def failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> BatonError | None:
-        """Asks for a ticket for another prefill node, or the decode node to prefill the prompt itself.
+        """Handles a failed hand-over: asks for a ticket for another prefill node, or for a prefill on the decode node.
 
-        Under policy strict no prefill node may be left: returns why, and the attempt has to end.
+        Returns the error if the attempt has to end: under policy strict, when no prefill node is left.
 
         Args:
-            prefill_node: empty when no node could be called.
+            prefill_node: name of the node that failed; empty if no node could be called.
 
         Raises:
-            BatonError: the failure is the client's doing.
+            BatonError: another node would fail too: the client's mistake, its deadline, or a TTFT that cannot be met.
         """
         state = self._state
         if attempt.call is not None:
@@ -75,13 +75,13 @@ class HandOver:
         if state.rules.local_policy is LocalPolicy.STRICT:
             return error
         if state.refuses_late(attempt) and isinstance(error, Overloaded):
-            raise error  # prefilled here, it would be late too
+            raise error  # prefilled on the decode node, the first token would be late too
         here = decode_pb2.PrefillHere(failed_lease=attempt.lease, output_token_ids=state.output.token_ids)
         state.commands.append(AskDecode(attempt.number, here))
         return None
 
     def _renew(self, attempt: Attempt, node: FleetNode) -> None:
-        """Asks for a ticket for that prefill node."""
+        """Asks the decode node for a ticket for this prefill node."""
         state = self._state
         attempt.answered = False
         attempt.waiting_since_s = state.now_s
@@ -98,7 +98,7 @@ class HandOver:
         return state.choice.prefill_node(attempt, state.num_tokens, state.now_s, state.slo_left)
 
     def drop(self, attempt: Attempt) -> None:
-        """Ends the attempt's call, if one runs."""
+        """Ends the attempt's call if there is one."""
         if attempt.call is not None and attempt.call.running:
             self._state.commands.append(CancelPrefill(attempt.call.number))
         attempt.call = None

@@ -1,6 +1,6 @@
-"""The times of what happens to one output, as its driver sees it: the record behind traces and waterfalls. Pure.
+"""Records the times of one output's events and commands, for traces and timelines. Pure.
 
-Tokens are left out, so that they cost nothing; of messages only what these show is kept, and no text or token.
+Token events are not recorded, so they cost nothing. Of messages, only the fields that traces show are kept.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from baton.gateway.core import events as e
 from baton.gateway.request import commands as c
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 
-# A request that goes from node to node until its deadline must not grow without bound.
+# Bounds the journal of a request that is retried until its deadline.
 _MARKS_MAX = 2048
 
 
@@ -19,7 +19,7 @@ class Submitted(NamedTuple):
     role: int
     node: str
     address: str
-    num_given: int  # tokens that the client had by then
+    num_given: int  # number of tokens that the client had
 
 
 class CallMade(NamedTuple):
@@ -57,7 +57,7 @@ Mark = (
 
 
 class ChunkDone(NamedTuple):
-    """A part of a prompt, computed in this number of engine steps; who has it says which clock `ended_s` is of."""
+    """A part of a prompt, computed in `steps` engine steps. The holder of the value defines the clock of `ended_s`."""
 
     ended_s: float
     token_start: int
@@ -67,12 +67,13 @@ class ChunkDone(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalPrefillDone:
-    """The decode node has computed the prompt, or the rest of it, when its first token came.
+    """A prompt, or the rest of one, that the decode node has computed, as its first token reports it.
 
     Attributes:
-        at_s: when the token came.
-        prefill_s, queue_s: the computation, and the wait in the engine before it.
-        chunks: of the computation, with seconds since the node has had the request.
+        at_s: time at which the token arrived.
+        prefill_s: time of the computation.
+        queue_s: wait in the engine before the computation.
+        chunks: parts of the computation; `ended_s` counts from the arrival of the request at the node.
     """
 
     at_s: float
@@ -82,7 +83,7 @@ class LocalPrefillDone:
 
     @classmethod
     def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefillDone":
-        """As the first token reports it. The message, which may be large, is not kept."""
+        """Copies what the first token reports, so that the message, which may be large, is not kept."""
         chunks = (
             ChunkDone(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks
         )
@@ -90,12 +91,12 @@ class LocalPrefillDone:
 
 
 class Journal:
-    """Of one output.
+    """The record of one output.
 
     Attributes:
-        index: which of the request's outputs.
-        marks: in their order, with times.
-        dropped: how many marks were not kept, because there were too many.
+        index: index of the output in its request.
+        marks: recorded events and commands with their times, in order.
+        dropped: number of marks dropped beyond the limit.
     """
 
     def __init__(self, index: int) -> None:
@@ -104,10 +105,10 @@ class Journal:
         self.dropped = 0
 
     def event(self, now_s: float, event: e.Event) -> None:
-        """Something has come from a node."""
+        """Records an event from a node."""
         match event:
             case e.PrefillReplied(call, reply):
-                if reply.HasField("first_token"):  # it may have the logprobs of the whole prompt
+                if reply.HasField("first_token"):  # copied: the message may have the logprobs of the whole prompt
                     at_s = reply.at_s if reply.HasField("at_s") else None
                     self._add(now_s, FirstToken(call, at_s, tuple(map(_copied, reply.parts))))
                 else:
@@ -121,7 +122,7 @@ class Journal:
                 pass
 
     def command(self, now_s: float, command: c.Command) -> None:
-        """Something goes to a node."""
+        """Records a command to a node."""
         match command:
             case c.SubmitToDecode(attempt, role, address, request, node):
                 given = len(request.output_token_ids)
@@ -144,7 +145,7 @@ class Journal:
 
 
 def _copied(part: prefill_pb2.SentPart) -> prefill_pb2.SentPart:
-    """NOTE: a part of a message keeps the memory of all of it, as long as the journal of a request that is shown."""
+    """Copies a part of a message. NOTE: a reference would keep the memory of the whole message."""
     copy = prefill_pb2.SentPart()
     copy.CopyFrom(part)
     return copy

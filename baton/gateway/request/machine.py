@@ -1,13 +1,13 @@
-"""One request on its way through the nodes: events in, commands out. Pure: no clock, task or socket.
+"""The state machine of one request: events in, commands out. Pure: no clock, task or socket.
 
-    choose a decode node, submit      `request_attempts`: again whenever a decode node refuses or is lost
-      ticket: call a prefill node     `request_hand_over`: again, or on the decode node itself, whenever one fails
-        tokens                        `request_output`: until the output ends
-          the last message            after the prefill node's own count, for the receipt
+    choose a decode node, submit      `attempts`: again whenever a decode node refuses or is lost
+      ticket: call a prefill node     `hand_over`: on failure again, or prefill on the decode node
+        tokens                        `output`: until the output ends
+          last message                waits for the prefill node's count of what it sent, for the receipt
 
 A prefill node that also decodes may take the decode node's place, for a request without a ticket.
 
-Prefill and decode node answer on different connections, so nothing is assumed about the order of their events.
+Prefill and decode nodes answer on different connections, so no order of their events is assumed.
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,15 @@ from baton.gateway.text.reply import Detokenizing
 from baton.protos.internal.v1 import decode_pb2, prefill_pb2
 from baton.rpc.error_detail import from_detail
 
-# How long a finished request's receipt may wait for the prefill node's count of what it sent.
+# Time for which a finished request's receipt waits for the prefill node's report of sent tokens and bytes.
 _RECEIPT_WAIT_S = 1.0
 
 
 class RequestMachine:
-    """One request from its check to its last message.
+    """One validated request until its last message.
 
     Attributes:
-        local_prefill: of the last prompt, or rest of one, that the decode node computed; None: there was none.
+        local_prefill: the last prompt, or rest of one, that the decode node computed; None: there was none.
     """
 
     def __init__(
@@ -60,27 +60,28 @@ class RequestMachine:
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
         if request.output or request.revision:
-            self._attempts.note_gone("the client's gateway was lost")
+            self._attempts.note_failure("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
         self.local_prefill: LocalPrefillDone | None = None
         self._over = False
-        self._must_check = False  # an event may have made a wait shorter; tokens never do
+        self._must_check = False  # set by events that may shorten a wait; tokens never do
         self._check_at_s = request.deadline_s
 
-    # ---- what the shell sees
+    # ---- for the driver
 
     def resume(self) -> list[str]:
-        """Goes on after the request's `output`, before the first event. Returns what each of these tokens added to the
-        text that the client has; the last one may be missing.
+        """Continues after the request's `output`. Call it before the first event.
+
+        Returns the text that each of these tokens added to the client's text; the last one may be missing.
 
         Raises:
-            InvalidRequest: it would have ended before all of these tokens.
+            InvalidRequest: the output would have ended before all of these tokens.
         """
         self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
         return self._output.resume()
 
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
-        """Reacts to events in their order, at `now_s`, which never decreases.
+        """Handles events in their order and returns commands. `now_s` must never decrease.
 
         Pass all pending events at once: the tokens of one call are sent to the client in one message.
         """
@@ -104,9 +105,9 @@ class RequestMachine:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over.
+        """Time at which `TimePassed` is due: the request's deadline or the end of a shorter wait.
 
-        A later sign of life may prolong the wait; the machine checks that when the time has come.
+        A later sign of life may extend the wait, which the machine checks then. None if the request is over.
         """
         return None if self._over else self._check_at_s
 
@@ -117,7 +118,7 @@ class RequestMachine:
 
     @property
     def path(self) -> Path:
-        """Where the prompt was prefilled, as far as is known."""
+        """Where the prompt was prefilled, as far as it is known."""
         return self._receipt.path
 
     @property
@@ -126,7 +127,7 @@ class RequestMachine:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that the client did not bring with it."""
+        """Number of output tokens that were computed for this request, without those that the client sent."""
         return self._output.completion_tokens - len(self._state.request.output)
 
     @property
@@ -139,29 +140,29 @@ class RequestMachine:
 
     @property
     def first_token_at_s(self) -> float | None:
-        """When the first token was passed on; None: not yet."""
+        """Time at which the first token was passed on; None: not yet."""
         return self._output.first_token_at_s
 
     @property
     def failures(self) -> str:
-        """What has failed so far, as one sentence."""
+        """The failures so far, as text."""
         return self._receipt.failures
 
     @property
     def retries(self) -> Sequence[Retry]:
-        """What has failed so far and was tried again."""
+        """The failures so far that were followed by another attempt."""
         return self._receipt.retries
 
     @property
     def ended(self) -> Ended | None:
-        """The figures of the output, once it was served to its end."""
+        """End, usage and receipt of the output; None until it was served to its end."""
         return self._output.ended
 
     # ---- events
 
     def _react(self, event: Event) -> None:
         attempt = self._attempts.present
-        if isinstance(event, TokensCame):  # first, and by itself: there is one for nearly every message
+        if isinstance(event, TokensCame):  # tested first: nearly every message comes with one
             if attempt is not None and event.attempt == attempt.number:
                 self._tokens_came(attempt, event.tokens)
             return
@@ -181,14 +182,14 @@ class RequestMachine:
                 if attempt is not None and number == attempt.number and self._output.end is None:
                     self._attempts.lose(attempt, reason)
             case Started() if self._output.end is not None:
-                self._end()  # the client lacks the last message only
+                self._end()  # the client lacks only the last message
             case Started() | FleetChanged():
                 if attempt is None:
                     self._attempts.begin()
             case ClientCancelled(error):
                 self._finish(error)
             case TimePassed():
-                pass  # `_check` looks at the time
+                pass  # `_check` compares the time
 
     def _tokens_came(self, attempt: Attempt, tokens: Sequence[decode_pb2.StepToken]) -> None:
         attempt.waiting_since_s = self._state.now_s
@@ -204,15 +205,15 @@ class RequestMachine:
         self._must_check = True
         match message:
             case decode_pb2.Released():
-                # The request continues if this arrives first: the first token may also be the last one, and still be
-                # on its way from the prefill node.
+                # The request continues: its first token may also be the last one and may still arrive from the prefill
+                # node.
                 attempt.ended_by_node = True
             case decode_pb2.Failed():
                 attempt.ended_by_node = True
                 if self._output.end is None:
                     self._attempts.failed(attempt, from_detail(message.error))
             case decode_pb2.Admitted():
-                # NOTE: this may also answer a request for another ticket: a hand-over that was given up has succeeded.
+                # NOTE: this may answer a request for another ticket, if the hand-over that was given up has succeeded.
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = attempt.admitted = True
                 self._receipt.admitted(message)
@@ -222,7 +223,7 @@ class RequestMachine:
                 attempt.answered = True
                 attempt.lease = message.ticket.lease.number
                 self._receipt.reserved(attempt.node.name, message)
-                self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
+                self._check_hand_over(attempt, self._hand_over.call(attempt, message.ticket))
             case decode_pb2.Accepted() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
@@ -258,19 +259,19 @@ class RequestMachine:
         call.running = False
         if call.sent or self._output.end is not None:
             return
-        if attempt.admitted:  # so only the first token still needs the call
+        if attempt.admitted:  # only the first token may still be missing
             self._check_first_token(attempt)
             return
         error = error or InternalError("the prefill node ended the call before everything was sent")
         self._hand_over_failed(attempt, call, error)
 
     def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
-        self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
+        self._check_hand_over(attempt, self._hand_over.failed(attempt, call.node.name, error))
 
-    def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
-        """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
-        if why is not None:
-            self._attempts.without_prefill(attempt, why)
+    def _check_hand_over(self, attempt: Attempt, error: BatonError | None) -> None:
+        """Leaves the attempt if no node can prefill for it; `error` is the reason, or None if the attempt continues."""
+        if error is not None:
+            self._attempts.without_prefill(attempt, error)
 
     # ---- tokens
 
@@ -286,7 +287,7 @@ class RequestMachine:
     # ---- waits
 
     def _check(self) -> None:
-        """After events: whether the output is complete, or an answer is owed for too long, and when to look again."""
+        """Checks whether the output is complete or a wait has ended, and sets the time of the next check."""
         self._must_check = False
         attempts, request = self._attempts, self._state.request
         if attempts.present is not None:
@@ -322,20 +323,20 @@ class RequestMachine:
         )
 
     def _stalled(self, attempt: Attempt) -> None:
-        """Gives up the node that owes the next answer."""
+        """Marks the node that owes the next answer as lost, and continues without it."""
         state = self._state
         call = attempt.call if attempt.prefill_node_owes else None
         node = attempt.node if call is None else call.node
         stall_s = state.rules.decode_stall_s if call is None else state.rules.prefill_stall_s
         reason = f"no sign of life for {stall_s:g} s"
         state.commands.append(LoseNode(node.role, node.address, reason))
-        state.choice.losing(node)
+        state.choice.mark_silent(node)
         if call is None:
             self._attempts.lose(attempt, reason)
         else:
             state.commands.append(CancelPrefill(call.number))
             self._prefill_ended(attempt, call, NoNode(reason))
-        state.choice.fleet_is_current()
+        state.choice.clear_silent()
 
     # ---- the end
 

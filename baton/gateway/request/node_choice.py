@@ -1,4 +1,4 @@
-"""Which nodes may serve one request: the router's choice without nodes that refused, failed or lost it. Pure."""
+"""Chooses nodes for one request: the router's choice without nodes that refused, failed or lost it. Pure."""
 
 from collections.abc import Set
 from dataclasses import replace
@@ -26,8 +26,8 @@ class _Refusal(NamedTuple):
     """A node's refusal to decode the request.
 
     Args:
-        ends_a_begun_request: it does not wait for another node. Decode nodes are full then. That a prefill node has no
-            room for what it would decode says nothing about them.
+        ends_a_begun_request: whether a begun request fails instead of waiting for another node. True if a decode node
+            is full; a full prefill node says nothing about the decode nodes.
     """
 
     error: BatonError
@@ -38,8 +38,9 @@ class NodeChoice:
     """The choices of one request, from its first node to its last.
 
     Args:
-        revision: of a part of the answer that the client has; empty: it has none.
-        adapter: that every node of the request must have; None: the base model.
+        prompt: block numbers of the prompt; None: the request must not use a prefix cache.
+        revision: revision of the part of the answer that the client already has; empty: it has none.
+        adapter: adapter that every node of the request must have; None: the base model.
     """
 
     def __init__(
@@ -57,32 +58,33 @@ class NodeChoice:
         self._prompt = prompt
         self._session_id = session_id
         self._policy = rules.local_policy
-        # A decode node that prefills itself is the last attempt under `prefer` and `elastic`.
+        # Under `prefer` and `elastic`, the last attempt is a prefill on the decode node.
         self._max_calls = {
             LocalPolicy.STRICT: rules.max_attempts,
             LocalPolicy.PREFER: max(1, rules.max_attempts - 1),
             LocalPolicy.ELASTIC: max(1, rules.max_attempts - 1),
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
-        self._resumed = revision
-        self._revision = revision  # that the output's tokens come from; empty while there are none
+        self._resumed_revision = revision
+        self._revision = revision  # revision of the output's tokens; empty while there are none
         self._refusals: dict[int, _Refusal] = {}  # by incarnation
-        self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
+        self._silent: set[int] = set()  # incarnations that the fleet has not marked as lost yet
 
     def decode_node(
         self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
     ) -> tuple[FleetNode, Placement] | None:
-        """The next node to decode it, and where the prompt is prefilled; None if it must wait for one: because it has
-        begun, or because nodes load, or are there and only a pair of them is missing.
+        """Chooses the next node to decode the request, and where the prompt is prefilled.
+
+        Returns None if the request must wait for a node: it has begun, nodes are loading, or pairs are being connected.
 
         Args:
-            num_tokens: prompt and output so far.
-            slo: `ttft_s` is the time left.
+            num_tokens: length of prompt and output so far.
+            slo: bounds of the request; `ttft_s` is the time left.
 
         Raises:
-            BatonError: there is none for a new request, or all have refused it.
+            BatonError: there is no node for a new request, or all nodes have refused it.
         """
-        wanted = replace(self._wanted(num_tokens), slo=slo, splittable=splittable)
+        wanted = replace(self._routed(num_tokens), slo=slo, splittable=splittable)
         placement = self._place(wanted, now_s)
         if placement is not None:
             node = self._fleet.decoding_node(placement.decode)
@@ -91,8 +93,8 @@ class NodeChoice:
         for refusal in self._refusals.values():
             if not begun or refusal.ends_a_begun_request:
                 raise refusal.error
-        if self._resumed and not self._fleet.may_have(self._resumed, self._adapter):
-            begun_with = answer_revision(self._resumed, self._adapter)
+        if self._resumed_revision and not self._fleet.may_have(self._resumed_revision, self._adapter):
+            begun_with = answer_revision(self._resumed_revision, self._adapter)
             what = "weights" if self._adapter is None else f"weights + adapter {self._adapter.name}"
             raise NoNode(
                 f"the client has a part of the answer of revision {begun_with} of the {what}, and no node has them",
@@ -109,34 +111,36 @@ class NodeChoice:
         return None
 
     def _place(self, wanted: RoutedRequest, now_s: float) -> Placement | None:
-        """Without the nodes whose breakers are open, unless there are no others."""
+        """Places the request, avoiding nodes with open breakers unless there are no others."""
         broken = self._fleet.breakers.open(now_s)
         if broken:
-            whole = replace(
+            without_broken = replace(
                 wanted,
                 excluded_decode=wanted.excluded_decode | broken,
                 excluded_prefill=wanted.excluded_prefill | broken,
             )
-            if (placement := self._fleet.place(whole, now_s)) is not None:
+            if (placement := self._fleet.place(without_broken, now_s)) is not None:
                 return placement
         return self._fleet.place(wanted, now_s)
 
     def prefill_node(self, attempt: Attempt, num_tokens: int, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
-        """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
+        """Chooses the prefill node for the attempt's next call. Returns None if no node or no further call is left."""
         if attempt.failed_calls >= self._max_calls:
             return None
         placed = attempt.ticket_for or attempt.placed_prefill
-        wanted = replace(self._wanted(num_tokens, attempt.excluded), slo=slo)
+        wanted = replace(self._routed(num_tokens, attempt.excluded), slo=slo)
         broken = self._fleet.breakers.open(now_s) - {placed}
         if broken:
-            whole = replace(wanted, excluded_prefill=wanted.excluded_prefill | broken)
-            if (node := self._fleet.pick_prefill(attempt.node, whole, now_s, placed=placed)) is not None:
+            without_broken = replace(wanted, excluded_prefill=wanted.excluded_prefill | broken)
+            if (node := self._fleet.pick_prefill(attempt.node, without_broken, now_s, placed=placed)) is not None:
                 return node
         return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=placed)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
-        """The request is sent to the node that decodes it: counts what the nodes will compute. Returns the incarnation
-        of the prefill node that counts a part."""
+        """Adds a placed request to the backlogs of its nodes.
+
+        Returns the incarnation of the prefill node whose backlog now has a part of it, or None.
+        """
         decode.note_sent(num_tokens)
         cached = placement.decode.cached_tokens
         here_from = {Route.REMOTE: num_tokens, Route.LOCAL: cached, Route.SPLIT: placement.split_tokens}[placement.way]
@@ -152,7 +156,7 @@ class NodeChoice:
         return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
-        """The error of a request that has waited for a node; `failures` says how it lost others."""
+        """The error of a request that has waited for a node; `failures` lists its failures so far."""
         if not failures and self._fleet.nodes_load():
             return no_node(self._fleet)
         beginning = f"{failures}, and no other node" if failures else "no pair of nodes"
@@ -160,20 +164,20 @@ class NodeChoice:
         return NoNode(what, cure=_CURE, retry_after_s=_RETRY_S)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
-        """Records that the node refused to decode the request: it is not asked again."""
+        """Records that the node refused to decode the request, so that it is not chosen again."""
         full = isinstance(error, Overloaded) and node.role == node_status_pb2.ROLE_DECODE
         self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
 
     def failed(self, node: FleetNode, error: BatonError, now_s: float) -> None:
-        """Records why a node's part of the request failed, for the node's circuit breaker.
+        """Records a failure inside a node for its circuit breaker.
 
-        Logits that are not finite may come from the prompt: clients with such prompts must not take nodes from others.
+        Non-finite logits do not count: the prompt may cause them, and such prompts must not open breakers for others.
         """
         if isinstance(error, InternalError) and error.field != LOGITS_FIELD:
             self._fleet.breakers.failed(node.incarnation, now_s)
 
     def generated(self, node: FleetNode) -> None:
-        """Records that the output has tokens from this node: only nodes of its revision may continue it."""
+        """Records that the output has tokens from this node. Only nodes of the same revision may continue it."""
         self._revision = node.revision
 
     def answered(self, *nodes: FleetNode) -> None:
@@ -181,26 +185,26 @@ class NodeChoice:
         for node in nodes:
             self._fleet.breakers.answered(node.incarnation)
 
-    def num_gone(self, incarnations: Set[int]) -> int:
-        """How many of these nodes are not reachable now, or are no more."""
+    def num_unreachable(self, incarnations: Set[int]) -> int:
+        """Number of these nodes that are unreachable or removed."""
         return len(incarnations - {node.incarnation for node in self._fleet.nodes() if node.reachable})
 
-    def losing(self, node: FleetNode) -> None:
-        """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""
-        self._losing.add(node.incarnation)
+    def mark_silent(self, node: FleetNode) -> None:
+        """Excludes a silent node, even while the fleet still lists it as reachable."""
+        self._silent.add(node.incarnation)
 
-    def fleet_is_current(self) -> None:
-        """Clears the silent nodes: the fleet has marked them as lost, and may have reached them again since."""
-        self._losing.clear()
+    def clear_silent(self) -> None:
+        """Clears the silent nodes. Call it when the fleet has marked them as lost."""
+        self._silent.clear()
 
-    def _wanted(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> RoutedRequest:
+    def _routed(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> RoutedRequest:
         return RoutedRequest(
             num_tokens=num_tokens,
             policy=self._policy,
             revision=self._revision,
             adapter=self._adapter,
-            excluded_decode=self._refusals.keys() | self._losing,
-            excluded_prefill=excluded_prefill | self._losing,
+            excluded_decode=self._refusals.keys() | self._silent,
+            excluded_prefill=excluded_prefill | self._silent,
             prompt=self._prompt,
             session_id=self._session_id,
         )
@@ -213,7 +217,7 @@ def no_node(fleet: Fleet) -> NoNode:
 
 
 def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:
-    """The error of a request that no prefill node could serve; `error` says why none is left."""
+    """The error of a request that no prefill node could serve; `error` is the reason why none is left."""
     last = attempt.last_error
     if last is None or isinstance(last, Overloaded | DataLoss):
         return last or error

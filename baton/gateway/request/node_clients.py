@@ -25,11 +25,11 @@ from baton.settings.gateway_config import GATEWAY_KEEPALIVE_S
 log = logging.getLogger("baton")
 
 _WATCH_INTERVAL_S = 0.1
-_SILENT_S = 1.0  # without a first status
-_FIRST_STATUS_S = 5.0  # then the connection is given up, and tried again later
+_SILENT_S = 1.0  # a connected node without a first status counts as silent after this time
+_FIRST_STATUS_TIMEOUT_S = 5.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
-_LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
+_LAST_MESSAGES_S = 2.0  # a node that has ended its status stream ends its session within this time
 
 _CLOSED = "the gateway has closed the connection"
 
@@ -42,8 +42,8 @@ class WatchCallbacks:
     """Callbacks for a node's statuses, for the loss of its connection, and for changes of its prefix cache.
 
     Args:
-        cache: returns False if changes before this one are lost, so that a snapshot is needed.
-        silent: called when the node is connected and sends no status: its interpreter may be busy for seconds.
+        cache: returns False if earlier changes are missing, so that a snapshot is needed.
+        silent: called while the node is connected but sends no status; its interpreter may be busy for seconds.
     """
 
     status: Callable[[node_status_pb2.NodeStatus], None]
@@ -77,7 +77,7 @@ class PrefillStream:
             self._call.cancel()
 
     def end(self, error: BatonError) -> None:
-        """As if the call had ended with the error."""
+        """Cancels the call and reports the error as its end."""
         if self.running:
             self.cancel()
             self._on_end(error)
@@ -94,15 +94,15 @@ class PrefillStream:
 
 
 class NodeClient:
-    """One node: its channel, its Watch stream while `watch` runs, the Prefill calls and the session with it.
+    """Client of one node: its channel, its Watch stream while `watch` runs, its Prefill calls and its Session stream.
 
-    A node of one role serves only one of the two, a prefill node that also decodes serves both.
+    Decode nodes serve only sessions, prefill nodes only Prefill calls; a prefill node that also decodes serves both.
 
     Args:
         on_message: called at every message of the session, as a sign of life.
-        keepalive_s: a node that answers no ping for that long is lost.
+        keepalive_s: time without an answer to a ping after which the node is lost.
         dial: credentials of the channel.
-        pace: of the attempts to reach nodes, shared with other clients.
+        pace: limits attempts to connect; shared with other clients.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class NodeClient:
         pace: ConnectPace | None = None,
     ) -> None:
         self._address = address
-        # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
+        # Pings are answered outside of Python, so a node that computes, loads or compiles is not lost.
         self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
         self._pace = pace or ConnectPace()
-        self._answered = False  # ever
+        self._answered = False  # whether the node has ever sent a status
         self._silent = False
         self._open()
         self._callbacks = callbacks
         self._on_message = on_message
-        self._status_received = False  # on the present stream
+        self._status_received = False  # on the present Watch stream
         self._watching: asyncio.Task[str] | None = None
         self._calls: list[PrefillStream] = []
         self._session: DecodeSession | None = None
@@ -138,9 +138,9 @@ class NodeClient:
 
     @property
     def busy(self) -> bool:
-        """Whether the node holds requests of this gateway."""
+        """Whether the node has requests of this gateway."""
         calls = any(call.running for call in self._calls)
-        return calls or (self._session is not None and self._session.num_held > 0)
+        return calls or (self._session is not None and self._session.num_unreleased > 0)
 
     async def close(self) -> None:
         self._set_silent(silent=False)
@@ -149,8 +149,8 @@ class NodeClient:
         await self._channel.close()
 
     async def retire(self, error: BatonError) -> None:
-        """Closes the connection once the node has ended its requests, or has had a moment for that: its last messages
-        may still be on their way. Requests that are left then end with the error."""
+        """Closes the connection after waiting a moment for the node's last messages. Remaining requests end with the
+        error."""
         try:
             if self._session is not None:
                 await self._session.until_ended(_LAST_MESSAGES_S)
@@ -169,7 +169,7 @@ class NodeClient:
         on_event: Callable[[prefill_pb2.PrefillEvent], None],
         on_end: Callable[[BatonError | None], None],
     ) -> PrefillStream:
-        """Starts one prefill. `on_end` gets the call's error, None where its stream ended without one."""
+        """Starts one Prefill call. `on_end` gets the call's error, or None if the stream ended without one."""
         call = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
         self._calls = [*(running for running in self._calls if running.running), call]
         return call
@@ -178,7 +178,7 @@ class NodeClient:
         """Asks the node to connect to a decode node; returns the pair's state.
 
         Raises:
-            BatonError: the node could not be asked.
+            BatonError: the call failed.
         """
         request = prefill_pb2.ConnectRequest(decode_address=decode_address)
         try:
@@ -189,7 +189,11 @@ class NodeClient:
     async def switch_role(
         self, role: node_status_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
     ) -> AsyncGenerator[node_status_pb2.RoleSwitchProgress, None]:
-        """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
+        """Makes the node switch to the role; yields its progress.
+
+        Raises:
+            BatonError: the node refuses, or the call failed.
+        """
         request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
         async with self._connect() as channel:  # this client is retired when the node has switched
             try:
@@ -199,8 +203,7 @@ class NodeClient:
                 raise from_rpc_error(error) from None
 
     def session(self) -> DecodeSession:
-        """The stream that carries all requests that the node decodes for this gateway: opened when it is first needed,
-        and again after it broke."""
+        """The Session stream for all requests that the node decodes for this gateway. Opens it if it is not open."""
         if self._session is None or not self._session.open:
             self._session = DecodeSession(
                 self._decode_stub.Session(), name=self._address, on_message=self._on_message, on_lost=self._session_lost
@@ -218,29 +221,29 @@ class NodeClient:
     # ---- what the node reports
 
     async def watch(self) -> None:
-        """Watches the node, and connects again whenever the stream ends; runs until it is cancelled."""
+        """Watches the node and reconnects whenever the stream ends, until it is cancelled."""
         retry_s = _RETRY_S_MIN
         while True:
             self._status_received = False
             async with asyncio.TaskGroup() as tasks:
                 self._watching = tasks.create_task(self._watch_once())
-            # If it was cancelled, the caller of `end_watch` has reported the reason.
+            # If `end_watch` has cancelled it, its caller has reported the reason.
             if not self._watching.cancelled() and (reason := self._watching.result()):
                 self._callbacks.lost(reason)
             if self._status_received:
                 retry_s = _RETRY_S_MIN
             else:
                 retry_s = min(2 * retry_s, _RETRY_S_MAX)
-                await self._rest()
+                await self._replace_channel()
             await asyncio.sleep(self._pace.pause_s(retry_s))
 
-    async def _rest(self) -> None:
-        """The node did not answer. Its channel would connect again by itself, whatever the pace."""
+    async def _replace_channel(self) -> None:
+        """Replaces the channel of a node that did not answer: a used channel reconnects by itself, at any pace."""
         self._set_silent(silent=True)
         if self._used and not self.busy and (self._session is None or not self._session.open):
-            resting = self._channel
+            used = self._channel
             self._open()
-            await resting.close()
+            await used.close()
 
     def _set_silent(self, *, silent: bool) -> None:
         self._pace.silent += silent - self._silent
@@ -254,12 +257,14 @@ class NodeClient:
     def watch_cache(
         self, request: node_pb2.WatchCacheRequest
     ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
-        """A stream of the changes of the node's prefix cache; the caller cancels it."""
+        """Opens a stream of the changes of the node's prefix cache. The caller must cancel it."""
         return self._stub.WatchCache(request)
 
     async def _watch_once(self) -> str:
-        """Receives statuses until the stream ends, and with them what its cache has. Returns why it ended; "": the node
-        is connected, and has been silent for so long that another address gets the turn."""
+        """Receives statuses and cache changes until the stream ends; returns the reason.
+
+        Returns "" if the node is connected but has sent no status for so long that another address gets the slot.
+        """
         call: _Watch | None = None
         following: asyncio.Task[None] | None = None
         try:
@@ -270,7 +275,7 @@ class NodeClient:
                     status = await self._first_status(call)
                 except (grpc.aio.AioRpcError, TimeoutError):
                     call.cancel()
-                    await self._rest()  # the connection ends before the next address gets the turn
+                    await self._replace_channel()  # closes the connection before the next address gets the slot
                     raise
             following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_status_pb2.NodeStatus):
@@ -279,7 +284,7 @@ class NodeClient:
                 self._callbacks.status(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            # NOTE: its frames refer to the call, which would keep the connection open until Python looks for cycles.
+            # NOTE: the error's frames refer to the call: it would keep the connection open until a garbage collection.
             return last_cause(error.with_traceback(None))
         except TimeoutError as error:
             return str(error)
@@ -288,7 +293,7 @@ class NodeClient:
                 call.cancel()
             if following is not None:
                 following.cancel()
-        # The node has drained. It ended its session before, whose last messages may still be on their way.
+        # The node has drained and ended its session before this stream, but the session's last messages may come later.
         if self._session is not None:
             await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
@@ -298,16 +303,16 @@ class NodeClient:
 
         Raises:
             grpc.aio.AioRpcError: the node cannot be reached.
-            TimeoutError: no status came. The text says why; "": the connection is there, so the node may be busy.
+            TimeoutError: no status came. Its text is the reason, or "" if the node is connected and perhaps busy.
         """
         reporting = asyncio.create_task(self._report_silence())
         try:
-            # NOTE: an error out of a task or of `wait_for` is part of a cycle, which keeps the connection until a
-            # collection.
-            async with asyncio.timeout(_FIRST_STATUS_S):
+            # NOTE: not `wait_for` or a task: their errors are part of a cycle that keeps the connection open until a
+            # garbage collection.
+            async with asyncio.timeout(_FIRST_STATUS_TIMEOUT_S):
                 return await call.read()
         except TimeoutError:
-            raise TimeoutError("" if self._connected else f"no connection for {_FIRST_STATUS_S:g} s") from None
+            raise TimeoutError("" if self._connected else f"no connection for {_FIRST_STATUS_TIMEOUT_S:g} s") from None
         finally:
             reporting.cancel()
 
@@ -322,7 +327,7 @@ class NodeClient:
         return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def _follow_cache(self) -> None:
-        """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""
+        """Receives changes of the prefix cache until it is cancelled. Returns if the node does not publish them."""
         last = node_pb2.WatchCacheResponse()
         while True:
             call = self.watch_cache(
@@ -337,8 +342,8 @@ class NodeClient:
                         last = batch
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # of an older version
-            except Exception:  # of our own code: nobody awaits this task
+                    return  # a node of an older version
+            except Exception:  # a bug in our code; no caller would see the error, because nothing awaits this task
                 log.exception("%s: its prefix cache cannot be followed; trying again with a snapshot", self._address)
                 last = node_pb2.WatchCacheResponse()
             finally:

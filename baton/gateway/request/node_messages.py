@@ -1,4 +1,4 @@
-"""The messages to nodes about one request. Pure."""
+"""Builds the messages to nodes about one request. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ _PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Due:
-    """What is left of a request's SLO; None: no bound.
+    """The remaining part of a request's SLO; None: no bound.
 
     Args:
-        ttft_budget_s: time until the first token is due; 0 when it is late, and once the client has it.
+        ttft_budget_s: time until the first token is due; 0 if it is late or the client already has it.
     """
 
     ttft_budget_s: float | None
@@ -37,13 +37,13 @@ class Due:
 
 
 class NodeMessages:
-    """Writes the messages; `output` holds the token ids sent to the client so far."""
+    """Builds the messages. `output` in their arguments is the token ids sent to the client so far."""
 
     def __init__(self, request: Request, policy: LocalPolicy) -> None:
         self._request = request
         self._adapter = None if request.adapter is None else adapter_to_proto(request.adapter)
         self._policy = policy
-        # Stop strings are the gateway's business: nodes see no text.
+        # The gateway checks stop strings, because nodes see no text.
         self._sampling = sampling_to_proto(request.sampling)
         del self._sampling.stop[:]
 

@@ -1,4 +1,4 @@
-"""What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
+"""The output of one request: orders its tokens, makes the messages to the client, and notices the end. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from baton.rpc.revisions import answer_revision
 
 
 class TokenOrder:
-    """The tokens passed on so far, and the tokens that arrived before their turn.
+    """Puts tokens in order: the tokens passed on so far, and tokens that arrived early.
 
-    The first token of a hand-over comes from the prefill node and all later ones from the decode node, on another
+    The first token of a hand-over comes from the prefill node. All later ones come from the decode node on another
     connection, which may be faster.
     """
 
@@ -27,13 +27,13 @@ class TokenOrder:
         self._early: dict[int, decode_pb2.StepToken] = {}
 
     def offer(self, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool) -> Iterator[decode_pb2.StepToken]:
-        """Yields the tokens whose turn it is, once they are passed on; a token that was passed on before is dropped.
+        """Yields the tokens that are next in order and keeps early ones. Drops tokens that were passed on before.
 
         Args:
-            hold: the token before the first one may still come from another node.
+            hold: whether a missing token may still come from another node.
 
         Raises:
-            InternalError: a token is missing, and no node will send it.
+            InternalError: a token is missing and no node will send it.
         """
         token_ids, early = self.token_ids, self._early
         for step_token in step_tokens:
@@ -50,7 +50,7 @@ class TokenOrder:
                 early[index] = step_token
 
     def _follow(self) -> Iterator[decode_pb2.StepToken]:
-        """The early tokens, whose turn it is now."""
+        """Yields the early tokens that are next in order now."""
         while self._early:
             following = self._early.pop(len(self.token_ids), None)
             if following is None:
@@ -59,7 +59,7 @@ class TokenOrder:
             yield following
 
     def forget_early(self) -> None:
-        """Drops the early tokens: the node that sent them does not continue the request."""
+        """Drops the early tokens. Called when the node that sent them leaves the request."""
         self._early.clear()
 
     def _gap(self, index: int) -> InternalError:
@@ -72,10 +72,10 @@ class TokenMeter(Protocol):
     """Counts tokens as they are passed on: `baton.gateway.observe.meter.RequestMeter`."""
 
     def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
-        """The first message of an output, that long after its request's arrival."""
+        """Counts the first message of an output, `seconds` after its request's arrival."""
 
     def next(self, seconds: float, tokens: int) -> None:
-        """A further message, that long after the one before it."""
+        """Counts a further message, `seconds` after the one before it."""
 
 
 class NoMeter:
@@ -90,7 +90,7 @@ class NoMeter:
 
 @dataclass(frozen=True)
 class Ended:
-    """The figures of an output that was served to its end; `reason` is None where a node's is unknown here."""
+    """Summary of an output that was served to its end. `reason` is None if this version does not know the node's."""
 
     reason: FinishReason | None
     usage: Usage
@@ -101,17 +101,17 @@ class RequestOutput:
     """The output of one request, from its first token to its last message.
 
     Attributes:
-        end: how it ended; None: more tokens are due.
-        ended: its figures, after its last message.
-        first_token_at_s: when the first token was passed on; None: not yet.
-        revision: of the weights of the node that has the request.
+        end: end of the output; None: more tokens are due.
+        ended: summary of the output, set by its last message.
+        first_token_at_s: time at which the first token was passed on; None: not yet.
+        revision: revision of the weights on the node that has the request.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizing, meter: TokenMeter) -> None:
         self.end: OutputEnd | None = None
         self.ended: Ended | None = None
         self._meter = meter
-        self._passed_on_at_s = 0.0  # the last tokens
+        self._passed_on_at_s = 0.0  # time of the last message with tokens
         self._request = request
         self._order = TokenOrder()
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
@@ -120,7 +120,7 @@ class RequestOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that the client has, or will get."""
+        """The tokens that the client has or is about to get."""
         return self._order.token_ids
 
     @property
@@ -128,25 +128,25 @@ class RequestOutput:
         return self._reply.completion_tokens
 
     def resume(self) -> list[str]:
-        """Goes on after the tokens that the client has. Returns what each of them added to the text that it has.
+        """Continues after the tokens that the client has. Returns the text that each of them added.
 
         Raises:
-            InvalidRequest: the output would have ended before all of them.
+            InvalidRequest: the output would have ended before all of these tokens.
         """
         self._order.token_ids.extend(self._request.output)
         texts, self.end = self._reply.resume(self._request.output, self._request.ended)
         return texts
 
     def add(self, step_tokens: Iterable[decode_pb2.StepToken], *, hold: bool) -> bool:
-        """Adds a node's tokens, and early ones whose turn it is then; returns whether that ended the output.
+        """Adds a node's tokens, then early ones that are next in order; returns whether the output has ended with them.
 
-        Tokens after its end are ignored.
+        Tokens after the end are ignored.
 
         Args:
-            hold: the token before the first one may still come from another node.
+            hold: whether a missing token may still come from another node.
 
         Raises:
-            InternalError: a token is missing, and no node will send it.
+            InternalError: a token is missing and no node will send it.
         """
         if self.end is not None:
             return False
@@ -154,11 +154,11 @@ class RequestOutput:
         return self.end is not None
 
     def forget_early(self) -> None:
-        """Drops the early tokens: the node that sent them does not continue the request."""
+        """Drops the early tokens. Called when the node that sent them leaves the request."""
         self._order.forget_early()
 
     def message(self, now_s: float) -> list[Respond]:
-        """The message with the tokens since the last one; empty without any."""
+        """The message with the tokens since the last message; an empty list if there are none."""
         message = self._reply.take()
         if message is None:
             return []

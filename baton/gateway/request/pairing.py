@@ -1,7 +1,7 @@
-"""Decides which prefill nodes to ask for which pairs, and when. Pure: no clock, task or socket.
+"""Decides when to ask which prefill node to connect to which decode node. Pure: no clock, task or socket.
 
-Nodes keep no list of each other: a gateway that sees both asks the prefill node to connect to the decode node, before
-traffic. Asking twice does no harm, so any number of gateways may do so.
+Nodes keep no list of each other: a gateway that sees both asks the prefill node to connect to the decode node before
+there is traffic. Repeated requests have no effect, so any number of gateways may ask.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Pair = tuple[int, int]  # incarnations of a prefill node and a decode node
 
 @dataclass(frozen=True)
 class ConnectNodes:
-    """Ask the prefill node at this address to connect to the decode node; answer with `answered` or `failed`."""
+    """Ask the prefill node to connect to the decode node, then call `Pairing.answered` or `Pairing.failed`."""
 
     pair: Pair
     prefill_address: str
@@ -31,7 +31,7 @@ PairingCommand = ConnectNodes | LogLine
 
 @dataclass
 class _PairState:
-    """The requests for one pair, until it is settled."""
+    """Connect requests for one pair until it is settled."""
 
     prefill: str
     decode: str
@@ -45,7 +45,7 @@ class Pairing:
     """All pairs of the nodes in the fleet.
 
     Attributes:
-        link_retry_s: how often a link that was too slow is measured again: it may have been busy.
+        link_retry_s: interval at which a link that was too slow is measured again, because it may have been busy.
     """
 
     fleet: Fleet
@@ -54,11 +54,11 @@ class Pairing:
     _logged: set[Pair] = field(default_factory=set)  # settled
 
     def settled(self) -> bool:
-        """Whether every pair of reachable nodes is ready or was refused."""
+        """Whether every pair of reachable nodes is ready or refused."""
         return all(settled(prefill, decode) for prefill, decode in self.fleet.reachable_pairs())
 
     def check(self, now_s: float) -> list[PairingCommand]:
-        """Asks for every pair that is not ready, unless it was asked for a moment ago."""
+        """Returns connect requests for all pairs that are not ready and were not asked for recently."""
         commands: list[PairingCommand] = []
         wanted = {(p.incarnation, d.incarnation): (p, d) for p, d in self.fleet.reachable_pairs()}
         for gone in self._pairs.keys() - wanted.keys():
@@ -74,39 +74,39 @@ class Pairing:
                     continue
             else:
                 self._logged.discard(pair)
-            asked = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
-            if not asked.asking and now_s >= asked.next_at_s:
-                asked.asking = True
+            pending = self._pairs.setdefault(pair, _PairState(prefill.name, decode.name))
+            if not pending.asking and now_s >= pending.next_at_s:
+                pending.asking = True
                 commands.append(ConnectNodes(pair, prefill.address, decode.status.info.address))
         return commands
 
     def answered(self, pair: Pair, state: node_status_pb2.PeerState, now_s: float) -> list[LogLine]:
         """Records the prefill node's answer about a pair. No effect for a pair whose nodes are gone."""
-        asked = self._pairs.get(pair)
-        if asked is None:
+        pending = self._pairs.get(pair)
+        if pending is None:
             return []
-        _ask_later(asked, now_s, self.link_retry_s if _too_slow(state) else asked.retry_s)
+        _retry_later(pending, now_s, self.link_retry_s if _too_slow(state) else pending.retry_s)
         if state.phase in SETTLED:
             return []
-        return [LogLine(f"{asked.prefill} cannot connect to {asked.decode} yet: {state.detail}")]
+        return [LogLine(f"{pending.prefill} cannot connect to {pending.decode} yet: {state.detail}")]
 
     def failed(self, pair: Pair, error: BatonError, now_s: float) -> list[LogLine]:
-        """Records that the prefill node could not be asked. No effect for a pair whose nodes are gone."""
-        asked = self._pairs.get(pair)
-        if asked is None:
+        """Records that the call to the prefill node failed. No effect for a pair whose nodes are gone."""
+        pending = self._pairs.get(pair)
+        if pending is None:
             return []
-        _ask_later(asked, now_s, asked.retry_s)
-        return [LogLine(f"{asked.prefill} could not be asked to connect to {asked.decode}: {error}")]
+        _retry_later(pending, now_s, pending.retry_s)
+        return [LogLine(f"{pending.prefill} could not be asked to connect to {pending.decode}: {error}")]
 
 
-def _ask_later(asked: _PairState, now_s: float, pause_s: float) -> None:
-    asked.asking = False
-    asked.next_at_s = now_s + pause_s
-    asked.retry_s = min(2 * asked.retry_s, _RETRY_S_MAX)
+def _retry_later(pending: _PairState, now_s: float, pause_s: float) -> None:
+    pending.asking = False
+    pending.next_at_s = now_s + pause_s
+    pending.retry_s = min(2 * pending.retry_s, _RETRY_S_MAX)
 
 
 def _too_slow(peer: node_status_pb2.PeerState) -> bool:
-    """Whether the pair was refused for its link alone."""
+    """Whether the pair was refused only for its slow link."""
     return peer.phase == node_status_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)
 
 

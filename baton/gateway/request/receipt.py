@@ -1,4 +1,4 @@
-"""Collects what happens to one request, and writes its receipt. Pure."""
+"""Collects the data of one request's receipt. Pure."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class Retry(NamedTuple):
     """An attempt that failed and was followed by another one.
 
     Args:
-        stage: which node failed: PREFILL or DECODE.
-        reason: of its error, or LOST.
+        stage: role of the node that failed: PREFILL or DECODE.
+        reason: reason of the node's error, or LOST.
     """
 
     stage: str
@@ -24,10 +24,10 @@ class Retry(NamedTuple):
 
 
 class ReceiptDraft:
-    """Filled in by the nodes' answers. A later hand-over overwrites what a failed one has left.
+    """A receipt that the nodes' answers fill in. A later hand-over overwrites the values of a failed one.
 
     Attributes:
-        retries: what `failed` has recorded, for metrics.
+        retries: failures of nodes, for metrics.
     """
 
     def __init__(self, request_id: str = "") -> None:
@@ -52,13 +52,13 @@ class ReceiptDraft:
         self._forget_prefill()
 
     def placed(self, placement: Placement, *, waited_s: float) -> None:
-        """Records where the prompt shall be prefilled; `waited_s`: from the request's arrival until now."""
+        """Records the placement. `waited_s` is the time from the request's arrival until now."""
         predicted_s = placement.predicted_ttft_s
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
         self._placement_why = placement.why
 
     def submitted(self, *, revision: str, revision_name: str, decode_version: str) -> None:
-        """Records of the node that the request is sent to what its answers leave out."""
+        """Records the revision and version of the decode node, which its answers do not contain."""
         self._revision, self._revision_name = revision, revision_name
         self._decode_version = decode_version
 
@@ -66,8 +66,8 @@ class ReceiptDraft:
         """Records a failure after which the request is tried again.
 
         Args:
-            stage: which node failed; empty: none of this gateway's.
-            error: the node's; None: it was lost.
+            stage: role of the node that failed; empty: no node of this gateway failed.
+            error: error of the node; None: the node was lost.
         """
         self._failures.append(what)
         if stage:
@@ -75,7 +75,7 @@ class ReceiptDraft:
 
     @property
     def failures(self) -> str:
-        """What has failed so far, as one sentence."""
+        """The failures so far, as text."""
         return ", then ".join(self._failures)
 
     def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
@@ -85,7 +85,7 @@ class ReceiptDraft:
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
-        """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
+        """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) belong to the pair."""
         self.attempts += 1
         if self._ticket.first_part:
             stop, why = self._ticket.token_stop, f": {self._placement_why}" if self._placement_why else ""
@@ -113,7 +113,7 @@ class ReceiptDraft:
         self._scheduled = message
 
     def prefilled(self, prefill_s: float, queue_s: float = 0.0) -> None:
-        """Records how long the prompt, or the last part of it, was computed, and waited for that in the engine."""
+        """Records the computation time of the prompt or of its last part, and its wait in the engine before that."""
         self._prefill_s, self._engine_queue_s = prefill_s, queue_s
 
     def sent(self, message: prefill_pb2.PrefillSent) -> None:
@@ -128,15 +128,15 @@ class ReceiptDraft:
 
     @property
     def cached_tokens(self) -> int:
-        """Leading tokens that no node computed.
+        """Number of leading tokens that no node computed.
 
-        The node that computes a prompt's beginning needs its KV, so only that node's own cache saves work: KV that just
-        the decode node has is not sent, but the prefill node computes it.
+        Only the cache of the node that computes the prompt's beginning saves work: KV that only the decode node has
+        cached is not sent, but the prefill node still computes it.
         """
         return self._decode_cached_tokens if self._path is Path.LOCAL else self._scheduled.cached_tokens
 
     def finish(self, *, ttft_s: float, total_s: float) -> Receipt:
-        """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
+        """Makes the receipt. If the prefill node's count is missing, the decode node's and the ticket's are used."""
         sent, admitted = self._sent, self._admitted
         return Receipt(
             path=self._path,

@@ -1,4 +1,4 @@
-"""Lets a node switch its role, unless that would leave the cluster without a usable node of a role."""
+"""Makes a node switch its role, unless it is the last usable node of its present role."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,21 +11,23 @@ from baton.gateway.request.connections import Connections
 from baton.protos.v1 import node_status_pb2
 from baton.rpc.convert import role_name
 
-# A status comes every 0.1 s, and then a connection is made.
-_SEEN_S = 30.0
+# Time for this gateway to use the node in its new role; a status comes every 0.1 s, then a connection is opened.
+_USED_TIMEOUT_S = 30.0
 
 
 async def switch_role(
     connections: Connections, name: str, role: Role, *, grace_s: float | None, dwell_s: float = 0.0, force: bool = False
 ) -> AsyncGenerator[node_status_pb2.RoleSwitchProgress, None]:
-    """Yields how far the node is; ends when this gateway uses it in its new role.
+    """Switches a node's role; yields its progress and ends when this gateway uses the node in its new role.
 
     Args:
-        grace_s, dwell_s: see SwitchRoleRequest.
-        force: even if no other usable node of its present role is left.
+        grace_s: see SwitchRoleRequest.
+        dwell_s: see SwitchRoleRequest.
+        force: switch even the last usable node of its present role.
 
     Raises:
-        BatonError: it does not switch, or is lost. NoNode: it has switched, and cannot be reached in its new role.
+        BatonError: the node does not switch, or is lost.
+        NoNode: the node has switched but cannot be reached in its new role.
     """
     fleet = connections.fleet
     node = switchable(fleet, name, role, force=force)
@@ -38,22 +40,22 @@ async def switch_role(
     if last.phase != node_status_pb2.SWITCH_PHASE_DONE:
         raise NoNode(f"{node.name} ended the call before it had switched", cure="see its log")
     try:
-        async with asyncio.timeout(_SEEN_S):
+        async with asyncio.timeout(_USED_TIMEOUT_S):
             await connections.until(lambda: _used(fleet, last.info))
     except TimeoutError:
-        what = f"{last.info.name} has switched, and this gateway does not use it: {fleet.explain()}"
+        what = f"{last.info.name} has switched, but this gateway cannot use it: {fleet.explain()}"
         raise NoNode(what, field="node", value=name, cure="see `baton status`") from None
     yield last
 
 
 def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode:
-    """The node with that name or address. Pure.
+    """Finds the node with that name or address and checks that it may switch. Pure.
 
     Args:
-        force: even if no other usable node of its present role is left.
+        force: allow the last usable node of its present role.
 
     Raises:
-        InvalidRequest: there is no such role, no node of that name or several, or it is the last one of its role.
+        InvalidRequest: the role does not exist, not exactly one node has that name, or it is the last one of its role.
         NoNode: the node is not reachable.
         Overloaded: another node is switching already.
     """
@@ -69,7 +71,7 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
         raise NoNode(f"{node.name} is not reachable: {node.detail}", field="node", value=name, cure="see its log")
     busy = [each.name for each in fleet.nodes() if each is not node and each.reachable and each.status.next_role]
     if busy and node.role != role:
-        raise Overloaded(f"{busy[0]} is switching its role", cure="wait until it has", retry_after_s=1.0)
+        raise Overloaded(f"{busy[0]} is switching its role", cure="wait until it has finished", retry_after_s=1.0)
     others = [each for each in fleet.nodes() if each.role == node.role and each is not node and each.open]
     if node.role != role and not others and not force:
         what = role_name(node.role)

@@ -1,4 +1,4 @@
-"""What the parts of one request's machine share: the request, what is known of it, the time, and the commands. Pure."""
+"""State that the parts of one request's machine share: the request, its output, the time, and the commands. Pure."""
 
 from baton.core.errors import Overloaded
 from baton.core.types import Slo
@@ -17,17 +17,17 @@ _SOON_S = 1e-3
 
 
 class GatewayRequestState:
-    """The state of one request that has no owner among the parts.
+    """The shared state of one request.
 
     Attributes:
-        now_s: the time of the events at hand.
-        commands: of the events at hand, so far.
+        now_s: time of the events that are being handled.
+        commands: commands for these events, so far.
     """
 
     def __init__(
         self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter
     ) -> None:
-        # A prompt whose logprobs are wanted is computed as a whole.
+        # A prompt with logprobs is computed as a whole, without a prefix cache.
         scored = request.sampling.prompt_logprobs is not None
         prompt = request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt, adapter=request.adapter)
         self.request = request
@@ -49,11 +49,11 @@ class GatewayRequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.request.prompt) + len(self.output.token_ids)
 
     def respond(self) -> None:
-        """Sends the client the tokens that it does not have yet."""
+        """Adds a message with the tokens that the client does not have yet."""
         self.commands += self.output.message(self.now_s)
 
     # ---- time
@@ -64,7 +64,7 @@ class GatewayRequestState:
 
     @property
     def due(self) -> Due:
-        """What is left of the SLO."""
+        """The remaining part of the SLO, for nodes."""
         if self.slo.ttft_s is None:
             return Due(None, self.slo.tpot_s)
         if self.output.token_ids:
@@ -73,17 +73,19 @@ class GatewayRequestState:
 
     @property
     def slo_left(self) -> Slo:
-        """What is left of the SLO, for the choice of nodes: a token that is late already is due as soon as possible."""
+        """The remaining part of the SLO, for the choice of nodes. A late first token is due as soon as possible."""
         due = self.due
         return Slo(None if due.ttft_budget_s is None else max(due.ttft_budget_s, _SOON_S), due.tpot_s)
 
     def refuses_late(self, attempt: Attempt) -> bool:
-        """Whether nodes may refuse the request for its TTFT: only before it begins. To lose tokens is worse than to be
-        late."""
+        """Whether nodes may refuse the request because its first token would be late.
+
+        They may only before the request has begun: losing tokens is worse than being late.
+        """
         return self.rules.refuse_late and not attempt.begun and not self.output.token_ids
 
     def too_late(self, predicted_s: float | None) -> Overloaded:
-        """The error of a request whose first token would come after so many seconds more."""
+        """The error of a request whose first token would come only `predicted_s` from now."""
         assert self.slo.ttft_s is not None, "without a TTFT nothing is late"
         assert predicted_s is not None, "only predictions are late"
         what = f"the first token would take {predicted_s:.3g} s more, and is due {self.slo.ttft_s:.3g} s after arrival"

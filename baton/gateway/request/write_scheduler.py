@@ -1,46 +1,46 @@
-"""Turns of streams that have something to send, in rounds: each gets one before any gets its next.
+"""Schedules the writes of streams round robin: every stream gets a turn before any stream gets its next one.
 
-While a stream waits for its turn, more of its tokens come and join its next message. So nothing is held back while the
-process keeps up, and a process that does not sends fewer, larger messages. It keeps up as long as few messages are on
-their way at once: gRPC reads what nodes send through the same queue as it writes, so that more of them would keep the
-next tokens waiting there, where they join nothing. A request that has ended waits for one more turn before its books
-are closed, so that many that end together hold up nobody's tokens.
+While a stream waits for its turn, its further tokens join its next message. So a process that keeps up delays nothing,
+and an overloaded process sends fewer, larger messages. The number of concurrent writes is limited, because gRPC reads
+from nodes through the same queue as it writes to clients: with more writes, tokens would wait in that queue, where they
+cannot be joined. A request that has ended waits for one more turn before it is cleaned up, so that many requests that
+end together do not delay other streams' tokens.
 """
 
 import asyncio
 from collections import deque
 
-# Turns between two looks at the sockets: what nodes send meanwhile is read in time, and joins the next messages.
+# Turns per pass of the event loop. Between passes the loop reads from nodes, so that new tokens join the next messages.
 _TURNS_PER_PASS = 8
-# Without a limit a token costs three to four times as much at 256 busy gRPC streams; 16, 32 and 64 cost the same.
+# Without a limit, a token costs three to four times as much at 256 busy gRPC streams; 16, 32 and 64 cost the same.
 _WRITES_MAX = 64
-# After that time a message waits for its client, and for the process no more.
+# A write that takes longer waits for a slow client, not for this process, and no longer counts.
 _SLOW_S = 0.02
 
 
 class WriteScheduler:
-    """Gives out the turns of one event loop, on which it must be created.
+    """Schedules the turns of one event loop. Must be created on that loop.
 
     Attributes:
-        round: the present one.
+        round: number of the present round.
     """
 
     def __init__(self) -> None:
         self.round = 1
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a turn of this round
-        self._for_next: deque[asyncio.Future[None]] = deque()  # of streams that have had theirs
-        self._left = _TURNS_PER_PASS  # in this pass of the loop
+        self._for_next: deque[asyncio.Future[None]] = deque()  # streams that have had a turn in this round
+        self._left = _TURNS_PER_PASS  # turns left in this pass of the loop
         self._scheduled = False
-        self._writes = 0  # that have begun in this period and have not ended
+        self._writes = 0  # writes that have begun in this period and not ended
         self._period = 1
-        self._timer: asyncio.TimerHandle | None = None  # ends the period; only set while streams wait for a write's end
+        self._timer: asyncio.TimerHandle | None = None  # ends the period; only set while streams wait for a write
 
     def ask(self, waiter: "asyncio.Future[None]", last: int = 0) -> None:
-        """Sets the future's result when it is its turn, perhaps at once. One that is done by then takes no turn.
+        """Requests a turn: sets the future's result when the turn comes, perhaps at once. A done future is skipped.
 
         Args:
-            last: the round of the stream's last turn.
+            last: round of the stream's last turn.
         """
         if not self._left or self._waiting or self._for_next or self._writes >= _WRITES_MAX:
             (self._for_next if last == self.round else self._waiting).append(waiter)
@@ -54,10 +54,10 @@ class WriteScheduler:
         self._schedule()
 
     def begin(self, *, slow: bool) -> int:
-        """A stream begins to write; returns the period for `end`, which is negative where no other stream waits for it.
+        """Records the begin of a write; returns the period to pass to `end`, negative for a write that is not counted.
 
         Args:
-            slow: what `end` returned for its last message.
+            slow: result of `end` for the stream's last message; writes to slow clients are not counted.
         """
         if slow:
             return -self._period
@@ -65,7 +65,7 @@ class WriteScheduler:
         return self._period
 
     def end(self, period: int) -> bool:
-        """The message is written, or never will be. Returns whether the client is slow."""
+        """Records the end of a write, successful or not. Returns whether the client is slow."""
         if period == self._period:
             self._writes -= 1
             if self._waiting or self._for_next:

@@ -1,1 +1,1 @@
-"""From a checked message to a finished answer: validation, admission, fan-out."""
+"""Serves requests, from a client's message to the finished answer: validation, admission, fan-out."""

@@ -1,4 +1,4 @@
-"""The messages of one request collected into its whole outputs. Pure."""
+"""Collects the messages of one request into whole outputs. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from baton.protos.v1 import generation_pb2 as pb
 
 @dataclass
 class _Output:
-    """One output so far."""
+    """The collected part of one output."""
 
     message: pb.Output
     text: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class _Output:
             call.name = call.name or piece.name
             call.arguments += piece.arguments
 
-    def whole(self) -> pb.Output:
+    def finish(self) -> pb.Output:
         self.message.text = "".join(self.text)
         if self.content:
             self.message.chat.content = "".join(self.content)
@@ -35,7 +35,7 @@ class _Output:
 
 
 class AnswerCollector:
-    """Takes all messages of one request."""
+    """Collects all messages of one request."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, _Output] = {}
@@ -43,11 +43,11 @@ class AnswerCollector:
         self._prompt_logprobs: list[common_pb2.PromptLogprob] = []
 
     async def write(self, message: pb.GenerateResponse) -> None:
-        """As `push`; the signature is that of `Serving.generate`'s `write`."""
+        """Calls `push`; usable as `write` of `Serving.generate`."""
         self.push(message)
 
     def push(self, message: pb.GenerateResponse) -> bytes:
-        """Adds a message. Nothing is to be sent yet."""
+        """Adds a message. Returns b"", because nothing is sent before the end."""
         if message.HasField("usage"):
             self._usage = message.usage
         if message.notice:
@@ -70,9 +70,9 @@ class AnswerCollector:
         return b""
 
     def response(self, request_id: str = "") -> pb.CompleteResponse:
-        """Everything, once the request has finished; call it once."""
+        """The whole response. Call it once, after the request has finished."""
         return pb.CompleteResponse(
-            outputs=[self._outputs[index].whole() for index in sorted(self._outputs)],
+            outputs=[self._outputs[index].finish() for index in sorted(self._outputs)],
             usage=self._usage,
             prompt_logprobs=self._prompt_logprobs,
             request_id=request_id,

@@ -1,6 +1,6 @@
-"""Several outputs of one request: each is a request of its own, with its own seed, and its messages have its index.
+"""Serves several outputs of one request: each as a separate request with its own seed, its messages with its index.
 
-The others start once the first one decodes: the prompt's KV is in the prefix caches by then.
+The first output starts alone. The others start once it decodes, because the prompt's KV is in the prefix caches then.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ from baton.gateway.request.driver import Write
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 
-# Gets the output's index, its request and who takes its messages.
+# Arguments: index of the output, its request, and the function that takes its messages.
 RunOutput = Callable[[int, Request, Write], Awaitable[None]]
 
 _SEEDS = 2**64
 
 
 async def fan_out(request: Request, outputs: Outputs, run: RunOutput, write: Write) -> None:
-    """Draws all outputs with `run`, and writes those that the client gets; usage is in the very last message.
+    """Runs all outputs with `run` and writes those that the client gets. The very last message has the usage.
 
     Raises:
-        BatonError: one of them failed; the others are cancelled.
+        BatonError: an output failed; the others are cancelled.
     """
     ranked = outputs.drawn > outputs.returned
     requests = [output_of(request, index, ranked=ranked) for index in range(outputs.drawn)]
     writer: _Writer = _BestOutputs(write, request, outputs) if ranked else _AllOutputs(write, outputs.drawn)
-    decodes = asyncio.Event()  # the first output does, or is complete
+    decodes = asyncio.Event()  # set when the first output decodes or is complete
 
     async def run_output(index: int) -> None:
         async def write_output(message: pb.GenerateResponse) -> None:
@@ -53,7 +53,7 @@ def output_of(request: Request, index: int, *, ranked: bool) -> Request:
     """The request for one output. The first one of an unranked request is the request itself.
 
     Args:
-        ranked: outputs are compared, which needs logprobs.
+        ranked: whether outputs are compared, which needs logprobs.
     """
     sampling = request.sampling
     if ranked and sampling.logprobs is None:
@@ -70,13 +70,13 @@ class _Writer(Protocol):
 
 
 class _Totals:
-    """Usage over all outputs. The prompt counts once, with what the first output found cached."""
+    """Usage of all outputs together. The prompt counts once, with the cached tokens of the first output."""
 
     def __init__(self) -> None:
         self.usage = common_pb2.Usage()
 
     def take(self, index: int, message: pb.GenerateResponse) -> None:
-        """Moves a last message's usage here."""
+        """Adds the usage of an output's last message and removes it from the message."""
         usage = message.usage
         self.usage.completion_tokens += usage.completion_tokens
         if index == 0:
@@ -86,17 +86,17 @@ class _Totals:
 
 
 class _AllOutputs:
-    """Passes the messages of all outputs on, one at a time."""
+    """Writes the messages of all outputs, one at a time."""
 
     def __init__(self, write: Write, num_outputs: int) -> None:
         self._write = write
         self._running = num_outputs
         self._totals = _Totals()
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
 
     async def write(self, index: int, message: pb.GenerateResponse) -> None:
         message.index = index
-        async with self._turn:
+        async with self._write_lock:
             if message.finish_reason:
                 self._totals.take(index, message)
                 self._running -= 1
@@ -109,7 +109,7 @@ class _AllOutputs:
 
 
 class _BestOutputs:
-    """Keeps all outputs, and writes the ones with the highest mean logprob at the end, the best one first."""
+    """Keeps all outputs; writes the ones with the highest mean logprob at the end, best first."""
 
     def __init__(self, write: Write, request: Request, outputs: Outputs) -> None:
         self._write = write
@@ -117,11 +117,11 @@ class _BestOutputs:
         self._returned = outputs.returned
         self._messages: list[list[pb.GenerateResponse]] = [[] for _ in range(outputs.drawn)]
         self._totals = _Totals()
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
 
     async def write(self, index: int, message: pb.GenerateResponse) -> None:
         if message.notice:
-            async with self._turn:
+            async with self._write_lock:
                 await self._write(message)
             return
         if message.finish_reason:
@@ -129,17 +129,17 @@ class _BestOutputs:
         self._messages[index].append(message)
 
     async def finish(self) -> None:
-        # The sort is stable: of equal outputs the one of the lower seed comes first.
+        # The sort is stable: of equal outputs, the one with the lower index comes first.
         best = sorted(self._messages, key=_mean_logprob, reverse=True)[: self._returned]
         best[-1][-1].usage.CopyFrom(self._totals.usage)
-        of_prompt = [each for message in self._messages[0] for each in message.prompt_logprobs]
+        prompt_logprobs = [each for message in self._messages[0] for each in message.prompt_logprobs]
         for index, messages in enumerate(best):
             for message in messages:
                 message.index = index
                 del message.prompt_logprobs[:]
-                if of_prompt and message.tokens:
-                    message.prompt_logprobs.extend(of_prompt)
-                    of_prompt = []
+                if prompt_logprobs and message.tokens:
+                    message.prompt_logprobs.extend(prompt_logprobs)
+                    prompt_logprobs = []
                 if not self._wants_logprobs:
                     for token in message.tokens:
                         token.ClearField("logprob")

@@ -1,4 +1,4 @@
-"""One output of a request: from its preparation to its last message, as text or as the parts of a chat."""
+"""Runs one output of a prepared request to its last message, as text or as the parts of a chat."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -35,30 +35,30 @@ class RunningRequest:
         self.request_id = record.request_id
         self.client = record.client
         self.drivers: set[RequestDriver] = set()
-        self.tokens = 0  # of the outputs that have ended
+        self.tokens = 0  # tokens of the outputs that have ended
         self.ended_by: BatonError | None = None
-        self._turn: asyncio.Future[None] | None = None  # while it waits for its turn
+        self._admission: asyncio.Future[None] | None = None  # set while the request waits in the admission queue
 
     def end(self, error: BatonError) -> None:
-        """Ends all its outputs with this error, also those that have not begun."""
+        """Ends all outputs of the request with this error, including those that have not begun."""
         self.ended_by = self.ended_by or error
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_exception(self.ended_by)
+        if self._admission is not None and not self._admission.done():
+            self._admission.set_exception(self.ended_by)
         for driver in self.drivers:
             driver.end(self.ended_by)
 
-    async def until(self, turn: "asyncio.Future[None] | None") -> None:
-        """Waits for the request's turn; None: it has come.
+    async def until(self, admission: "asyncio.Future[None] | None") -> None:
+        """Waits until the request is admitted; None means that it is admitted already.
 
         Raises:
             BatonError: the request may not run, or was ended.
         """
         if self.ended_by is not None:
             raise self.ended_by
-        if turn is not None:
-            self._turn = turn
-            await turn
-            self._turn = None
+        if admission is not None:
+            self._admission = admission
+            await admission
+            self._admission = None
 
 
 class OutputRunner:
@@ -74,7 +74,7 @@ class OutputRunner:
         meter: RequestMeter,
     ) -> None:
         self._model, self._connections, self._queue = model, connections, queue
-        self._counters, self._meter, self._turns = counters, meter, WriteScheduler()
+        self._counters, self._meter, self._scheduler = counters, meter, WriteScheduler()
         self._rules = Rules(
             local_policy=settings.local_policy,
             max_attempts=settings.max_attempts,
@@ -105,12 +105,13 @@ class OutputRunner:
                 raise running.ended_by
         output = self._queue.begins(machine)
         journal = Journal(index)
-        driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
+        write = partial(output.write, write)
+        driver = RequestDriver(request, machine, self._connections, self._scheduler, write, journal)
         running.drivers.add(driver)
-        whole, in_time = False, True
+        completed, in_time = False, True
         try:
             await driver.run()
-            whole = True
+            completed = True
         except DeadlineExceeded:
             in_time = False
             raise
@@ -118,21 +119,21 @@ class OutputRunner:
             running.drivers.discard(driver)
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
-            self._queue.ran(output, whole=whole, in_time=in_time)
+            self._queue.ran(output, whole=completed, in_time=in_time)
             running.record.output_ended(machine, journal)
-        # The first part of a split prompt is remote.
+        # A split prompt counts as remote.
         self._counters.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
 
 class ChatOutput:
-    """The messages of one output, with `chat` filled in.
+    """Fills in `chat` in the messages of one output.
 
-    A message has reasoning before answer before tool calls. Where the model has them in another order, the message is
-    followed by others that have only `chat`.
+    Within a message, reasoning comes before the answer and the answer before tool calls. If the model writes them in
+    another order, further messages with only `chat` follow.
 
     Args:
-        tokens_last: the last of these messages has the tokens, not the first one: a client that has tokens then has all
-            of what they say.
+        tokens_last: whether the last of these messages has the tokens instead of the first one, so that a client that
+            has received tokens has also received all of their content.
     """
 
     def __init__(self, parser: OutputParser, *, tokens_last: bool = False) -> None:
@@ -140,7 +141,7 @@ class ChatOutput:
         self._tokens_last = tokens_last
 
     def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
-        """The message as the client gets it. The last one has how the output ended."""
+        """Splits a message into the messages for the client. The last one has the output's end."""
         deltas = self._parser.push(message.text) if message.text else []
         if message.finish_reason:
             cut = message.finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -162,7 +163,7 @@ class ChatOutput:
 
 
 def _follows(part: pb.ChatDelta, delta: ParsedDelta) -> bool:
-    """Whether the delta may join the part, which keeps no order between its fields."""
+    """Whether the delta may join the part without changing the order of reasoning, answer and tool calls."""
     after_reasoning = bool(part.content or part.tool_calls)
     after_content = bool(part.tool_calls)
     return not (delta.reasoning and after_reasoning) and not (delta.content and after_content)
@@ -182,7 +183,7 @@ def _append(part: pb.ChatDelta, delta: ParsedDelta) -> None:
 
 
 def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta], *, tokens_last: bool) -> list[pb.GenerateResponse]:
-    """The first message has the text, the last one how the output ended."""
+    """Makes one message of each part. The first one has the text, the last one the output's end."""
     messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
     first, last = messages[0], messages[-1]
     first.text, first.request_id, first.revision = message.text, message.request_id, message.revision
@@ -197,7 +198,7 @@ def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta], *, tokens_l
 
 
 def _resume(machine: RequestMachine, token_ids: Sequence[int], chat: ChatOutput | None, skip: Skip | None) -> None:
-    """Goes on after the tokens that the client has; `skip` gets their messages."""
+    """Continues after the tokens that the client already has; `skip` gets their messages."""
     texts = machine.resume()
     if chat is None:
         return

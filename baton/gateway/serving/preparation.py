@@ -1,6 +1,6 @@
-"""From a client's message to a checked request: prompt tokens, sampling parameters, and the parser of a chat's answer.
+"""Turns a client's message into a validated request: prompt tokens, sampling parameters, and the parser of a chat.
 
-What takes long runs elsewhere: tokenizing in a thread; templates and the check of a constraint in other processes.
+Slow work runs outside the event loop: tokenizing in a thread, chat templates and grammar checks in other processes.
 """
 
 import asyncio
@@ -39,19 +39,19 @@ from baton.security import identity
 
 T = TypeVar("T")
 
-# More than a token of any ordinary text has on average. A text with more of them is tokenized as a whole only if its
-# beginning is not ordinary.
+# More characters than a token of ordinary text has on average. A text with more characters than a whole context of such
+# tokens is first checked by its beginning.
 CHARACTERS_PER_TOKEN = 12
 _MESSAGES_COUNTED = 1000
 
 
 @dataclass(frozen=True)
 class RequestCall:
-    """A client's call: its message, and what it means whatever the message says.
+    """A client's call: its message and the data that are not in the message.
 
     Attributes:
-        chat: takes the place of the message's.
-        skip: takes the messages that a client has already which goes on after a part of an answer.
+        chat: used instead of the message's prompt if set.
+        skip: gets the messages that the client already has when it continues a partial answer.
     """
 
     message: pb.GenerateRequest
@@ -65,7 +65,8 @@ class RequestCall:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can be served; `parser` makes the parser of one output from a seed of its own, for chats only."""
+    """A request that can be served. `parser` makes the parser of one output from a seed; None for a request without
+    chat."""
 
     request: Request
     parser: Callable[[str], OutputParser] | None
@@ -86,13 +87,16 @@ async def prepare(
     max_context_tokens: int,
     adapter: AdapterRef | None = None,
 ) -> Prepared:
-    """The request as it can be served.
+    """Validates the message and tokenizes its prompt.
 
     Args:
-        adapter: that the message names as its model.
+        adapter: adapter that the message names as its model; None: the base model.
 
     Raises:
-        InvalidRequest, UnknownModel, Overloaded, DeadlineExceeded: it cannot.
+        InvalidRequest: the message is invalid.
+        UnknownModel: the model's name is unknown.
+        Overloaded: too many large texts wait already.
+        DeadlineExceeded: the request's time is up.
     """
     message, chat = call.message, call.chat
     if adapter is None:
@@ -124,7 +128,7 @@ async def prepare(
     if fills_context:
         sampling = replace(sampling, max_tokens=max_context_tokens - len(token_ids))
     output = check_output(message, sampling, model, prompt_tokens=len(token_ids), max_tokens=max_context_tokens)
-    most = min(sampling.max_tokens, max_context_tokens - len(token_ids))
+    max_output = min(sampling.max_tokens, max_context_tokens - len(token_ids))
     request = Request(
         request_id=call.request_id,
         prompt=token_ids,
@@ -137,7 +141,7 @@ async def prepare(
         session_id=identity.current().session(check_session_id(message.session_id)),
         output=output,
         revision=revision,
-        ended=end_of(output, sampling, model, most=most),
+        ended=end_of(output, sampling, model, max_output=max_output),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt, adapter=adapter),
         traceparent=call.traceparent,
         adapter=adapter,
@@ -146,7 +150,7 @@ async def prepare(
 
 
 def fewest_tokens(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
-    """About the fewest tokens that the prompt may have, before it is tokenized."""
+    """Estimated minimum number of prompt tokens, before the prompt is tokenized."""
     if chat is None and message.WhichOneof("prompt") == "token_ids":
         return len(message.token_ids.ids)
     return _size(message, chat) // CHARACTERS_PER_TOKEN
@@ -187,14 +191,14 @@ async def _prompt_of_chat(
 
 
 async def render(chat: ChatRequest, model: ServedModel, texts: TextWork, *, size_bytes: int) -> PreparedChat:
-    """The conversation's prompt, rendered in another process.
+    """Renders a conversation to its prompt, in another process.
 
     Args:
-        size_bytes: of the conversation, roughly.
+        size_bytes: approximate size of the conversation.
 
     Raises:
-        InvalidRequest: the template refuses the conversation, or takes too much for it.
-        Overloaded: too many large texts wait already, or it cannot be rendered now.
+        InvalidRequest: the template refuses the conversation, or needs too much time or memory for it.
+        Overloaded: too many large texts wait already, or no process can render now.
     """
     with texts.holding() as hold:
         hold(size_bytes)
@@ -236,10 +240,10 @@ def encode(
     salt: str = "",
     truncated: bool = False,
 ) -> list[int]:
-    """The text's token ids. Texts far longer than a context are refused at little cost.
+    """Encodes the text. Texts far longer than a context are refused at little cost.
 
     Args:
-        truncated: only the last tokens are wanted, so that a long text is no mistake.
+        truncated: whether only the last tokens are used, so that a long text is allowed.
 
     Raises:
         InvalidRequest: the text is longer than any prompt.
@@ -251,28 +255,28 @@ def encode(
 
 
 def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, field: str, salt: str) -> None:
-    """Checks a long text by its beginning, before the whole is tokenized.
+    """Checks a long text by its beginning before all of it is tokenized.
 
     Raises:
-        ContextOverflow: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
+        ContextOverflow: the beginning alone has far more tokens than a context.
     """
     stop = CHARACTERS_PER_TOKEN * max_context_tokens
     if len(text) <= stop:
         return
     num_tokens = len(model.tokenizer.encode(text[:stop], add_special_tokens=False, salt=salt))
-    # Where a text is cut changes some tokens there, never half of all.
+    # Cutting a text changes some tokens at the cut, but never half of all tokens.
     if num_tokens > 2 * max_context_tokens:
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
         raise ContextOverflow.of(num_tokens // 2, max_context_tokens, field=field, cure=cure, at_least=True)
 
 
 def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
-    """Bytes of the prompt's text, roughly."""
+    """Approximate size of the prompt in bytes."""
     return message.ByteSize() if chat is None else size_of_chat(chat)
 
 
 def size_of_chat(chat: ChatRequest) -> int:
-    """As `_size`, of a conversation that came as JSON."""
+    """Approximate size in bytes of a conversation that came as JSON."""
     contents = [each.get("content") for each in chat.messages[:_MESSAGES_COUNTED]]
     if len(chat.messages) <= _MESSAGES_COUNTED and all(isinstance(content, str) for content in contents):
         size_bytes = sum(map(len, contents))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Requests from admission to their last message, for every API that admits them.
+"""Serves requests of all APIs, from admission to their last message.
 
-Owns what all requests share: their admission, the counters, and the drain at the end of the process.
+Owns the state that requests share: the admission queue, the counters, and the drain at the end of the process.
 """
 
 import asyncio
@@ -45,30 +45,30 @@ from baton.tracing.context import TraceContext
 
 log = logging.getLogger("baton")
 
-_BYTES_PER_TOKEN = 8  # of texts that are made of tokens, with their ids
+_BYTES_PER_TOKEN = 8  # estimated size of one decoded token and its id
 
 
 class OtherWorkers(Protocol):
-    """The processes that serve as one gateway; this one is among them."""
+    """Access to the other worker processes of this gateway, and to the counters that all workers share."""
 
     @property
     def shared_counters(self) -> SharedCounters: ...
 
     def join(self, serving: "Serving") -> None:
-        """From now on, the others' questions reach it."""
+        """Lets the other workers' questions reach `serving` from now on."""
         ...
 
     async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
-        """Ends those of these requests that run on other workers; returns their ids. `client`: as in `abort_here`."""
+        """Ends these requests where they run on other workers; returns their ids. `client`: as in `abort_here`."""
         ...
 
     async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
-        """What `Serving.recent.newest` has on each of the other workers."""
+        """The result of `Serving.recent.newest` on each of the other workers."""
         ...
 
 
 class SingleWorker:
-    """A gateway of one process."""
+    """A gateway with a single process."""
 
     def __init__(self) -> None:
         self.shared_counters = SharedCounters()
@@ -87,14 +87,14 @@ class Serving:
     """Serves requests until `drain`.
 
     Args:
-        other_workers: further processes of the same gateway; counters and limits are those of all.
-        tracer: of requests; None: they are not traced.
+        other_workers: other processes of the same gateway, which share counters and limits; None: there are none.
+        tracer: traces requests; None: they are not traced.
 
     Attributes:
-        meter: counts what happens to requests.
-        metrics: shows it to Prometheus.
-        shared_counters: counts of the whole gateway.
-        recent: the last requests of this process.
+        meter: counts requests for metrics.
+        metrics: the metrics page for Prometheus.
+        shared_counters: counters of the whole gateway.
+        recent: last requests of this process.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Serving:
         self._other_workers = other_workers or SingleWorker()
         self.shared_counters = self._other_workers.shared_counters
         self.meter = RequestMeter(self.shared_counters.tally)
-        self.recent = Recent(process=self.shared_counters.own)
+        self.recent = Recent(process=self.shared_counters.row)
         self._records = RequestRecords(
             self.shared_counters, self.meter, access_log=settings.access_log, recent=self.recent, tracer=tracer
         )
-        self._running = 0  # here
+        self._running = 0  # in this process
         self._settings = settings
         self._connections = connections
         self.metrics = GatewayMetrics(self.shared_counters, model.name, connections.fleet, self._accepts)
@@ -130,7 +130,7 @@ class Serving:
 
     @property
     def running(self) -> int:
-        """Outputs of requests that run now in the whole gateway."""
+        """Number of outputs that run or wait now in the whole gateway."""
         return self.shared_counters.total(Count.RUNNING)
 
     @property
@@ -143,10 +143,10 @@ class Serving:
         return Counters.of(self.shared_counters)
 
     def check_name(self, name: str, *, to_stranger: bool = False) -> AdapterRef | None:
-        """The adapter that a client names as its model, of the revision that serves now; None: the base model.
+        """The adapter that a client names as its model, in the revision that serves now; None for the base model.
 
         Raises:
-            UnknownModel: neither has this name.
+            UnknownModel: neither the model nor an adapter has this name.
         """
         if name in ("", self.model.name):
             return None
@@ -165,25 +165,25 @@ class Serving:
         caller_trace: TraceContext | None = None,
         skip: Skip | None = None,
     ) -> None:
-        """Serves one request of the current caller (`baton.security.identity`) in the current task; `write` gets its
-        messages. Cancel the task to cancel the request.
+        """Serves one request of the current caller (`baton.security.identity`) in the current task.
 
-        The last message of each output has finish_reason, stop_reason and receipt, the very last one also usage.
+        `write` gets the messages. The last message of each output has finish_reason, stop_reason and receipt; the very
+        last message also has the usage. Cancel the task to cancel the request.
 
         Args:
-            budget_s: time until the client's deadline.
-            chat: takes the place of the message's prompt.
-            caller_trace: the client's span, the parent of the request's.
-            skip: gets, in a thread, the messages of a chat that the client has already, where it goes on after a part
-                of the answer. With it, tokens come with the last message that has anything of their text.
+            budget_s: time until the client's deadline; None: the client has none.
+            chat: used instead of the message's prompt.
+            caller_trace: the client's span, which becomes the parent of the request's span.
+            skip: gets, in a thread, the messages of a chat that the client already has when it continues a partial
+                answer. If given, tokens come with the last of the messages that contain their text.
 
         Raises:
-            BatonError: why it cannot be finished. It has the request's id.
+            BatonError: the reason why the request cannot be finished, with the request's id.
         """
         request_id = check_request_id(message.request_id)
         caller = identity.current()
         record = self._records.begin(request_id, caller.name, caller_trace)
-        record.asked(message.model, is_chat=chat is not None or message.HasField("chat"))
+        record.note_request(message.model, is_chat=chat is not None or message.HasField("chat"))
         try:
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0
@@ -195,7 +195,7 @@ class Serving:
         except BatonError as error:
             error.request_id = request_id
             record.failed(error)
-            clear_frames(error.__traceback__)  # they refer to the error, and the request would stay as a cycle
+            clear_frames(error.__traceback__)  # the frames refer to the error: a cycle would keep the request alive
             raise
         except asyncio.CancelledError as error:
             record.cancelled()
@@ -207,11 +207,10 @@ class Serving:
         record.finished()
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends running requests of the whole gateway; their callers get `Cancelled`. Several may have the same id. A
-        caller that has shown who it is ends only its own, unless it is an operator.
+        """Ends all running requests of the whole gateway with these ids; their callers get `Cancelled`.
 
-        Returns:
-            the ids that ran.
+        An authenticated caller ends only its own requests, unless it is an operator. Returns the ids of the requests
+        that were running.
         """
         wanted = list(dict.fromkeys(request_ids))
         client = identity.current().ends_only
@@ -219,7 +218,7 @@ class Serving:
         return [request_id for request_id in wanted if request_id in aborted]
 
     def abort_here(self, request_ids: Iterable[str], client: str | None = None) -> set[str]:
-        """As `abort`, in this process; only requests of this client, None: of all."""
+        """Ends requests in this process, as `abort` does; only those of `client`, or of all clients if it is None."""
         wanted, aborted = set(request_ids), set()
         for running in self._requests:
             if running.request_id in wanted and client in (None, running.client):
@@ -228,7 +227,7 @@ class Serving:
         return aborted
 
     async def recent_of_all(self, most: int, client: str | None) -> list[Shown]:
-        """The newest requests of the whole gateway that have ended; only those of this client, None: of all."""
+        """The last finished requests of the whole gateway; only those of `client`, or of all clients if it is None."""
         others = await self._other_workers.recent(most, client)
         return newest_of([self.recent.newest(most, client), *others], most)
 
@@ -236,7 +235,7 @@ class Serving:
         return not self._draining and self._connections.fleet.serves()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, waits for those that run, and ends what is left with an error."""
+        """Refuses new requests, waits for running ones, and after the grace period ends the rest with an error."""
         self._draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -250,7 +249,7 @@ class Serving:
         """Tokenizes in a thread, so that a long text delays no other request's tokens.
 
         Args:
-            is_request: the client asked for no more than that, so it counts as one of its requests.
+            is_request: whether the client asked only for this, so that it counts as one of its requests.
 
         Raises:
             InvalidRequest: the text is longer than any prompt.
@@ -303,7 +302,7 @@ class Serving:
             asked = self._admission_queue.ask(prepared.request, outputs, client, has_deadline=has_deadline)
             try:
                 try:
-                    # A client that lost its gateway goes on at once: to lose tokens is worse than to be late.
+                    # A client that continues an answer is not queued: losing its tokens is worse than being late.
                     await running.until(None if prepared.request.output else self._admission_queue.offer(asked))
                 finally:
                     self._admission_queue.withdraw(asked)
@@ -317,10 +316,11 @@ class Serving:
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[RunningRequest]:
-        """Counts a running request, each of its outputs as one.
+        """Counts each output of the request as running inside the block.
 
         Raises:
-            Draining, Overloaded: it may not run.
+            Draining: the gateway is draining.
+            Overloaded: the request may not run.
         """
         if self._draining:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)

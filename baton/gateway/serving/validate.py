@@ -1,4 +1,4 @@
-"""Checks everything that a client can get wrong in a request, before any node receives it."""
+"""Validates a client's request before any node receives it."""
 
 import re
 import secrets
@@ -23,15 +23,15 @@ _OUTPUTS_MAX = 128
 _REVISION = re.compile(r"(?P<weights>[0-9a-f]{12})(?:\+(?P<adapter>[0-9a-f]{1,64}))?")
 _REVISION_SHOWN = 40
 
-# Control characters and the line ends of Unicode: in an id they would forge log lines.
-_NOT_IN_IDS = frozenset(("Cc", "Zl", "Zp"))
+# Unicode categories of control characters and line ends, which could forge log lines.
+_FORBIDDEN_IN_IDS = frozenset(("Cc", "Zl", "Zp"))
 
 
 def check_request_id(request_id: str) -> str:
-    """The id, or one drawn where the client gave none.
+    """Returns the id, or a random one if the client gave none.
 
     Raises:
-        InvalidRequest: it is too long or has control characters.
+        InvalidRequest: the id is too long or has control characters.
     """
     if not request_id:
         return f"req-{uuid.uuid4().hex}"
@@ -39,17 +39,17 @@ def check_request_id(request_id: str) -> str:
     allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8 without control characters",)
     if size > _REQUEST_ID_BYTES_MAX:
         raise InvalidRequest(f"request_id has {size} bytes", field="request_id", value=size, allowed=allowed)
-    if not request_id.isprintable() and any(unicodedata.category(each) in _NOT_IN_IDS for each in request_id):
+    if not request_id.isprintable() and any(unicodedata.category(each) in _FORBIDDEN_IN_IDS for each in request_id):
         value = ascii(request_id)
         raise InvalidRequest("request_id has a control character", field="request_id", value=value, allowed=allowed)
     return request_id
 
 
 def check_session_id(session_id: str) -> str:
-    """Checks the length of a session's id.
+    """Returns the session id after checking its length.
 
     Raises:
-        InvalidRequest: it is too long.
+        InvalidRequest: the id is too long.
     """
     size = len(session_id.encode())
     if size > _REQUEST_ID_BYTES_MAX:
@@ -59,14 +59,14 @@ def check_session_id(session_id: str) -> str:
 
 
 def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[str, AdapterRef | None]:
-    """The revision of the weights, and the adapter in the revision, that gave a client a part of its answer.
+    """Splits the revision of a partial answer into the revision of the weights and the adapter with its revision.
 
     Args:
-        revision: as `baton.rpc.revisions.answer_revision` gave it; empty: the client has no part.
-        adapter: that the request names as its model, of the revision that serves now; None: the base model.
+        revision: result of `baton.rpc.revisions.answer_revision`; empty: the client has no part of an answer.
+        adapter: adapter that the request names as its model, in the revision that serves now; None: the base model.
 
     Raises:
-        InvalidRequest: it is none, or not one of this model.
+        InvalidRequest: the revision is malformed, or does not belong to this model.
     """
     if not revision:
         return "", adapter
@@ -80,13 +80,13 @@ def check_revision(revision: str, adapter: AdapterRef | None = None) -> tuple[st
 
 
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
-    """Checks how many outputs a request wants, and how many are drawn for them.
+    """Returns how many outputs to sample and to return for the request's `n` and `best_of`.
 
     Args:
-        max_outputs: how many requests the gateway runs at once.
+        max_outputs: maximum number of concurrent requests of the gateway.
 
     Raises:
-        InvalidRequest: there are too many outputs, or fewer are drawn than returned.
+        InvalidRequest: there are too many outputs, or `best_of` is less than `n`.
     """
     limit = min(_OUTPUTS_MAX, max_outputs)
     n = request.n or 1
@@ -98,13 +98,13 @@ def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
 
 
 def check_lengths(given: object, names: Mapping[str, SamplingField]) -> None:
-    """Refuses long lists of a message before anything reads them.
+    """Refuses long lists in a message before anything else reads them.
 
     Args:
-        names: what the message calls the sampling parameters.
+        names: the sampling parameters by their names in the message.
 
     Raises:
-        InvalidRequest: names the list.
+        InvalidRequest: a list is too long.
     """
     for name, field in names.items():
         if field.items_max is not None and (count := len(getattr(given, name))) > field.items_max:
@@ -115,14 +115,15 @@ def check_lengths(given: object, names: Mapping[str, SamplingField]) -> None:
 def check_sampling(
     message: common_pb2.SamplingParams, model: ServedModel, *, max_tokens: int | None = None
 ) -> ResolvedSampling:
-    """What the client set, then what the model's files say, then the neutral defaults. A random seed is drawn where
-    the client gave none, so that any node can continue.
+    """Resolves sampling parameters: the client's values, then those of the model's files, then the defaults.
+
+    A random seed is drawn if the client gave none, so that any node can continue the output.
 
     Args:
-        max_tokens: the limit where neither the client nor the model's files give one; None: the neutral default.
+        max_tokens: limit if neither the client nor the model's files set one; None: the default.
 
     Raises:
-        InvalidRequest: names the field, its value, and what is allowed.
+        InvalidRequest: a value is not allowed.
     """
     check_lengths(message, SAMPLING_FIELDS)
     given = sampling_from_proto(message)
@@ -135,7 +136,7 @@ def check_sampling(
 
 
 def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field: str) -> None:
-    """Refuses what is not worth tokenizing.
+    """Refuses a text that cannot fit into a context, before it is tokenized.
 
     Raises:
         ContextOverflow: the text has more bytes than the longest tokens of a whole context.
@@ -149,10 +150,10 @@ def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field:
 
 
 def check_truncation(request: pb.GenerateRequest) -> int | None:
-    """How many of the prompt's last tokens to keep; None: all.
+    """Returns how many of the prompt's last tokens to keep, or None to keep all.
 
     Raises:
-        InvalidRequest: none would be left.
+        InvalidRequest: no token would be left.
     """
     if not request.HasField("truncate_prompt_tokens"):
         return None
@@ -166,7 +167,7 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
     """Checks a prompt's tokens.
 
     Raises:
-        InvalidRequest: the prompt is empty, too long, or has token ids that the model does not know.
+        InvalidRequest: the prompt is empty, too long, or has unknown token ids.
     """
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
@@ -178,7 +179,7 @@ def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_toke
     """Checks that a prompt leaves room for an output.
 
     Raises:
-        ContextOverflow: so many tokens leave no room for an output.
+        ContextOverflow: the prompt fills the context.
     """
     if num_tokens >= max_context_tokens:
         cure = too_long_cure(model, max_context_tokens=max_context_tokens)
@@ -186,7 +187,7 @@ def check_prompt_length(num_tokens: int, model: ServedModel, *, max_context_toke
 
 
 def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
-    """What to do about a prompt that is too long for the nodes."""
+    """The cure in the error of a prompt that is too long for the nodes."""
     if max_context_tokens >= model.max_context_tokens:
         return "shorten it"
     return (
@@ -198,48 +199,49 @@ def too_long_cure(model: ServedModel, *, max_context_tokens: int) -> str:
 def check_output(
     request: pb.GenerateRequest, sampling: ResolvedSampling, model: ServedModel, *, prompt_tokens: int, max_tokens: int
 ) -> tuple[int, ...]:
-    """The tokens that the client has already.
+    """Returns the output tokens that the client already has.
 
     Args:
-        max_tokens: of prompt and output together.
+        max_tokens: limit for prompt and output together.
 
     Raises:
-        InvalidRequest: the answer cannot go on after them.
+        InvalidRequest: the answer cannot continue after these tokens.
     """
     field, output = "output_token_ids", request.output_token_ids
     if not output:
         return ()
     if max(request.n, request.best_of) > 1:
         cure = "ask for one output, or for all of them from their beginning"
-        raise InvalidRequest(
-            f"{field} are those of one output, and n or best_of asks for several", field=field, cure=cure
-        )
+        raise InvalidRequest(f"{field} continues one output, but n or best_of asks for several", field=field, cure=cure)
     if not sampling.greedy and not request.sampling.HasField("seed"):
-        cure = "give the seed with which the tokens were drawn"
-        raise InvalidRequest(f"{field} go on from a draw whose seed is missing", field=field, cure=cure)
-    most = min(sampling.max_tokens, max_tokens - prompt_tokens)
-    if len(output) > most:
-        message, allowed = f"{field} has {len(output)} tokens", (f"up to {most}",)
+        cure = "give the seed with which the tokens were sampled"
+        raise InvalidRequest(f"{field} was sampled, but the seed is missing", field=field, cure=cure)
+    limit = min(sampling.max_tokens, max_tokens - prompt_tokens)
+    if len(output) > limit:
+        message, allowed = f"{field} has {len(output)} tokens", (f"up to {limit}",)
         raise InvalidRequest(message, field=field, value=len(output), allowed=allowed)
     model.check_token_ids(field, list(output))
     return tuple(output)
 
 
-def end_of(output: Sequence[int], sampling: ResolvedSampling, model: ServedModel, *, most: int) -> OutputEnd | None:
-    """How the output ends with its last token, by the rules of `baton.engine.scheduling.state`, which know no stop
-    strings; None: more tokens are due.
+def end_of(
+    output: Sequence[int], sampling: ResolvedSampling, model: ServedModel, *, max_output: int
+) -> OutputEnd | None:
+    """The end of an output that is complete with its last token; None if more tokens are due.
+
+    The rules are those of `baton.engine.scheduling.state`, without stop strings.
 
     Args:
-        most: tokens that the output may have.
+        max_output: maximum number of output tokens.
     """
     if not output:
         return None
     last = output[-1]
-    own, eos = last in sampling.stop_token_ids, last in model.eos_token_ids
-    ends = eos and not sampling.ignore_eos
-    if (eos and sampling.grammar is not None) or ((own or ends) and len(output) > sampling.min_tokens):
-        return OutputEnd(common_pb2.FINISH_REASON_STOP, str(last) if own and not ends else "")
-    return OutputEnd(common_pb2.FINISH_REASON_LENGTH, "") if len(output) >= most else None
+    is_stop, is_eos = last in sampling.stop_token_ids, last in model.eos_token_ids
+    ends = is_eos and not sampling.ignore_eos
+    if (is_eos and sampling.grammar is not None) or ((is_stop or ends) and len(output) > sampling.min_tokens):
+        return OutputEnd(common_pb2.FINISH_REASON_STOP, str(last) if is_stop and not ends else "")
+    return OutputEnd(common_pb2.FINISH_REASON_LENGTH, "") if len(output) >= max_output else None
 
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
@@ -254,7 +256,7 @@ def check_prompt_given(request: pb.GenerateRequest) -> None:
         raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids", "chat"), cure=cure)
     if given == "chat":
         return
-    # NOTE: a tokenizer may turn no text into a token; a client that sends no text has made a mistake all the same.
+    # NOTE: a tokenizer may make a token of an empty text, but an empty text is still the client's mistake.
     if not (request.text if given == "text" else request.token_ids.ids):
         raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")
 

@@ -82,7 +82,7 @@ def test_after_nodes_came_or_went_or_switched_there_is_a_pause() -> None:
 
 def test_a_node_goes_back_to_the_role_of_its_list_before_others_leave_theirs() -> None:
     loads = cluster(3.0, 0.0, decodes=3)
-    loads[-1] = replace(loads[-1], at_home=False)
+    loads[-1] = replace(loads[-1], in_listed_role=False)
     (first, *_) = run(Balance(RULES), loads, start=0, stop=200)
     assert first[1].address == "d3"
 
@@ -105,5 +105,5 @@ def test_the_load_of_a_node_is_its_backlog_and_what_it_decodes() -> None:
     first, second = loads_of(fleet.nodes(), RULES)
     assert [first.need, first.used] == pytest.approx([0.5, 1.0])
     assert [second.need, second.used] == pytest.approx([1.0, 2.0])
-    assert first.at_home
-    assert second.at_home
+    assert first.in_listed_role
+    assert second.in_listed_role

@@ -60,7 +60,7 @@ class Strange:
         self.open += 1
         self.total += 1
         self.most_open = max(self.most_open, self.open)
-        if self.total > connect_pace._TURNS + 8:
+        if self.total > connect_pace._SLOTS + 8:
             self.enough.set()
         try:
             await self._talk(reader, writer)
@@ -98,12 +98,12 @@ async def test_few_connections_are_open_to_addresses_that_do_not_answer(
         async with watching(server.sockets[0].getsockname()[1]):
             await asyncio.wait_for(strange.enough.wait(), BOUND_S)
         # gRPC makes a new connection for one that was lost, which lasts for up to 2 s after its channel is closed.
-        assert strange.most_open <= 2 * connect_pace._TURNS
+        assert strange.most_open <= 2 * connect_pace._SLOTS
 
 
 async def test_an_address_that_has_answered_does_not_wait_for_its_turn() -> None:
     pace = ConnectPace()
-    async with AsyncTurns(pace, connect_pace._TURNS):
+    async with AsyncTurns(pace, connect_pace._SLOTS):
         async with pace.turn(answered=True):
             pass
         waiting = asyncio.create_task(AsyncTurns(pace, 1).__aenter__())
@@ -128,9 +128,9 @@ class AsyncTurns:
 
 
 async def test_a_turn_that_failed_is_taken_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect_pace, "_REST_S", 0.0)
+    monkeypatch.setattr(connect_pace, "_SLOT_REST_S", 0.0)
     pace = ConnectPace()
-    for _ in range(3 * connect_pace._TURNS):
+    for _ in range(3 * connect_pace._SLOTS):
         with pytest.raises(OSError, match="refused"):
             async with pace.turn(answered=False):
                 raise OSError("refused")

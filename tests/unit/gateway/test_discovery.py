@@ -142,7 +142,7 @@ async def test_too_many_addresses_in_all_places_are_refused_with_a_line(
     for _ in range(2):
         assert len(await directory.look_up()) == ADDRESSES_MAX - 1
     assert len(caplog.records) == 1
-    assert "4097 addresses are listed, of at most 4096: the last 4095 stay" in caplog.text
+    assert "4097 addresses are listed, but at most 4096 are allowed: the last 4095 stay" in caplog.text
 
 
 def test_too_many_addresses_in_a_setting_are_refused() -> None:

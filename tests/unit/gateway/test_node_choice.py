@@ -124,9 +124,9 @@ def test_a_new_request_waits_while_a_node_is_reached_for_the_first_time() -> Non
 def test_a_silent_node_is_not_chosen_until_the_fleet_is_current() -> None:
     fleet = SmallFleet(0, 1)
     choice = NodeChoice(rules(), fleet)
-    choice.losing(fleet.decodes["d1"])
+    choice.mark_silent(fleet.decodes["d1"])
     assert decode_node(choice, begun=True) is None
-    choice.fleet_is_current()
+    choice.clear_silent()
     assert decode_node(choice, begun=True) is fleet.decodes["d1"]
 
 

@@ -153,7 +153,7 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
     assert client_of_node is not None
     session = client_of_node.session()
     async with asyncio.timeout(BOUND_S):
-        while session.num_held:  # noqa: ASYNC110 (nothing signals it)
+        while session.num_unreleased:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)
     client.reads.set()
     await asyncio.wait_for(request, BOUND_S)

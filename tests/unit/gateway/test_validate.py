@@ -217,9 +217,9 @@ def test_an_answer_goes_on_after_the_tokens_that_the_client_has(model: ServedMod
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (continuation(n=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "of one output"),
-        (continuation(best_of=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "of one output"),
-        (continuation(sampling=common_pb2.SamplingParams(temperature=1.0)), "whose seed is missing"),
+        (continuation(n=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "continues one output"),
+        (continuation(best_of=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "continues one output"),
+        (continuation(sampling=common_pb2.SamplingParams(temperature=1.0)), "the seed is missing"),
         (
             continuation(sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=2)),
             "has 3 tokens; allowed: up to 2",
@@ -261,8 +261,8 @@ def test_tokens_that_the_client_has_may_be_the_whole_output(
     model: ServedModel, last: int | str, sampling: ResolvedSampling, end: OutputEnd | None
 ) -> None:
     token_id = model.eos_token_ids[0] if isinstance(last, str) else last
-    assert end_of([5, 6, token_id], sampling, model, most=min(sampling.max_tokens, 14)) == end
+    assert end_of([5, 6, token_id], sampling, model, max_output=min(sampling.max_tokens, 14)) == end
 
 
 def test_without_tokens_no_output_has_ended(model: ServedModel) -> None:
-    assert end_of([], ResolvedSampling(), model, most=14) is None
+    assert end_of([], ResolvedSampling(), model, max_output=14) is None

@@ -1,8 +1,7 @@
-"""Where nodes are, from a setting such as `--decode`: addresses, names, files, and Services of Kubernetes.
+"""Finds nodes from a setting such as `--decode`: addresses, names, files, and Kubernetes Services.
 
-sources           the setting's text, as places
-directory         the addresses of all places of one setting, now
-address_file      a list in a file
-endpoint_slices   what the slices of a Service say. Pure
-cluster           reads and watches them
+sources           parses the setting into places
+directory         resolves all places of one setting to addresses
+endpoint_slices   the addresses in the EndpointSlices of a Service. Pure
+cluster           reads and watches EndpointSlices
 """

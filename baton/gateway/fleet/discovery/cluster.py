@@ -1,7 +1,7 @@
-"""Reads and watches the EndpointSlices of Services, with the Kubernetes project's own client.
+"""Reads and watches the EndpointSlices of Services with the Kubernetes project's client.
 
-A pod uses its service account, which needs `list` and `watch` on endpointslices; elsewhere KUBECONFIG says where the
-cluster is. The client is imported at the first use: it is an optional package, and costs 45 MiB.
+A pod uses its service account, which needs `list` and `watch` on endpointslices; outside a pod, KUBECONFIG locates the
+cluster. The client is an optional package that takes 45 MiB, so it is imported at the first use.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.gateway.fleet.discovery.sources import ServicePort
 
 log = logging.getLogger("baton")
 
-# A watch is begun again after that time, from where it ended: a connection that died in silence costs no more.
+# A watch ends after this time and continues in a new call, so a silently broken connection is unnoticed for no longer.
 _WATCH_S = 120
 _ANSWER_S = 15.0
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.5, 30.0
@@ -29,7 +29,7 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _GONE = 410
 _CURES = {
-    401: "the token is not valid any more",
+    401: "the token is no longer valid",
     403: "the service account may not list and watch endpointslices: see deploy/kustomize/components/endpoint-slices",
 }
 
@@ -38,7 +38,7 @@ class _Ended(Exception):
     """The API server ended or refused a list or a watch.
 
     Attributes:
-        code: of HTTP or of the Status object.
+        code: status code of the HTTP response or of the Status object.
     """
 
     def __init__(self, code: int, message: str) -> None:
@@ -58,20 +58,20 @@ class ServiceWatch:
         self._on_change = on_change
         self._slices = EndpointSlices(place.port)
         self._addresses: frozenset[str] = frozenset()
-        self._complained = ""
+        self._last_error = ""
         self._api: Any = None
         self._namespace = place.namespace
 
     @property
     def addresses(self) -> frozenset[str]:
-        """The last ones that are known; an API server that cannot be reached changes none."""
+        """The last known addresses; they stay while the API server is unreachable."""
         return self._addresses
 
     async def connect(self) -> None:
-        """Makes a client; reads nothing yet.
+        """Creates the API client without sending a request.
 
         Raises:
-            ConfigError: the client is not installed, or nothing says where the cluster is.
+            ConfigError: the client package is not installed, or no cluster is configured.
         """
         self._api, self._namespace = await _connect(self._place)
 
@@ -85,19 +85,19 @@ class ServiceWatch:
         while True:
             try:
                 version = await self._list()
-                self._complain("")
+                self._report_error("")
                 while True:
                     version = await self._watch(version)
                     pause_s = _PAUSE_S_MIN
-            except Exception as error:  # noqa: BLE001 (whatever the client raises, nodes stay as they were)
+            except Exception as error:  # noqa: BLE001 (the addresses stay, whichever error the client raises)
                 gone = isinstance(error, _Ended) and error.code == _GONE
-                if not gone:  # else the version is too old to go on from, and the list has a new one
-                    self._complain(_explain(error))
+                if not gone:  # else the version is too old to continue from, and the next list returns a new one
+                    self._report_error(_explain(error))
             await asyncio.sleep(pause_s * (1 + random.random()) / 2)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     async def _list(self) -> str:
-        """Reads all slices; returns the version from which to watch."""
+        """Reads all slices; returns the version from which `_watch` continues."""
         response = await self._ask(_ANSWER_S)
         try:
             listed = orjson.loads(await response.read())
@@ -108,7 +108,7 @@ class ServiceWatch:
         return str(listed["metadata"]["resourceVersion"])
 
     async def _watch(self, version: str) -> str:
-        """Follows the changes until the server ends the watch; returns the version from which to go on."""
+        """Follows changes until the server ends the watch; returns the version from which the next one continues."""
         response = await self._ask(
             _WATCH_S + _ANSWER_S,
             watch=True,
@@ -148,17 +148,17 @@ class ServiceWatch:
             self._addresses = addresses
             self._on_change()
 
-    def _complain(self, text: str) -> None:
-        """Logs a new reason once, and the end of the last one."""
-        if text and text != self._complained:
+    def _report_error(self, text: str) -> None:
+        """Logs an error when it changes, and once when it is over (`text` is empty)."""
+        if text and text != self._last_error:
             log.warning("%s: %s; its last %d addresses stay", self._place, text, len(self._addresses))
-        elif self._complained and not text:
-            log.info("%s: is read again", self._place)
-        self._complained = text
+        elif self._last_error and not text:
+            log.info("%s: readable again", self._place)
+        self._last_error = text
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Complete lines. A slice of 1,000 endpoints is a line of several hundred KB."""
+    """Yields complete lines. A slice of 1,000 endpoints is a line of several hundred KB."""
     rest = bytearray()
     async for chunk in chunks:
         rest += chunk
@@ -184,10 +184,10 @@ def _own_namespace() -> str:
 
 
 async def _connect(place: ServicePort) -> tuple[Any, str]:
-    """A client of the API group, and the namespace.
+    """Returns a client of the API group and the Service's namespace.
 
     Raises:
-        ConfigError: as `ServiceWatch.connect`.
+        ConfigError: the client package is not installed, or no cluster is configured.
     """
     try:
         from kubernetes.aio import client, config

@@ -1,6 +1,7 @@
-"""The addresses of all places of one setting, now: names are resolved and files read at each look-up, Services watched.
+"""The current addresses of one setting's places: each look-up resolves names and reads files; Services are watched.
 
-A place that cannot be read keeps its last addresses, and so do all of them where they list more than `ADDRESSES_MAX`.
+A place that cannot be read keeps its last addresses. If all places together list more than `ADDRESSES_MAX`, all keep
+their last addresses.
 """
 
 import asyncio
@@ -24,15 +25,14 @@ _BYTES_MAX = 1 << 20
 log = logging.getLogger("baton")
 
 _RESOLVE_AT_ONCE = 16
-_RESOLVE_S = 2.0  # for which a look-up waits for names
+_RESOLVE_S = 2.0  # time for which a look-up waits for names
 
 
 class Directory:
     """The addresses of one role's nodes. An async context manager: inside it, Services are watched.
 
     Args:
-        on_change: called when a watched Service has changed, or a slow name is resolved, so that the next look-up need
-            not wait.
+        on_change: called when a watched Service has changed or a slow name has been resolved; look up again then.
     """
 
     def __init__(self, places: Sequence[Place], on_change: Callable[[], None] = lambda: None) -> None:
@@ -40,9 +40,9 @@ class Directory:
         self._files = [AddressFile(place) for place in places if isinstance(place, ListFile)]
         self._services = [ServiceWatch(place, on_change) for place in places if isinstance(place, ServicePort)]
         self._on_change = on_change
-        self._last: dict[ListenAddress, frozenset[str]] = {}  # of names
+        self._last: dict[ListenAddress, frozenset[str]] = {}  # last addresses of each name
         self._resolving: dict[ListenAddress, asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(_RESOLVE_AT_ONCE)
+        self._resolver_slots = asyncio.Semaphore(_RESOLVE_AT_ONCE)
         self._all: frozenset[str] = frozenset()
         self._too_many = False
         self._watching: list[asyncio.Task[None]] = []
@@ -51,7 +51,7 @@ class Directory:
         """Begins to watch the Services.
 
         Raises:
-            ConfigError: a Service is listed, and no cluster or no client for it is there.
+            ConfigError: a Service is listed, but no cluster is configured or the client package is not installed.
         """
         for each in self._services:
             await each.connect()
@@ -69,7 +69,7 @@ class Directory:
             await each.close()
 
     async def look_up(self) -> frozenset[str]:
-        """All addresses of all places, after some seconds at most: of names that take longer, the last ones."""
+        """All addresses of all places. Names that take longer than `_RESOLVE_S` contribute their last addresses."""
         listed = dict.fromkeys([*self._addresses, *(address for file in self._files for address in file.read())])
         literal = {address for address in listed if _is_literal(address.host)}
         await self._resolve([address for address in listed if address not in literal])
@@ -80,14 +80,15 @@ class Directory:
         too_many = len(found) > ADDRESSES_MAX
         if too_many and not self._too_many:
             log.warning(
-                "%d addresses are listed, of at most %d: the last %d stay", len(found), ADDRESSES_MAX, len(self._all)
-            )
+                "%d addresses are listed, but at most %d are allowed: the last %d stay",
+                len(found), ADDRESSES_MAX, len(self._all),
+            )  # fmt: skip
         self._too_many = too_many
         self._all = self._all if too_many else found
         return self._all
 
     async def _resolve(self, names: Sequence[ListenAddress]) -> None:
-        """Resolves the names, and waits for it for a bounded time; those that take longer go on."""
+        """Resolves the names and waits at most `_RESOLVE_S`; slower look-ups continue in the background."""
         for gone in self._last.keys() - names:
             del self._last[gone]
         tasks = []
@@ -104,7 +105,7 @@ class Directory:
 
     async def _resolve_one(self, address: ListenAddress) -> None:
         try:
-            async with self._turns:
+            async with self._resolver_slots:
                 self._last[address] = await _addresses_of(address)
         except OSError as error:
             if address not in self._last:
@@ -115,10 +116,10 @@ class Directory:
 
 
 async def _addresses_of(name: ListenAddress) -> frozenset[str]:
-    """Resolves a name to addresses with its port, in a thread of its own.
+    """Resolves a name, in a separate thread, to addresses with its port.
 
     Raises:
-        OSError: the name has none.
+        OSError: the name has no address.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[Any] | OSError] = loop.create_future()
@@ -136,12 +137,12 @@ async def _addresses_of(name: ListenAddress) -> frozenset[str]:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(take, found)
 
-    # NOTE: a process waits at its end for the threads of pools, and a resolver may take minutes.
+    # NOTE: not in a thread pool: a process waits for pool threads when it exits, and a resolver may take minutes.
     threading.Thread(target=ask, name=f"resolve {name.host}", daemon=True).start()
     answers = await answer
     if isinstance(answers, OSError):
         raise answers
-    # NOTE: a node that has addresses of both families must not count twice.
+    # NOTE: only one family, because a node with addresses of both families must not count twice.
     families = {family for family, *_ in answers}
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     hosts = {str(where[0]) for its_family, _, _, _, where in answers if its_family == family}
@@ -157,7 +158,7 @@ def _is_literal(host: str) -> bool:
 
 
 class AddressFile:
-    """A file's addresses. An unreadable or malformed file keeps the last ones, with one line in the log."""
+    """The addresses in a file. An unreadable or malformed file keeps its last addresses and is logged once."""
 
     def __init__(self, place: ListFile) -> None:
         self._path = place.path
@@ -165,7 +166,7 @@ class AddressFile:
         self._last: tuple[ListenAddress, ...] = ()
 
     def read(self) -> tuple[ListenAddress, ...]:
-        """The addresses that the file has now."""
+        """Reads the file if it has changed; returns its addresses."""
         try:
             self._read_if_changed()
         except (OSError, ConfigError, UnicodeDecodeError) as error:

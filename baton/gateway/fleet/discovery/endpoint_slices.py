@@ -1,6 +1,6 @@
-"""What the EndpointSlices of one Service say: which addresses take requests. Pure: events go in, addresses come out.
+"""Collects the addresses that take requests from the EndpointSlices of one Service. Pure: events in, addresses out.
 
-Objects are those of the Kubernetes API, discovery.k8s.io/v1, as JSON. Unknown fields and forms are left aside.
+Objects are those of the Kubernetes API, discovery.k8s.io/v1, as JSON. Unknown fields and forms are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ class EndpointSlices:
     """All slices of one Service, and the addresses of one of its ports.
 
     Args:
-        port: its name in the Service, or the number that pods listen on.
+        port: the port's name in the Service, or the number that pods listen on.
     """
 
     def __init__(self, port: str | int) -> None:
@@ -23,21 +23,21 @@ class EndpointSlices:
         self._slices: dict[str, Slice] = {}  # by name
 
     def replace(self, slices: Iterable[Slice]) -> None:
-        """A new list: nothing before it counts any more."""
+        """Replaces all slices by a new list."""
         self._slices = {_name(each): each for each in slices}
 
     def apply(self, kind: str, changed: Slice) -> None:
-        """One event of a watch: ADDED, MODIFIED or DELETED; others change nothing."""
+        """Applies one event of a watch: ADDED, MODIFIED or DELETED. Other kinds are ignored."""
         if kind == "DELETED":
             self._slices.pop(_name(changed), None)
         elif kind in ("ADDED", "MODIFIED"):
             self._slices[_name(changed)] = changed
 
     def addresses(self) -> frozenset[str]:
-        """host:port of every endpoint that is ready and not about to end.
+        """host:port of every endpoint that takes new requests.
 
-        A terminating endpoint is none of them, whatever its other conditions are: it finishes what it has. A pod that
-        has addresses of both families counts once, by its IPv4 address.
+        A terminating endpoint never does, whatever its other conditions are: it only finishes its requests. If there
+        are IPv4 addresses, IPv6 addresses are left out, so a pod with both counts once.
         """
         by_family = {family: frozenset(self._of_family(family)) for family in _FAMILIES}
         return by_family["IPv4"] or by_family["IPv6"]
@@ -53,11 +53,11 @@ class EndpointSlices:
             for endpoint in each.get("endpoints") or ():
                 hosts = endpoint.get("addresses") or ()
                 if hosts and _takes_requests(endpoint.get("conditions") or {}):
-                    host = hosts[0]  # the others are the same endpoint's
+                    host = hosts[0]  # the others belong to the same endpoint
                     yield f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
 
     def _number(self, each: Slice) -> int | None:
-        """The port's number in this slice, which may differ from slice to slice; None: it has no such port."""
+        """The port's number in this slice; it may differ between slices. Returns None if the slice has no such port."""
         if isinstance(self._port, int):
             return self._port
         for port in each.get("ports") or ():
@@ -67,8 +67,10 @@ class EndpointSlices:
 
 
 def _takes_requests(conditions: Mapping[str, Any]) -> bool:
-    """An unknown condition means ready. A pod that is terminating is never ready (KEP 1672), although a Service with
-    `publishNotReadyAddresses` reports it as ready."""
+    """Whether an endpoint takes new requests. An unknown condition counts as ready.
+
+    A terminating pod is never ready (KEP 1672), although a Service with `publishNotReadyAddresses` reports it as ready.
+    """
     return conditions.get("ready") is not False and conditions.get("terminating") is not True
 
 

@@ -1,4 +1,4 @@
-"""The places that a setting names. Parsing only: nothing is resolved, read or watched here."""
+"""Parses a setting that lists nodes into places. Nothing is resolved, read or watched here."""
 
 import re
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from pathlib import Path
 from baton.core.errors import ConfigError
 from baton.rpc.server import ListenAddress
 
-# Of one setting. Each node is a connection, and a stream of statuses to every gateway.
+# Limit for one setting. Each node costs every gateway a connection and a stream of statuses.
 ADDRESSES_MAX = 4096
 
 FORMS = ("host:port", "file:///path", "k8s://namespace/service:port")
 
 _SERVICE = re.compile(r"k8s://(?P<namespace>[^/:]*)/(?P<service>[^/:]+):(?P<port>[^/:]+)")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # of namespaces, services and ports
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # form of namespaces, services and port names
 
 
 @dataclass(frozen=True)
 class ListFile:
-    """A file with addresses, one a line, that may change at any time."""
+    """A file with one address per line. It may change at any time."""
 
     path: Path
 
@@ -28,7 +28,7 @@ class ServicePort:
     """One port of a Kubernetes Service.
 
     Attributes:
-        namespace: "": the namespace of this process.
+        namespace: namespace of the Service; empty: that of this process.
         port: the port's name in the Service, or the number that its pods listen on.
     """
 
@@ -44,10 +44,10 @@ Place = ListenAddress | ListFile | ServicePort
 
 
 def parse_places(text: str, *, field: str) -> tuple[Place, ...]:
-    """The places of a comma-separated setting.
+    """Parses a comma-separated setting.
 
     Raises:
-        ConfigError: one of them has none of the forms.
+        ConfigError: a place has none of the allowed forms, or there are too many.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) > ADDRESSES_MAX:
@@ -69,7 +69,7 @@ def _parse_place(text: str, field: str) -> Place:
 def _parse_file(text: str, field: str) -> ListFile:
     path = Path(text.removeprefix("file://"))
     if not path.is_absolute() or "\0" in text:
-        cure = "give the whole path, with three slashes: file:///etc/baton/decode"
+        cure = "give an absolute path, with three slashes: file:///etc/baton/decode"
         raise ConfigError(f"{field} is {text!r}", field=field, value=text, cure=cure)
     return ListFile(path)
 
@@ -82,5 +82,5 @@ def _parse_service(text: str, field: str) -> ServicePort:
     if not port.isdigit():
         return ServicePort(namespace, service, port)
     if len(port) > 5 or not 0 < int(port) < 65536:
-        raise ConfigError(f"{field} is {text!r}, whose port is none", field=field, value=text, allowed=("1 to 65535",))
+        raise ConfigError(f"{field} is {text!r}, with a bad port", field=field, value=text, allowed=("1 to 65535",))
     return ServicePort(namespace, service, int(port))

@@ -1,1 +1,1 @@
-"""One trace per request, made at its end from the times of its events. Start with `tracer.py`."""
+"""Traces of requests, built at a request's end from the times of its events. Start with `tracer.py`."""

@@ -1,7 +1,7 @@
-"""Sends traces to a collector by OTLP over gRPC. A collector that is slow or gone costs traces, never a request.
+"""Sends traces to a collector by OTLP over gRPC. A slow or missing collector costs traces, but never a request.
 
-What waits is bounded in bytes: beyond that new traces are dropped and counted. One line says that traces are lost, one
-that they arrive again.
+The queue of traces is bounded in bytes; beyond the bound, new traces are dropped and counted. The log has one line when
+exports begin to fail and one when they work again.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from baton.tracing.environment import TraceCollector
 log = logging.getLogger("baton")
 
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-_HELD_BYTES_MAX = 16 << 20
+_QUEUE_BYTES_MAX = 16 << 20
 _BATCH_BYTES = 1 << 20
-_BATCH_S = 0.5  # how long the first trace of a batch waits for others
+_BATCH_S = 0.5  # time for which the first trace of a batch waits for others
 _CALL_TIMEOUT_S = 10.0
 _BACK_OFF_S, _BACK_OFF_MAX_S = 0.5, 15.0
 _CLOSE_TIMEOUT_S = 2.0
-_TRY_AGAIN = {
+_RETRYABLE = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -41,20 +41,20 @@ _TRY_AGAIN = {
 
 
 class Exporter:
-    """Sends what `put` is given, from `async with` to its end.
+    """Sends the traces given to `put`. An async context manager: inside it, traces are sent in the background.
 
     Args:
-        tally: counts what becomes of the traces.
+        tally: counts exported and dropped traces.
 
     Attributes:
-        dropped: traces that were lost.
+        dropped: number of dropped traces.
     """
 
     def __init__(self, collector: TraceCollector, tally: Tally) -> None:
         self._collector = collector
         self._counts = tally.counters("baton_traces_total")
-        self._held: deque[bytes] = deque()
-        self._held_bytes = 0
+        self._queue: deque[bytes] = deque()
+        self._queue_bytes = 0
         self._filled, self._closing = asyncio.Event(), asyncio.Event()
         self.dropped = 0
         self._failing = False
@@ -70,25 +70,25 @@ class Exporter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Sends what is held, within a short time."""
+        """Sends the queued traces, within a short time, and drops the rest."""
         self._closing.set()
         self._filled.set()
         await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT_S)
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        if self._held:
-            self._drop(len(self._held))
-            log.warning("%d trace(s) were not exported before the end", len(self._held))
+        if self._queue:
+            self._drop(len(self._queue))
+            log.warning("%d trace(s) were not exported before the end", len(self._queue))
         await self._channel.close()
 
     def put(self, data: bytes) -> None:
-        """Takes one encoded trace."""
-        if self._held_bytes + len(data) > _HELD_BYTES_MAX:
+        """Queues one encoded trace, or drops it if the queue is full."""
+        if self._queue_bytes + len(data) > _QUEUE_BYTES_MAX:
             self._drop(1)
             return
-        self._held.append(data)
-        self._held_bytes += len(data)
+        self._queue.append(data)
+        self._queue_bytes += len(data)
         self._filled.set()
 
     async def _run(self) -> None:
@@ -96,13 +96,13 @@ class Exporter:
         while True:
             await self._filled.wait()
             await self._pause(_BATCH_S)
-            while self._held:
+            while self._queue:
                 error = await self._send(self._batch())
                 if error is None:
                     back_off_s = _BACK_OFF_S
                     continue
                 if self._closing.is_set():
-                    return  # who closes counts what is left
+                    return  # `__aexit__` counts the remaining traces as dropped
                 await self._pause(back_off_s)
                 back_off_s = min(2 * back_off_s, _BACK_OFF_MAX_S)
             if self._closing.is_set():
@@ -110,16 +110,16 @@ class Exporter:
             self._filled.clear()
 
     async def _pause(self, seconds: float) -> None:
-        """Ends early when the exporter closes."""
+        """Waits, but ends early when the exporter closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
     def _batch(self) -> list[bytes]:
-        """The first traces that are held; they stay until they are sent."""
+        """The first traces of the queue; they stay in it until they are sent."""
         batch: list[bytes] = []
         size = 0
-        for data in self._held:
+        for data in self._queue:
             if batch and size + len(data) > _BATCH_BYTES:
                 break
             batch.append(data)
@@ -127,7 +127,7 @@ class Exporter:
         return batch
 
     async def _send(self, batch: list[bytes]) -> grpc.aio.AioRpcError | None:
-        """Sends a batch, and drops it unless it may be sent again; then returns why it was not."""
+        """Sends a batch. Returns the error if the batch must be retried; drops the batch after any other error."""
         try:
             response = await self._export(
                 b"".join(batch), timeout=_CALL_TIMEOUT_S, metadata=self._collector.headers or None
@@ -137,7 +137,7 @@ class Exporter:
                 self._failing = True
                 where, reason = self._collector.target, error.details() or error.code().name
                 log.warning("traces are not exported: the collector at %s: %s", where, reason)
-            if error.code() in _TRY_AGAIN:
+            if error.code() in _RETRYABLE:
                 return error
             self._drop(len(batch))
         else:
@@ -148,7 +148,7 @@ class Exporter:
                 self._failing = False
                 log.info("traces are exported again; %d were lost", self.dropped)
         for _ in batch:
-            self._held_bytes -= len(self._held.popleft())
+            self._queue_bytes -= len(self._queue.popleft())
         return None
 
     def _drop(self, count: int) -> None:
@@ -157,7 +157,7 @@ class Exporter:
 
 
 def _channel(collector: TraceCollector) -> grpc.aio.Channel:
-    # A collector may be far away, as a gateway may be from its clients.
+    # Proxies apply as for clients, because a collector may be outside of the cluster.
     options = [("grpc.max_reconnect_backoff_ms", 5000), *proxy_options(client_proxy(collector.target))]
     if not collector.tls:
         return grpc.aio.insecure_channel(collector.target, options=options)

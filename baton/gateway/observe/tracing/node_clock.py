@@ -1,16 +1,16 @@
-"""Places a node's times on the gateway's clock. Pure.
+"""Converts a node's times to the gateway's clock. Pure.
 
-A node reports seconds since it began with a call. It began after the gateway had sent the call, and each report reached
-the gateway after what it reports: so the beginning lies between two bounds, and their middle is taken. The error is at
-most half of what the fastest message and its answer took.
+A node reports seconds since it began a call. It began after the gateway had sent the call, and each report arrives
+after the reported event. So the beginning lies between two bounds, and the middle is used. The error is at most half of
+the fastest round trip.
 """
 
 
 class NodeClock:
-    """Of one call to one node.
+    """The node's clock for one call.
 
     Args:
-        sent_at_s: when the gateway sent it.
+        sent_at_s: time at which the gateway sent the call.
     """
 
     def __init__(self, sent_at_s: float) -> None:
@@ -18,7 +18,7 @@ class NodeClock:
         self._latest_s: float | None = None
 
     def seen(self, arrived_at_s: float, reported_s: float | None) -> None:
-        """A message has arrived with this report; None: without one, from a node that reports no times."""
+        """Records a message and its reported time. `reported_s` is None for a node that reports no times."""
         if reported_s is None:
             return
         began_s = arrived_at_s - reported_s
@@ -26,11 +26,11 @@ class NodeClock:
 
     @property
     def began_s(self) -> float:
-        """When the node began with the call; when it was sent, where nothing is known."""
+        """Estimated time at which the node began the call; without reports, the time at which it was sent."""
         if self._latest_s is None:
             return self._sent_at_s
         return max(self._sent_at_s, (self._sent_at_s + self._latest_s) / 2)
 
     def at(self, arrived_at_s: float, reported_s: float | None) -> float:
-        """When what a message reports has happened; its arrival, where the node does not say."""
+        """Estimated time of the event that a message reports; without a report, the arrival of the message."""
         return arrived_at_s if reported_s is None else min(arrived_at_s, self.began_s + reported_s)

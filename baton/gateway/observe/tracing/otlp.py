@@ -1,7 +1,7 @@
-"""Spans as OTLP has them: bytes of ExportTraceServiceRequests, which may be joined.
+"""Encodes spans for OTLP, as bytes of ExportTraceServiceRequests, which may be concatenated.
 
-OpenTelemetry's own messages are used without its SDK: that keeps each span as an object until a thread encodes it,
-which costs several times as much, and holds the interpreter while tokens wait.
+OpenTelemetry's messages are used without its SDK. The SDK keeps each span as an object until a thread encodes it, which
+costs several times as much and holds the interpreter lock while tokens wait.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _KINDS = {True: trace_pb2.Span.SPAN_KIND_SERVER, False: trace_pb2.Span.SPAN_KIND
 _ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 _TEXT_MAX = 1024  # characters of one value
 _INT_MAX = 2**63 - 1
-_FLAGS = 0x1  # sampled, by whatever rule: it is exported
+_FLAGS = 0x1  # sampled, which is true of every exported span
 _REMOTE_KNOWN, _REMOTE = 0x100, 0x200
 
 
@@ -27,7 +27,7 @@ class SpanEncoder:
     """Encodes traces.
 
     Args:
-        resource: attributes of the process that exports; nodes' spans have the node's name and role in their place.
+        resource: attributes of the exporting process; spans of nodes have the node's name and role instead.
     """
 
     def __init__(self, resource: Mapping[str, str]) -> None:
@@ -37,12 +37,13 @@ class SpanEncoder:
     def encode(
         self, trace_id: int, spans: Iterable[Span], *, unix_ns: int, at_s: float, state: str = "", remote: bool = False
     ) -> bytes:
-        """The spans of one trace.
+        """Encodes the spans of one trace.
 
         Args:
-            unix_ns, at_s: the same moment, as a time of day and on the spans' clock.
-            state: the caller's tracestate.
-            remote: the first span's parent is another process's.
+            unix_ns: the present unix time.
+            at_s: the same moment on the clock of the spans.
+            state: tracestate of the caller.
+            remote: whether the parent of the first span belongs to another process.
         """
         offset_ns = unix_ns - round(at_s * 1e9)
         trace = trace_id.to_bytes(16, "big")
@@ -71,8 +72,8 @@ class SpanEncoder:
         return found
 
 
-# Messages are made where they belong: one that is made alone and then put into another is copied, which takes longer
-# than all else here.
+# Messages are created inside their parents: adding a separate message copies it, which takes longer than all other work
+# here.
 
 
 def _add_span(

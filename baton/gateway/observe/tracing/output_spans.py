@@ -1,4 +1,4 @@
-"""The spans of one output's attempts, from its journal: a fold over what has happened. Pure."""
+"""Builds the spans of one output's attempts from its journal. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -36,17 +36,17 @@ from baton.tracing.declared import (
 )
 from baton.tracing.span import Event, Span, SpanPlace
 
-_LEFT = Failure(LOST, "the node was left")
+_LEFT = Failure(LOST, "the gateway left the node")
 
 
 @dataclass(frozen=True)
 class OutputFacts:
-    """What the journal of an output does not have.
+    """Data of an output that its journal does not have.
 
     Args:
-        end_s: when the output ended.
-        completion_tokens: of the whole output.
-        several: the request has other outputs too.
+        end_s: time at which the output ended.
+        completion_tokens: number of tokens of the whole output.
+        several: whether the request has other outputs too.
     """
 
     end_s: float
@@ -153,7 +153,7 @@ class OutputSpans:
         self._attempts[-1].calls.append(call)
 
     def _lost_call(self, now_s: float) -> CallNotes | None:
-        """The attempt's last call, after which another way is taken."""
+        """Marks the attempt's last call, if there is one, as failed and retried; returns it."""
         if not self._attempts or not self._attempts[-1].calls:
             return None
         lost = self._attempts[-1].calls[-1]
@@ -213,7 +213,7 @@ class OutputSpans:
             span.attributes[Attribute.ERROR_TYPE] = attempt.failure.reason
         local = self._facts.local_prefill
         if local is not None and not span.start_s <= local.at_s <= span.end_s:
-            local = None  # of another attempt
+            local = None  # belongs to another attempt
         if local is not None and local.chunks:
             attempt.clock.seen(local.at_s, local.chunks[-1].ended_s)
         below = [*self._reserve(attempt)]
@@ -246,7 +246,7 @@ class OutputSpans:
         return [span]
 
     def _transferred(self, attempt: _Attempt, now_s: float, message: pb.Admitted) -> tuple[list[Span], float]:
-        """Transfer and admission, and when the request was admitted."""
+        """The spans of transfer and admission, and the time at which the request was admitted."""
         clock = attempt.clock
         end_s = clock.at(now_s, _at_s(message))
         filled_s = min(end_s, clock.at(now_s, message.filled_s if message.HasField("filled_s") else None))
@@ -267,7 +267,7 @@ class OutputSpans:
         return [transfer, self._below(attempt, ADMIT.name, handed_over_s, end_s)], end_s
 
     def _prefilled_here(self, attempt: _Attempt, local: LocalPrefillDone) -> list[Span]:
-        """The prefill, and then the spans below it."""
+        """The span of a prefill on the decode node, then the spans below it."""
         clock, chunks = attempt.clock, local.chunks
         end_s = clock.at(local.at_s, chunks[-1].ended_s if chunks else None)
         computed_from_s = max(attempt.span.start_s, end_s - local.prefill_s)

@@ -1,4 +1,4 @@
-"""The spans of one Prefill call: its wait, its chunks, and what was sent meanwhile. Pure."""
+"""Builds the spans of one Prefill call: its wait, its chunks, and its transfers. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from baton.tracing.span import Span, SpanPlace
 T = TypeVar("T")
 NewId = Callable[[], int]
 
-# A prompt of many chunks gets no more spans than these; each then stands for several.
+# Maximum number of spans for the chunks of one prompt; beyond it, one span stands for several chunks.
 _SPANS_MAX = 32
 
 
 class Failure(NamedTuple):
-    """Why an attempt or a call was lost: `reason` as in metrics."""
+    """Failure of an attempt or a call. `reason` is the same as in metrics."""
 
     reason: str
     text: str
@@ -27,11 +27,11 @@ class Failure(NamedTuple):
 
 @dataclass
 class CallNotes:
-    """What is known of one call.
+    """Collected data of one call.
 
     Attributes:
-        span_id: of its span.
-        ended_at_s: at the gateway; None: it still ran.
+        span_id: id of the call's span.
+        ended_at_s: time at which the call ended at the gateway; None: it has not ended.
     """
 
     called: CallMade
@@ -55,7 +55,7 @@ class CallNotes:
         return SpanPlace(ProcessRole.PREFILL, self.called.node)
 
     def replied(self, now_s: float, reply: pb.PrefillEvent) -> None:
-        """An event of the node other than its first token."""
+        """Records an event of the node other than its first token."""
         at_s = reply.at_s if reply.HasField("at_s") else None
         self.clock.seen(now_s, at_s)
         self.parts.extend(reply.parts)
@@ -72,11 +72,11 @@ class CallNotes:
         self.parts.extend(mark.parts)
 
     def part_began_s(self) -> float:
-        """When the first KV was sent; when the node began, where it does not say."""
+        """Time at which the first KV was sent; the beginning of the call if the node does not report it."""
         return self.clock.began_s + min((part.started_s for part in self.parts), default=0.0)
 
     def spans(self, parent_id: int, end_s: float, new_id: NewId) -> list[Span]:
-        """Its own span and those below it; `end_s`: the end of a call that still ran."""
+        """The span of the call and those below it. `end_s` is the end of a call that has not ended."""
         began_s, called = self.clock.began_s, self.called
         span = Span(PREFILL.name, self.span_id, parent_id, began_s, self._end_s(end_s), self.place, links=self.links)
         span.attributes = {
@@ -127,7 +127,7 @@ class CallNotes:
 
 
 def chunk_spans(chunks: Sequence[ChunkDone], prefill: Span, start_s: float, new_id: NewId) -> list[Span]:
-    """The spans below `prefill` of what was computed from `start_s`, in its order."""
+    """The spans of chunks that were computed in order from `start_s`, below the span `prefill`."""
     spans = []
     for group in merged(chunks):
         end_s = group[-1].ended_s
@@ -143,7 +143,7 @@ def chunk_spans(chunks: Sequence[ChunkDone], prefill: Span, start_s: float, new_
 
 
 def merged(items: Sequence[T]) -> list[Sequence[T]]:
-    """The items in their order, in at most `_SPANS_MAX` groups of neighbours."""
+    """Groups the items, in order, into at most `_SPANS_MAX` groups of neighbours."""
     size = max(1, -(-len(items) // _SPANS_MAX))
     return [items[start : start + size] for start in range(0, len(items), size)]
 

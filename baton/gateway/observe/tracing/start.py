@@ -1,4 +1,4 @@
-"""The tracer of one gateway process, if traces go anywhere. Imports OpenTelemetry's messages only then."""
+"""Creates the tracer of one gateway process. Imports OpenTelemetry's messages only if traces are exported."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,13 +15,13 @@ from baton.tracing.sampling import Sampling
 async def tracing(
     settings: GatewaySettings, tally: Tally, *, instance: str, model_name: str
 ) -> AsyncIterator[Tracer | None]:
-    """Exports traces until the end of the block; None: nobody wants them.
+    """Exports traces until the end of the block; yields None if no collector is configured.
 
     Args:
-        tally: counts what becomes of them.
+        tally: counts exported and dropped traces.
 
     Raises:
-        ConfigError: the endpoint is wrong.
+        ConfigError: the endpoint is malformed.
     """
     collector = read_collector(settings.otlp_endpoint, opentelemetry_variables(), instance=instance)
     if collector is None:

@@ -1,7 +1,7 @@
-"""The traces of one gateway process: begins one with each request, and at its end decides whether it is exported.
+"""Traces the requests of one gateway process: begins a trace with each request and decides at its end on the export.
 
-The gateway makes the spans of every stage, also those of nodes, from the times that nodes report with their answers.
-So a trace is whole or not there, even when a node dies, and one process decides about it.
+The gateway makes the spans of all stages, including those on nodes, from the times that nodes report in their answers.
+So a trace is either complete or absent, even when a node dies, and one process decides.
 """
 
 import random
@@ -25,7 +25,7 @@ from baton.tracing.span import Event, Span
 
 @dataclass(frozen=True)
 class Ending:
-    """How a request ended."""
+    """The end of a request."""
 
     outcome: Outcome
     error: BatonError | None
@@ -33,8 +33,7 @@ class Ending:
 
 
 class Encoding(Protocol):
-    """Encodes a trace: `baton.gateway.observe.tracing.otlp.Encoder`, which is imported only where traces are
-    exported."""
+    """Encodes a trace: `baton.gateway.observe.tracing.otlp.SpanEncoder`, which is imported only for exports."""
 
     def encode(
         self, trace_id: int, spans: Iterable[Span], *, unix_ns: int, at_s: float, state: str = "", remote: bool = False
@@ -45,8 +44,8 @@ class Tracer:
     """Begins traces.
 
     Args:
-        model_name: of the served model.
-        put: takes each encoded trace.
+        model_name: name of the served model.
+        put: takes each encoded trace that is exported.
     """
 
     def __init__(self, sampling: Sampling, encoder: Encoding, model_name: str, put: Callable[[bytes], None]) -> None:
@@ -54,7 +53,7 @@ class Tracer:
         self.encoder = encoder
         self.model_name = model_name
         self.put = put
-        self._random = random.Random()  # of its own: a forked process must not draw its parent's ids
+        self._random = random.Random()  # seeded here, so that a forked process does not draw its parent's ids
 
     def begin(self, request_id: str, parent: TraceContext | None, now_s: float) -> "RequestTrace":
         trace_id = self._random.getrandbits(128) or 1 if parent is None else parent.trace_id
@@ -65,10 +64,10 @@ class Tracer:
 
 
 class RequestTrace:
-    """One request's trace.
+    """The trace of one request.
 
     Attributes:
-        traceparent: for nodes.
+        traceparent: traceparent for nodes.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class RequestTrace:
         self._outputs: list[tuple[Journal, RequestMachine, float]] = []
         self.traceparent = write_traceparent(trace_id, self._root.span_id, sampled=self._sampled)
 
-    def asked(self, model: str, *, is_chat: bool) -> None:
-        """What the client's message says."""
+    def note_request(self, model: str, *, is_chat: bool) -> None:
+        """Records the requested model and the kind of the request."""
         self._model = model or self._model
         self._operation = "chat" if is_chat else "text_completion"
 
@@ -103,7 +102,7 @@ class RequestTrace:
         self._outputs.append((journal, machine, now_s))
 
     def end(self, ending: Ending, now_s: float) -> None:
-        """The request has ended: exports its trace, or forgets it."""
+        """Ends the trace and exports it if the sampling rules keep it."""
         root = self._root
         retried = any(machine.retries for _, machine, _ in self._outputs)
         total_s = now_s - root.start_s

@@ -121,7 +121,7 @@ async def test_what_a_collector_refuses_is_lost_and_the_next_is_sent() -> None:
 
 
 async def test_a_slow_collector_costs_traces_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_HELD_BYTES_MAX", 10)
+    monkeypatch.setattr(export, "_QUEUE_BYTES_MAX", 10)
     receiver = Receiver()
     receiver.answers.clear()
     async with served(receiver) as collector, exporter_to(collector) as exporter:

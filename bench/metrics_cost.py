@@ -1,4 +1,4 @@
-"""What counting costs: per token at the gateway, per step on a node, and per scrape. `python -m bench.metrics_cost`.
+"""CPU time of metrics: per token at the gateway, per step on a node, and per scrape. `python -m bench.metrics_cost`.
 
 CPU time of this thread, the least of many rounds, so that other work on the machine does not count.
 """

@@ -1,4 +1,4 @@
-"""Drives a batch-invariant model token by token, so that tests compare a request's logits alone and in company."""
+"""Drives a batch-invariant model token by token, so that tests compare a request's logits alone and in a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Streams that decode while 50 long prompts arrive at once: the gaps between their tokens, before and meanwhile."""
+"""Gaps between the tokens of streams that decode, before and while 50 long prompts arrive at once."""
 
 import asyncio
 import time

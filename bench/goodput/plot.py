@@ -1,4 +1,4 @@
-"""The highest rates of a search as bars, one panel for what is held, as SVG."""
+"""The highest rates of a search as bars, one panel for each bounded latency, as SVG."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""grpcurl gets nothing but an address; everything else comes from reflection."""
+"""grpcurl needs an address and nothing else: reflection describes the rest."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
-"""Segments that are sealed with their lease's key: nobody without the key fills a lease, or costs one.
+"""Segments that are sealed with their lease's key: without the key, a sender can neither fill a lease nor fail it.
 
-A bare transport plays a stranger who knows everything but the key: the link, the sender's number, the lease's number,
-and the KV.
+A bare transport plays a forger who knows everything but the key: the link, the sender's number, the lease's number, and
+the KV.
 """
 
 from collections.abc import AsyncIterator

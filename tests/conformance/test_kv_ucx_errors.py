@@ -1,4 +1,4 @@
-"""An exception of any call of ucxx costs one pair alone: real transfers, of which one has faulty bindings."""
+"""An exception of any call of ucxx fails one pair only: real transfers, one of them with faulty bindings."""
 
 import asyncio
 import itertools

@@ -1,6 +1,6 @@
-"""Holds a node's start at one stage, in its process: first the start alone, then the whole interpreter.
+"""Pauses a node's start at one stage, in its process: first the start alone, then the whole interpreter.
 
-Kernels that compile and graphs that are captured keep the interpreter's lock for seconds; so does this.
+Compiling kernels and capturing graphs keep the interpreter's lock for seconds; so does this.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Connects that come to nothing, and prefill nodes that are killed, leave nothing in a node."""
+"""Connects that fail, and prefill nodes that are killed, leave no state in a node."""
 
 from bench.connects import AT_ONCE, REMEMBERED, Watched, endure
 from bench.mortal_peer import STEPS

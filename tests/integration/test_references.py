@@ -1,4 +1,4 @@
-"""A wrong reference to KV gives a typed error, never text, and a session that ends leaves nothing held.
+"""A wrong reference to KV gives a typed error, never text, and a session that ends keeps no blocks and no leases.
 
 These tests speak the protocol of the nodes, as a gateway does.
 """

@@ -1,4 +1,5 @@
-"""A cluster under mutual TLS whose gateway wants keys: it serves as any other, and refuses everybody else, typed."""
+"""A cluster under mutual TLS whose gateway wants keys: it serves as any other, and refuses everybody else with a typed
+error."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Runs models through the columns of the table: each cell is a real run, whose outcome no hand writes."""
+"""Runs models through the columns of the table: each cell is the outcome of a real run."""
 
 import asyncio
 import re

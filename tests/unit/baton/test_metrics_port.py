@@ -1,4 +1,4 @@
-"""The port of metrics answers one question, and outlives every other one."""
+"""The metrics port answers one kind of request, and no other kind stops it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,5 @@
-"""Frames of `baton top`, rendered from views: what they show, that they fit, and that no name in them is obeyed."""
+"""Frames of `baton top`, rendered from views: what they show, that they fit, and that no name in them controls the
+terminal."""
 
 import json
 from typing import Any

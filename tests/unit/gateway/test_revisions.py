@@ -1,4 +1,4 @@
-"""What serves at once, as a gateway shows it; and requests of which the client has a part already."""
+"""The gateway shows which revisions serve at once; and requests whose client already has a part of the answer."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Grammars are checked in a process that one of them may end: what is refused, who waits for whom, what is left."""
+"""Grammars are checked in a process that one of them may kill: what is refused, which requests wait, and what is left."""
 
 import asyncio
 import json

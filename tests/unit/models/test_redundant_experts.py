@@ -1,4 +1,5 @@
-"""Ranks with copies of experts compute the whole model's tokens, and count each expert's as the routers give them."""
+"""Ranks with copies of experts compute the whole model's tokens, and count each expert's tokens as the routers assign
+them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The hosts of one node: who belongs to it, and who is let in."""
+"""The hosts of one node: which ones belong to it, and which connections its gate accepts."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What a node's own process knows of the KV transfer of another rank."""
+"""The view that a node's first rank has of another rank's KV transfer."""
 
 import asyncio
 import socket

@@ -1,4 +1,5 @@
-"""Every RPC of every service has a row in the table, and a server lets in whom that row names, and nobody else."""
+"""Every RPC of every service has a row in the table, and a server admits the callers that the row names, and nobody
+else."""
 
 import importlib
 import pkgutil

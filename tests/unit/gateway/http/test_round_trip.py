@@ -1,5 +1,4 @@
-"""What leaves by a door comes back in by every door: calls as models write them, broken ones too, as the history of the
-next request."""
+"""Every API accepts the tool calls that any of them returned, broken ones too, as the history of the next request."""
 
 import json
 from collections.abc import Callable, Iterator

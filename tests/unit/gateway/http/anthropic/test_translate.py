@@ -1,4 +1,4 @@
-"""Requests of the Messages API as ours."""
+"""Requests of the Messages API become Baton's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests of the Responses API as ours."""
+"""Requests of the Responses API become Baton's."""
 
 from typing import Any
 

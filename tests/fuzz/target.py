@@ -1,4 +1,4 @@
-"""Fuzz targets and their oracle: an input is accepted, or refused with one of our errors, in bounded time and memory."""
+"""Fuzz targets and their oracle: an input is accepted, or refused with an error of ours, in bounded time and memory."""
 
 import hashlib
 import json

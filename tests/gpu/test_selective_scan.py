@@ -121,7 +121,7 @@ def decode_rows(count: int) -> StateRows:
 
 
 @pytest.mark.parametrize("scan", [selective_scan, selective_scan_in_torch])
-def test_decodes_in_a_graph(scan: object) -> None:
+def test_decodes_replay_in_a_graph(scan: object) -> None:
     """Replayed with other inputs over other states; the last request is new, and two rows are padding."""
     assert callable(scan)
     rows, tokens, weights = decode_rows(4), operands(6, 1, torch.bfloat16), learnt()

@@ -124,7 +124,7 @@ async def test_a_client_with_a_key_gets_the_tokens_of_the_reference(secured: Sec
     assert whole.receipt.path.value == "remote"
 
 
-async def test_the_same_over_http(secured: Secured, reference: Reference) -> None:
+async def test_a_key_opens_http_too(secured: Secured, reference: Reference) -> None:
     expected = reference.tokenizer.decode(reference.greedy(PROMPT, 12).token_ids)
     body = {"model": "llama", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     for header in ("authorization", "x-api-key"):
@@ -209,7 +209,7 @@ async def refusal(address: str, dial: Dial | None, method: str, *, wait: bool = 
     return type(from_rpc_error(caught.value))
 
 
-async def test_strangers_reach_no_node(secured: Secured, tmp_path: Path) -> None:
+async def test_unauthenticated_peers_reach_no_node(secured: Secured, tmp_path: Path) -> None:
     """Without a certificate, with one of another CA, and with one that has expired."""
     write_set(tmp_path, hosts=["127.0.0.1"], days=1)
     (tmp_path / "theirs").mkdir()

@@ -1,4 +1,4 @@
-"""Ranks whose hosts have different copies of the model are refused: a sum over parts of two models belongs to neither."""
+"""Ranks whose hosts have different copies of the model are refused: a sum over parts of two models is wrong for both."""
 
 import json
 import shutil

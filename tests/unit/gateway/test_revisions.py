@@ -198,7 +198,7 @@ def test_an_answer_ends_when_the_node_comes_back_with_other_weights() -> None:
     assert isinstance(resumed.error, NoNode)
 
 
-def test_an_answer_that_waits_in_vain_ends() -> None:
+def test_an_answer_whose_weights_do_not_return_ends() -> None:
     fleet = mixed()
     revision = fleet.decodes["d2"].revision
     fleet.lose("d2")

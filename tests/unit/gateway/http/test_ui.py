@@ -159,7 +159,7 @@ async def test_an_answer_that_is_kept_for_one_caller_is_no_other_callers() -> No
         assert (await asked_by(EVERYBODY, door.context)) == everything
 
 
-async def test_ten_thousand_requests_leave_a_bounded_number_behind() -> None:
+async def test_a_bounded_number_of_ten_thousand_requests_is_kept() -> None:
     async with open_door() as door:
         for number in range(10_000):
             door.serving.recent.add(finished("alice", f"r{number}", error="e" * 10_000))

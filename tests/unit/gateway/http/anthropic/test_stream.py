@@ -145,7 +145,7 @@ def test_blocks_start_and_stop_in_order_and_agree_with_the_whole_message(message
         (ended(length=True), "max_tokens", None),
     ],
 )
-def test_why_an_output_ended(last: pb.GenerateResponse, reason: str, sequence: str | None) -> None:
+def test_the_stop_reason_says_why_an_output_ended(last: pb.GenerateResponse, reason: str, sequence: str | None) -> None:
     answer = whole([said("x"), last])
     assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
 

@@ -194,7 +194,7 @@ def test_the_receipt_is_there_if_wanted() -> None:
     assert "baton" not in streamed(TEXT)[-1].data["response"]
 
 
-def test_an_error_ends_the_stream_with_what_was_said() -> None:
+def test_an_error_ends_the_stream_with_the_text_so_far() -> None:
     stream = ResponsesStream(response())
     written = stream.push(said("Hel")) + stream.error(Overloaded("no room", cure="try later"))
     last = checked_events(written)[-1]

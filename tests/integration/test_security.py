@@ -222,14 +222,14 @@ async def test_unauthenticated_peers_reach_no_node(secured: Secured, tmp_path: P
     Authority.read(secured.folder).for_role(Role.OPERATOR, lifetime=-DAY).write(expired, "operator")
     (expired / "ca.crt").write_bytes((secured.folder / "ca.crt").read_bytes())
     anonymous = Files(None, None, secured.folder / "ca.crt")
-    strangers = {
+    peers = {
         "without TLS": None,
         "without a certificate": Dial(Watched(anonymous.paths, lambda: read_pems(anonymous)), server_name=NODE),
         "of another CA": dial_with(tmp_path / "theirs", "operator"),
         "expired": Dial(Watched([], lambda: unchecked(expired, "operator")), server_name=NODE),
     }
     for node in (secured.prefill, secured.decode):
-        for name, dial in strangers.items():
+        for name, dial in peers.items():
             for method in ("describe", "drain"):
                 assert await refusal(node.address, dial, method, wait=False) is NoNode, name
     assert secured.decode.popen.poll() is None

@@ -146,7 +146,7 @@ def _refusal_cost(outcomes: Mapping[float, "Outcome"], cpu_s: Mapping[float, flo
 
 
 async def _beside(client: AsyncClient, http: str) -> list[Row]:
-    """The light user alone, and beside clients with many requests."""
+    """The light user alone, and next to clients with many requests."""
     alone = await _light(http)
     rows = [_light_row(alone, "alone")]
     for at_once in (_HEAVY_AT_ONCE, _OPEN_AT_ONCE):

@@ -21,9 +21,11 @@ _STREAM_TOKENS = 8192  # more than it has time for
 
 @dataclass(frozen=True)
 class Burst:
-    """Args:
-    streams: that decode all the time.
-    before_s: how long they decode before the prompts arrive.
+    """Sizes of a burst of long prompts.
+
+    Args:
+        streams: that decode all the time.
+        before_s: how long they decode before the prompts arrive.
     """
 
     streams: int

@@ -29,8 +29,10 @@ _LOGPROB_ERROR = 1e-3
 
 @dataclass(frozen=True)
 class Violation:
-    """Attributes:
-    kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "not served", "grown" or "not over".
+    """A defect that a history shows.
+
+    Attributes:
+        kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "not served", "grown" or "not over".
     """
 
     kind: str

@@ -80,10 +80,12 @@ class Member:
 
 @dataclass
 class Cluster:
-    """Attributes:
-    members: by name.
-    links: by name.
-    logs: a directory for the output of each life of each process.
+    """The processes of a run, and the links between them.
+
+    Attributes:
+        members: by name.
+        links: by name.
+        logs: a directory for the output of each life of each process.
     """
 
     processes: Processes

@@ -35,7 +35,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 4000, "extra_body": {"ignore_eos": True
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[Process, Process]]:
-    """A gateway and its decode node, behind a prefill node."""
+    """A gateway with a prefill node and a decode node."""
     with machines() as started:
         prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
         yield started.gateway([prefill], [decode]), decode

@@ -326,7 +326,7 @@ async def test_a_revoked_key_is_refused_without_a_restart(secured: Secured) -> N
 
 
 async def test_replaced_certificates_are_used_without_a_restart(secured: Secured, reference: Reference) -> None:
-    """All of them at once, from a new CA, so that whoever still used an old one would be refused."""
+    """All of them at once, from a new CA, so that a process that still used an old one would be refused."""
     async with secured.client("alice") as client:
         await client.list_models()  # with the old CA
         for name in ("ca.key", "ca.crt"):

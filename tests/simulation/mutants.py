@@ -12,7 +12,7 @@ import pytest
 from baton.client.resumption import _Given
 from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
-from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.request_table import RequestTable
 from baton.engine.scheduling.state import RequestState
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
@@ -342,10 +342,10 @@ def _mixes_calls_and_whole_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Scheduler, ended: RequestState) -> None:
-        self._blocks.give_back(ended)
+    def mutated(self: RequestTable, ended: RequestState) -> None:
+        self.blocks.give_back(ended)
 
-    patch.setattr(Scheduler, "_give_back", mutated)
+    patch.setattr(RequestTable, "_give_back", mutated)
 
 
 def _scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:

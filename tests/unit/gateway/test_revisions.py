@@ -143,7 +143,7 @@ def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
 
 
 class Resumed(Served):
-    """A request of which its client has a part, of this revision, perhaps with tokens to go on from."""
+    """A request whose client has a part of the answer, from this revision, perhaps with tokens to continue from."""
 
     def __init__(self, fleet: SmallFleet, revision: str, *given: int) -> None:
         super().__init__(start=False)

@@ -28,7 +28,7 @@ BENCHMARKS = (
     ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("overload", "Overload", "bench.overload"),
-    ("connects", "Connects that come to nothing, and killed prefill nodes", "bench.connects"),
+    ("connects", "Connects that fail, and killed prefill nodes", "bench.connects"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
@@ -41,7 +41,7 @@ BENCHMARKS = (
     ("goodput_chat", "Goodput of chat", "bench.goodput.chat"),
     ("goodput_long", "Goodput of long prompts", "bench.goodput.long"),
     ("goodput_trace", "A trace, served", "bench.goodput.trace"),
-    ("goodput_burst", "Streams beside a burst of long prompts", "bench.goodput.burst"),
+    ("goodput_burst", "Streams next to a burst of long prompts", "bench.goodput.burst"),
     ("routing", "The choice of prefill nodes on Mooncake's conversation trace", "bench.routing"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.

@@ -1,5 +1,5 @@
-"""Decode steps with LoRA adapters on this machine's GPU: Llama-3.1-8B's shape with random weights, every request of a
-step with an adapter of its own, against the same steps without adapters."""
+"""Decode steps on this machine's GPU in which every request has a LoRA adapter of its own, compared with steps without
+adapters. The model has Llama-3.1-8B's shape and random weights."""
 
 import gc
 import tempfile

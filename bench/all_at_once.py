@@ -1,8 +1,10 @@
-"""256 requests at once on one GPU, as nano-vllm's own benchmark has them: output tokens per second of the engine alone,
-and through a gateway and one node with default settings.
+"""Output tokens per second of 256 simultaneous requests on one GPU: of the engine alone, and through a gateway and one
+node with default settings.
+
+The workload is that of nano-vllm's own benchmark.
 
 Qwen3-8B's shape with random weights; prompts and outputs of 100 to 1,024 tokens, temperature 0.6. nano-vllm
-(GeeeekExplorer/nano-vllm, bb823b3) is the rival where it can be imported, with its own defaults and random weights too.
+(GeeeekExplorer/nano-vllm, bb823b3) is measured too if it can be imported, with its own defaults and random weights.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The least that a message costs a grpc.aio server: handlers that write the same bytes, and nothing else."""
+"""The lower bound of a grpc.aio server's cost per message: handlers that only write the same bytes."""
 
 import asyncio
 import multiprocessing

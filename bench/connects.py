@@ -1,4 +1,4 @@
-"""Connects that come to nothing, and prefill nodes that are killed: does a node grow, or remember them?
+"""Checks whether a node grows, or keeps state, after connects that fail and after prefill nodes that are killed.
 
 A decode node and a prefill node on the CPU, without TLS, so that anybody may connect. Unauthenticated peers begin pairs
 with both and are refused, abort, cancel, or give made-up addresses (`bench.unauthenticated_peers`). Then prefill nodes

@@ -1,4 +1,4 @@
-"""Thousands of small requests through one pair of node processes: does a process grow, or keep blocks or leases?
+"""Sends thousands of small requests through one pair of node processes: no process may grow, or keep blocks or leases.
 
 Every request is handed over from the prefill to the decode node. Between batches nothing runs; then every block must be
 free and no lease open, and the memory and file descriptors of each process are read. An allocator may grow once at any

@@ -1,6 +1,7 @@
-"""A gRPC client of one server-streaming method that costs little per message, so that a bench measures the server.
+"""A cheap gRPC client of one server-streaming method, so that a benchmark measures the server.
 
-It knows as much of HTTP/2 as one connection with such calls needs: it grants large windows and counts what comes.
+It implements only the part of HTTP/2 that one connection with such calls needs: it grants large windows and counts what
+arrives.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""The cost of disaggregation for a request: time to first token and between tokens, handed over against one process.
+"""The cost of disaggregation for a request: time to first token and between tokens, with a hand-over and in one
+process.
 
 Three ways to the same tokens take turns on the same machine: prefill node to decode node; the decode node alone with
 the same gateway; and an engine inside this process, without gateway and RPC.

@@ -1,4 +1,4 @@
-"""What a streamed token costs the gateway: CPU seconds of all its processes over tokens, through HTTP and through gRPC.
+"""The gateway's CPU time per streamed token, of all its processes together, through HTTP and through gRPC.
 
 A scripted decode node sends each stream one token a step. At a slow pace every token is a message of its own; at twice
 what the gateway can send, tokens merge, and the longest pause of a stream shows how fair it is. The gateway is a real

@@ -1,4 +1,4 @@
-"""What counting costs: per token at the gateway, per step on a node, and per scrape. `python -m bench.metrics_cost`.
+"""CPU time of metrics: per token at the gateway, per step on a node, and per scrape. `python -m bench.metrics_cost`.
 
 CPU time of this thread, the least of many rounds, so that other work on the machine does not count.
 """
@@ -38,13 +38,13 @@ A message of the gateway is one `observe` of the gap and one counter, in memory 
 
 
 def main() -> None:
-    board = SharedCounters.create(4)[0]
-    meter = RequestMeter(board.tally)
+    counters = SharedCounters.create(4)[0]
+    meter = RequestMeter(counters.tally)
     node = NodeMeter(ProcessRole.DECODE)
     tokens = tuple(TokenSampled(str(row), TokenOutput(1, 0), None, "") for row in range(_STEP_ROWS))
     events = StepEvents(1, 0.01, tokens=tokens)
     step_us = _cost_us(lambda: node.step(events))
-    times_ms = _scrape_ms(board)
+    times_ms = _scrape_ms(counters)
     text = _TEXT.format(
         rounds=_ROUNDS,
         calls=_CALLS,
@@ -72,12 +72,12 @@ def _round_us(call: Callable[[], None]) -> float:
     return (time.thread_time() - began) / _CALLS * 1e6
 
 
-def _scrape_ms(board: SharedCounters) -> list[float]:
+def _scrape_ms(counters: SharedCounters) -> list[float]:
     """The time of each piece of the gateway's page, of the fastest of some scrapes."""
-    exposition = Exposition(ProcessRole.GATEWAY, board.layout, "model")
+    exposition = Exposition(ProcessRole.GATEWAY, counters.layout, "model")
     found = []
     for _ in range(20):
-        pieces, took = exposition.pages(board.totals(), []), []
+        pieces, took = exposition.pages(counters.totals(), []), []
         while True:
             began = time.thread_time()
             if next(pieces, None) is None:

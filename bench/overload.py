@@ -2,12 +2,12 @@
 
 The capacity is measured first, by as many requests at once as the decode node takes. Then requests arrive at random
 times at multiples of it, each with a deadline; the best of these rounds is the peak. A light user sends one request
-after the other from an address of its own: alone, beside a client that keeps 150 requests open, and beside one that
+after the other from an address of its own: alone, next to a client that keeps 150 requests open, and next to one that
 keeps 3,000 open. Last comes a long round at ten times the capacity, with the memory of all processes.
 
-The nodes have one half of the cores, the gateway and the clients the other one, as where they run on machines of their
-own: otherwise every refusal takes from the nodes what its client and the gateway spend on it.
-`python -m bench.overload` takes about five minutes; its arguments are the seconds of a round, and of the long one.
+The nodes have one half of the cores, and the gateway and the clients the other one, as if they ran on separate
+machines. On shared cores, each refusal would slow the nodes. `python -m bench.overload` takes about five minutes; its
+arguments are the seconds of a round, and of the long one.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ def _refusal_cost(outcomes: Mapping[float, "Outcome"], cpu_s: Mapping[float, flo
 
 
 async def _beside(client: AsyncClient, http: str) -> list[Row]:
-    """The light user alone, and beside clients with many requests."""
+    """The light user alone, and next to clients with many requests."""
     alone = await _light(http)
     rows = [_light_row(alone, "alone")]
     for at_once in (_HEAVY_AT_ONCE, _OPEN_AT_ONCE):

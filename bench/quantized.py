@@ -45,12 +45,14 @@ _INT8 = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Case:
-    """Attributes:
-    base: the directory of the config.
-    fields: replace some of its fields.
-    plain: name of the case in bfloat16 to compare with.
-    most_of_plain: the largest share of that case's step at one row.
-    goal: the share of the roofline at one row and at 32.
+    """One quantized model to measure.
+
+    Attributes:
+        base: the directory of the config.
+        fields: replace some of its fields.
+        plain: name of the case in bfloat16 to compare with.
+        most_of_plain: the largest share of that case's step at one row.
+        goal: the share of the roofline at one row and at 32.
     """
 
     name: str

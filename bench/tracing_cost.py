@@ -1,4 +1,5 @@
-"""What tracing costs the gateway, per request that is exported and per one that is not: `python -m bench.tracing_cost`.
+"""The gateway's CPU time for tracing, per request that is exported and per one that is not: `python -m
+bench.tracing_cost`.
 
 CPU time of this thread, the least of many rounds, so that other work on the machine does not count.
 """

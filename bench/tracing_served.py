@@ -1,10 +1,11 @@
-"""What traces cost a gateway end to end: CPU seconds of its process per served request, with traces off, of a tenth of
-all requests, and of all.
+"""A gateway's CPU time per served request: without traces, with traces of a tenth of all requests, and with traces of
+all.
 
-Three real gateways serve the same streamed requests at the same time, from one pair of scripted nodes. So other work on
-the machine moves the figures of a round alike, and their differences little.
-What traces add does not depend on the length of the output, so it is measured with short ones, whose own cost hides
-less of it, and then compared with the cost of a request of usual length: the mean of ShareGPT's conversations, as the
+Three real gateways serve the same streamed requests at the same time, from one pair of scripted nodes, so other work on
+the machine affects all three alike.
+
+The cost of traces does not depend on the length of the output. It is measured with short outputs, whose own cost hides
+less of it. Then it is compared with the cost of a request of usual length: the mean of ShareGPT's conversations, as the
 vLLM paper has it.
 """
 

@@ -85,7 +85,13 @@ _MEANINGS = {
 
 def page(path: Path = PAGE) -> str:
     """The text of a page, with its tables made anew."""
-    tables = {
+    made = tables()
+    return _TABLE.sub(lambda found: f"{found[1]} -->\n{made[found[1]]}\n", path.read_text())
+
+
+def tables() -> Mapping[str, str]:
+    """All tables, by the names of their places."""
+    return {
         "endpoints": _endpoints(),
         "parameters": _parameters(),
         "sampling": _sampling(),
@@ -95,7 +101,6 @@ def page(path: Path = PAGE) -> str:
         "formats": _names(schema.FORMATS),
         "tag_formats": _names(tags.FORMATS),
     }
-    return _TABLE.sub(lambda found: f"{found[1]} -->\n{tables[found[1]]}\n", path.read_text())
 
 
 def _endpoints() -> str:

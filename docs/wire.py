@@ -28,19 +28,20 @@ def page() -> str:
     return f"""# Wire protocol
 
 Nodes exchange two kinds of messages: gRPC messages control what happens, and UCX messages carry KV. The [.proto
-files](../protos/baton/internal/v1/decode.proto) are the reference for every gRPC message.
-This page has the order in which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
+files](../protos/baton/internal/v1/decode.proto) are the reference for every gRPC message. This page has the order in
+which they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 
 | service | from | to | what it does |
 |---|---|---|---|
 | `Generation` | client | gateway | requests and their tokens |
+| `Operations` | operator | gateway | status of the cluster, loads of its nodes, switches of a node's role |
 | `Decode.Session` | gateway | decode node | one stream for all requests of a gateway |
 | `Prefill.Prefill` | gateway | prefill node | one call for each prompt |
 | `Prefill.Connect` | gateway | prefill node | asks it to pair with a decode node |
 | `Decode.Pair` | prefill node | decode node | one stream for as long as the pair lives |
-| `Node` | gateway, operator | node | status, drain, changes of the prefix cache |
+| `Node` | gateway, operator | node | status, drain, role, adapters, changes of the prefix cache |
 
 ## Pairing
 

@@ -1,4 +1,4 @@
-"""`--attention-table FILE`: the results of the conformance suite of attention backends, as a table.
+"""Writes the results of the conformance suite of attention backends as a table: `--attention-table FILE`.
 
 One row per setting or test, one column per backend, passed of all. Empty cells are features that a backend does not
 declare.

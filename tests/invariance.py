@@ -1,4 +1,4 @@
-"""Drives a batch-invariant model token by token, so that tests compare a request's logits alone and in company."""
+"""Drives a batch-invariant model token by token, so that tests compare a request's logits alone and in a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MAX_REQUESTS = 40
 
 @dataclass
 class Request:
-    """Tokens to compute, of which `prompt` are computed in chunks of `chunk`, the others one by one."""
+    """Tokens to compute: the first `prompt` of them in chunks of `chunk`, the others one by one."""
 
     tokens: Sequence[int]
     prompt: int
@@ -84,7 +84,7 @@ class Invariant:
 
         Args:
             others: by the step in which they come; single tokens go first, in an order drawn anew in every step.
-            seed: of that order, and of which blocks requests get.
+            seed: for that order, and for the choice of blocks.
         """
         self.cache.storage.fill_(torch.nan)
         generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """An engine that runs no step until its test allows it, so that a request stays where the test wants it.
 
-The node around it goes on: it answers, sends, receives, cancels and drains.
+The node around it continues to answer, send, receive, cancel and drain.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`python -m tests.selection quick | changed`: test files chosen by what they import, one path a line.
 
 `quick`: tests that reach neither torch nor a cluster of real processes. `changed`: tests that reach a file that differs
-from the commit named by `--since` (default: origin/main, else main, else HEAD), by git's knowledge.
+from the commit named by `--since` (default: origin/main, else main, else HEAD), as git reports it.
 """
 
 import argparse

@@ -12,11 +12,13 @@ MAX_ERROR = 1e-2
 
 @dataclass(frozen=True)
 class Work:
-    """Attributes:
-    name: such as "GQA decode".
-    size: such as "B 64, context 4096".
-    num_bytes: the least number of bytes to move.
-    num_flops: the least number of operations.
+    """The work that is measured.
+
+    Attributes:
+        name: such as "GQA decode".
+        size: such as "B 64, context 4096".
+        num_bytes: the least number of bytes to move.
+        num_flops: the least number of operations.
     """
 
     name: str

@@ -18,9 +18,11 @@ _MATMUL_SIZE = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Attributes:
-    copy_gigabytes_per_s: of a large copy, bytes read plus bytes written.
-    matmul_teraflops: of a large bfloat16 product.
+    """The limits of the machine.
+
+    Attributes:
+        copy_gigabytes_per_s: of a large copy, bytes read plus bytes written.
+        matmul_teraflops: of a large bfloat16 product.
     """
 
     copy_gigabytes_per_s: float

@@ -1,4 +1,4 @@
-"""Draws attention figures: how much of each rival ours reach, point by point. Measures nothing."""
+"""Draws attention figures: our speed as a share of each rival's, point by point. Measures nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps that hold prompts: the GPU's own time for their work, against the time of the same steps as they are served."""
+"""GPU time of steps with prompts, compared with the time of the same steps as they are served."""
 
 import math
 import time

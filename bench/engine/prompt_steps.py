@@ -1,5 +1,5 @@
-"""Steps that hold prompts, of Llama-3.1-8B's shape on this machine's GPU: served from graphs, as they are by default,
-and without graphs."""
+"""Steps with prompts, of Llama-3.1-8B's shape on this machine's GPU: served from graphs, as they are by default, and
+without graphs."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""The least that a step must read and compute. Pure arithmetic over a model's parameters and configuration."""
+"""Lower bound of what a step reads and computes. Pure arithmetic over a model's parameters and configuration."""
 
 from dataclasses import dataclass
 

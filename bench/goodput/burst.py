@@ -1,4 +1,4 @@
-"""Streams that decode while 50 long prompts arrive at once: the gaps between their tokens, before and meanwhile."""
+"""Gaps between the tokens of streams that decode, before and while 50 long prompts arrive at once."""
 
 import asyncio
 import time
@@ -21,9 +21,11 @@ _STREAM_TOKENS = 8192  # more than it has time for
 
 @dataclass(frozen=True)
 class Burst:
-    """Args:
-    streams: that decode all the time.
-    before_s: how long they decode before the prompts arrive.
+    """Sizes of a burst of long prompts.
+
+    Args:
+        streams: that decode all the time.
+        before_s: how long they decode before the prompts arrive.
     """
 
     streams: int

@@ -1,4 +1,4 @@
-"""The highest rates of a search as bars, one panel for what is held, as SVG."""
+"""The highest rates of a search as bars, one panel for each bounded latency, as SVG."""
 
 import re
 from collections import defaultdict
@@ -12,7 +12,7 @@ from bench.goodput.deployments import COLOCATED, ELASTIC, STATIC
 from bench.goodput.search import GAP, MEAN
 from bench.table import Row
 
-_NAME = re.compile(rf"goodput, TTFT \S+ ms, (?P<held>{MEAN}|{GAP}) (?P<tpot>\S+) ms")
+_NAME = re.compile(rf"goodput, TTFT \S+ ms, (?P<bound>{MEAN}|{GAP}) (?P<tpot>\S+) ms")
 _COLORS = {COLOCATED: "#8a8a8a", STATIC: "#3a5fa0", ELASTIC: "#2a7f62"}
 _TITLES = {MEAN: "mean time per token", GAP: "p99 gap of a request"}
 
@@ -24,12 +24,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         found = _NAME.fullmatch(row.name)
         if found:
             tpot_ms = float(found["tpot"])
-            rates[found["held"]][ELASTIC][tpot_ms] = row.measured
-            rates[found["held"]][row.rival][tpot_ms] = row.rival_measured or 0.0
+            rates[found["bound"]][ELASTIC][tpot_ms] = row.measured
+            rates[found["bound"]][row.rival][tpot_ms] = row.rival_measured or 0.0
     if not rates:
         return
     figure = Figure(figsize=(4.2 * len(rates), 3.6), layout="constrained")
-    for place, (held, deployments) in enumerate(rates.items()):
+    for place, (bound, deployments) in enumerate(rates.items()):
         axes = figure.add_subplot(1, len(rates), place + 1)
         width = 0.8 / len(deployments)
         for number, name in enumerate(_COLORS):
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             bars = axes.bar(lefts, [rate for _, rate in points], width, color=_COLORS[name], label=name)
             axes.bar_label(bars, fmt="%.3g", fontsize=7)
         axes.set_xticks(range(len(points)), [f"{tpot_ms:g} ms" for tpot_ms, _ in points])
-        axes.set_title(f"SLO on the {_TITLES[held]}", fontsize=9)
+        axes.set_title(f"SLO on the {_TITLES[bound]}", fontsize=9)
         axes.set_ylabel("requests/s that 90 % of requests meet")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     with rc_context({"svg.fonttype": "none"}):

@@ -25,7 +25,7 @@ from bench.goodput.deployments import (
 )
 from bench.table import Row
 
-# What is held: a bound on the mean time per token of a request, or on the 99th percentile of its own gaps.
+# The latency bound of a search: on the mean time per token of a request, or on the 99th percentile of its own gaps.
 MEAN, GAP = "mean", "p99 gap"
 
 
@@ -70,7 +70,7 @@ Start = Callable[[Machine, Callable[[str], None]], AbstractContextManager[list[D
 def _search(
     plan: Plan, machine: Machine, clients: Clients, start: Start, progress: Callable[[str], None]
 ) -> dict[tuple[str, float, str], Found]:
-    """What was found, by deployment, TPOT, and what is held."""
+    """What was found, by deployment, TPOT and latency bound."""
     prompts, outputs = PRESETS[plan.workload]
     found: dict[tuple[str, float, str], Found] = {}
     with start(machine, progress) as deployments:
@@ -99,8 +99,8 @@ def _search(
                 runs_max=plan.runs_max,
             )
             for answer in answers:
-                held = next(name for name, goal in goals.items() if goal == answer.goal)
-                found[answer.label, tpot_s, held] = answer
+                bound = next(name for name, goal in goals.items() if goal == answer.goal)
+                found[answer.label, tpot_s, bound] = answer
                 progress(f"{plan.workload} {answer.label}: {answer.rate:.3g}/s meet {answer.goal}")
     return found
 
@@ -112,12 +112,12 @@ def _shown(progress: Callable[[str], None], line: str) -> OnProgress:
 
 def _rows(plan: Plan, machine: Machine, rates: dict[tuple[str, float, str], Found]) -> Iterator[Row]:
     for tpot_s in plan.tpots_s:
-        for held in (MEAN, GAP):
-            ours = rates[ELASTIC, tpot_s, held]
-            name = f"goodput, TTFT {1e3 * plan.ttft_s:g} ms, {held} {1e3 * tpot_s:g} ms"
+        for bound in (MEAN, GAP):
+            ours = rates[ELASTIC, tpot_s, bound]
+            name = f"goodput, TTFT {1e3 * plan.ttft_s:g} ms, {bound} {1e3 * tpot_s:g} ms"
             for rival in (COLOCATED, STATIC):
-                theirs = rates[rival, tpot_s, held]
+                theirs = rates[rival, tpot_s, bound]
                 sure = "" if ours.complete and theirs.complete else ", not confirmed"
                 work = f"{plan.workload}, {machine.model}, {machine.shape}{sure}"
-                wanted = plan.wanted.get(tpot_s, 1.0) if rival == COLOCATED and held == MEAN else 1.0
+                wanted = plan.wanted.get(tpot_s, 1.0) if rival == COLOCATED and bound == MEAN else 1.0
                 yield Row(name, work, ours.rate, "requests/s", rival, theirs.rate or None, wanted)

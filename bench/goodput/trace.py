@@ -1,4 +1,5 @@
-"""A recorded trace, at a rate that the deployments can serve: latencies of each, at the same times and lengths."""
+"""Latencies of each deployment under a recorded trace, at a rate that the deployments can serve. Each gets the same
+requests at the same times."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence

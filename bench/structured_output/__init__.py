@@ -1,1 +1,1 @@
-"""What structured output costs."""
+"""Benchmarks of structured output."""

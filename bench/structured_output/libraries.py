@@ -1,4 +1,4 @@
-"""The two libraries behind one interface: llguidance, as Baton uses it, and XGrammar."""
+"""One interface to the two libraries: llguidance, as Baton uses it, and XGrammar."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What 64 constrained rows add to a decode step."""
+"""Time that 64 constrained rows add to a decode step."""
 
 import json
 from collections.abc import Iterator

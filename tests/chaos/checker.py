@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tests.chaos.history import Asked, Crashed, End, Ended, Event, Held, Measured, NotServed, Over, PeersLeft, Received
+from tests.chaos.history import (
+    Asked,
+    Crashed,
+    End,
+    Ended,
+    Event,
+    Measured,
+    NotReleased,
+    NotServed,
+    Over,
+    PeersLeft,
+    Received,
+)
 from tests.chaos.load import UNTYPED, joined
 from tests.chaos.works import Answer
 
@@ -17,8 +29,10 @@ _LOGPROB_ERROR = 1e-3
 
 @dataclass(frozen=True)
 class Violation:
-    """Attributes:
-    kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "not served", "grown" or "not over".
+    """A defect that a history shows.
+
+    Attributes:
+        kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "not served", "grown" or "not over".
     """
 
     kind: str
@@ -52,7 +66,7 @@ def check(
             case Crashed():
                 text = f"{event.process} ended with {event.code}: {event.detail}"
                 found.append(Violation("crashed", event.at_s, text))
-            case Held():
+            case NotReleased():
                 found.append(Violation("leaked", event.at_s, f"{event.process} holds {event.what}"))
             case NotServed():
                 text = f"{event.gateway} did not serve {event.work}: {event.how}"

@@ -80,10 +80,12 @@ class Member:
 
 @dataclass
 class Cluster:
-    """Attributes:
-    members: by name.
-    links: by name.
-    logs: a directory for the output of each life of each process.
+    """The processes of a run, and the links between them.
+
+    Attributes:
+        members: by name.
+        links: by name.
+        logs: a directory for the output of each life of each process.
     """
 
     processes: Processes
@@ -179,8 +181,8 @@ class Cluster:
             except grpc.aio.AioRpcError:
                 return None
 
-    async def held(self, name: str) -> str:
-        """What an idle node still holds; empty if nothing."""
+    async def not_released(self, name: str) -> str:
+        """Blocks and requests that an idle node still has; empty if there are none."""
         status = await self.status(name)
         if status is None:
             return "it does not answer"

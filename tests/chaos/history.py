@@ -112,8 +112,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Held:
-    """After the storm: a node that does not give back what it holds."""
+class NotReleased:
+    """After the storm: a node that does not release blocks or requests."""
 
     at_s: float
     process: str
@@ -162,7 +162,7 @@ Event = (
     | DiedAt
     | Crashed
     | Measured
-    | Held
+    | NotReleased
     | PeersLeft
     | NotServed
     | Calm

@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.client.client import AsyncClient
 from tests.chaos.checker import Violation, check
 from tests.chaos.cluster import Cluster, cluster, one_process
-from tests.chaos.history import Calm, End, Held, History, NotServed, Over, PeersLeft
+from tests.chaos.history import Calm, End, History, NotReleased, NotServed, Over, PeersLeft
 from tests.chaos.load import Asker, answers_of, send_load
 from tests.chaos.scenario import CLIENT, Scenario
 from tests.chaos.storm import Storm
@@ -110,8 +110,8 @@ async def _serve(asker: Asker, addresses: list[str], works: list[Work]) -> None:
 async def _judge_what_is_left(made: Cluster) -> None:
     history = made.history
     for node in made.nodes():
-        if what := await _until_empty(partial(made.held, node.name)):
-            history.add(Held(history.now_s(), node.name, what))
+        if what := await _until_empty(partial(made.not_released, node.name)):
+            history.add(NotReleased(history.now_s(), node.name, what))
     for node in made.nodes():
         if what := await _until_empty(partial(made.peers_left, node.name)):
             history.add(PeersLeft(history.now_s(), node.name, what))

@@ -1,6 +1,7 @@
-"""A light load while some processes restart again and again: do those that live through it grow?
+"""Checks that processes do not grow under a light load while others restart again and again.
 
-An allocator may grow once at any time, a leak continues: so a straight line through the later samples is judged.
+An allocator may grow once at any time, while a leak continues. So the slope of a straight line through the later
+samples is judged.
 """
 
 from collections import defaultdict

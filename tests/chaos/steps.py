@@ -27,14 +27,14 @@ class Step:
     before: bool = False
 
 
-_PEERS, _RANKED = "prefill_node.decode_peer", "kvtransfer.ranked"
+_PEER, _PEERS, _RANKED = "prefill_node.decode_peer", "prefill_node.decode_peers", "kvtransfer.ranked"
 _PREFILL = {
-    "has said hello": Step(_PEERS, "DecodePeer", "_introduce"),
+    "has said hello": Step(_PEER, "DecodePeer", "_introduce"),
     "listens": Step(_RANKED, "RankedTransfer", "listen"),
     "connects its links": Step(_RANKED, "RankedTransfer", "connect", before=True),
     "has connected its links": Step(_RANKED, "RankedTransfer", "connect"),
     "has sent the warm-up": Step(_RANKED, "RankedTransfer", "warm_up"),
-    "has paired": Step(_PEERS, "DecodePeer", "_handshake"),
+    "has paired": Step(_PEER, "DecodePeer", "_handshake"),
     "has a ticket": Step(_PEERS, "DecodePeers", "for_ticket"),
     "sends KV": Step("kvtransfer.sender", "Sender", "_post"),
     "has sent KV": Step(_RANKED, "RankedTransfer", "send"),

@@ -1,4 +1,4 @@
-"""Lets the faults of a schedule happen to a cluster, several at once, and ends them all at the end of the storm."""
+"""Injects the faults of a schedule into a cluster, several at once, and ends them all at the end of the storm."""
 
 import asyncio
 import signal

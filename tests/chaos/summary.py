@@ -1,4 +1,4 @@
-"""What many runs come to: counts, times until the cluster answered again, and the page that shows them."""
+"""Sums up many runs: counts, times until the cluster answered again, and the page that shows them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

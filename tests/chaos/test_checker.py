@@ -6,7 +6,19 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.checker import check
-from tests.chaos.history import Asked, Crashed, End, Ended, Event, Held, Measured, NotServed, Over, PeersLeft, Received
+from tests.chaos.history import (
+    Asked,
+    Crashed,
+    End,
+    Ended,
+    Event,
+    Measured,
+    NotReleased,
+    NotServed,
+    Over,
+    PeersLeft,
+    Received,
+)
 from tests.chaos.load import UNTYPED
 from tests.chaos.scenario import ALLOWED
 from tests.chaos.works import Answer
@@ -79,7 +91,7 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "an error that is not allowed": ("refused", alter(14, error="DATA_LOSS")),
     "a deadline that no client gave": ("refused", alter(15, deadline_s=None)),
     "a cluster that does not serve again": ("not served", add(NotServed(8.0, "g1", "one", "failed"))),
-    "blocks that are not free": ("leaked", add(Held(8.0, "d1", "3 leased blocks"))),
+    "blocks that are not free": ("leaked", add(NotReleased(8.0, "d1", "3 leased blocks"))),
     "a pair that is not made again": ("peers", add(PeersLeft(8.0, "p1", "d1 is not paired"))),
     "a process that ends by itself": ("crashed", add(Crashed(8.0, "d1", -6))),
     "memory that grows": ("grown", alter(-2, rss_mib=900.0)),

@@ -57,7 +57,7 @@ def command(runs_with: str, code: str, folder: Path) -> list[str]:
     if runs_with == "baton":
         return [sys.executable, "-c", code]
     if runs_with == "node":
-        # Node looks for packages beside the script.
+        # Node looks for packages next to the script.
         (folder / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
         script = folder / "client.mjs"
         script.write_text(code)

@@ -56,7 +56,7 @@ def cluster(name: str, addresses: list[str], **more: object) -> dict[str, Any]:
 
 
 def gateways(name: str, addresses: list[str]) -> dict[str, Any]:
-    """The gateways, of which requests go to those that the picker names."""
+    """The gateways; requests go to the ones that the picker names."""
     round_robin = {
         "name": "envoy.load_balancing_policies.round_robin",
         "typed_config": {"@type": f"{EXTENSIONS}.load_balancing_policies.round_robin.v3.RoundRobin"},
@@ -187,9 +187,11 @@ def until(condition: Callable[[], bool], running: "subprocess.Popen[bytes] | Non
 
 @dataclass(frozen=True)
 class Answer:
-    """Attributes:
-    served_by: which gateway Envoy sent the request to.
-    picked: the picker's answer.
+    """Envoy's answer to one request.
+
+    Attributes:
+        served_by: which gateway Envoy sent the request to.
+        picked: the picker's answer.
     """
 
     status: int

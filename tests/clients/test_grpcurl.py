@@ -1,4 +1,4 @@
-"""grpcurl gets nothing but an address; everything else comes from reflection."""
+"""grpcurl needs an address and nothing else: reflection describes the rest."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_it_lists_and_describes_every_service(grpcurl: Grpcurl) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_it_generates(grpcurl: Grpcurl) -> None:
+def test_it_generates_text(grpcurl: Grpcurl) -> None:
     body = json.dumps({"text": "The town had", "sampling": {"temperature": 0, "max_tokens": 4}})
     whole = json.loads(grpcurl("baton.v1.Generation/Complete", flags=("-d", body)).stdout)
     assert len(whole["outputs"][0]["tokens"]) == 4

@@ -1,4 +1,4 @@
-"""A thousand streams at once over HTTP: k6 gets each to its end, and the gateway keeps nothing of them."""
+"""A thousand streams at once over HTTP: k6 reads each to its end, and the gateway keeps no state of them."""
 
 import subprocess
 import threading

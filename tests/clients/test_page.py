@@ -1,6 +1,5 @@
-"""Every marked block of the pages about clients runs unchanged, with a client that nobody here wrote; those of
-docs/benchmarking.md run with `baton bench`.
-"""
+"""Every marked block of the pages about clients runs unchanged, with a client of another project; those of
+docs/benchmarking.md run with `baton bench`."""
 
 import subprocess
 from pathlib import Path

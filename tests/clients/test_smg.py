@@ -135,7 +135,7 @@ async def test_a_chat_is_answered_with_logprobs(smg: openai.AsyncOpenAI) -> None
     assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
 
 
-async def test_several_outputs_of_one_prompt(smg: openai.AsyncOpenAI) -> None:
+async def test_one_prompt_gives_several_outputs(smg: openai.AsyncOpenAI) -> None:
     answer = await smg.completions.create(model="llama", prompt=PROMPT, max_tokens=6, temperature=1, n=3)
     assert sorted(choice.index for choice in answer.choices) == [0, 1, 2]
     assert answer.usage is not None

@@ -1,4 +1,4 @@
-"""The page /ui in a browser: it shows a real cluster, sends a prompt, and asks nobody but its gateway."""
+"""The page /ui in a browser: it shows a real cluster, sends a prompt, and calls no server but its gateway."""
 
 import json
 import subprocess

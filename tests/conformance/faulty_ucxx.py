@@ -1,4 +1,4 @@
-"""ucxx's real bindings, of which one chosen call raises once, as ucxx does when a peer dies or resources run out."""
+"""ucxx's real bindings with one chosen call that raises once, as ucxx does when a peer dies or resources run out."""
 
 from typing import Any
 

@@ -114,8 +114,10 @@ class Child:
 
 @asynccontextmanager
 async def child(make: Make = make_filled) -> AsyncIterator[Child]:
-    """Args:
-    make: called in the child.
+    """One side of a transfer in a child process.
+
+    Args:
+        make: called in the child.
     """
     context = fork_server()
     ours, theirs = context.Pipe()

@@ -22,11 +22,13 @@ Step = tuple[str, Callable[[], State]]
 
 @dataclass(frozen=True)
 class Explored:
-    """Attributes:
-    states: number of different states.
-    steps: number of calls and receiver steps that were tried in them.
-    ends: number of states in which nothing more can happen.
-    longest: length of the longest path.
+    """Counts of an exploration.
+
+    Attributes:
+        states: number of different states.
+        steps: number of calls and receiver steps that were tried in them.
+        ends: number of states in which nothing more can happen.
+        longest: length of the longest path.
     """
 
     states: int
@@ -37,7 +39,7 @@ class Explored:
 
 @dataclass
 class _Seen:
-    """States as numbers of their sides, of which there are far fewer."""
+    """States, each stored as the numbers of its sides: there are far fewer sides than states."""
 
     sides: dict[Side, int] = field(default_factory=dict)
     states: set[object] = field(default_factory=set)
@@ -54,7 +56,9 @@ class _Seen:
 
 
 def explore(world: World, *, repeats: int) -> Explored:
-    """Args:
+    """Explores every state that the world can reach, and checks the invariants in each.
+
+    Args:
         repeats: how many messages may be sent twice.
 
     Raises:

@@ -61,9 +61,11 @@ LEFT_OUT: dict[type, set[str]] = {
 
 
 class State(NamedTuple):
-    """Attributes:
-    parked: messages that wait for a slot, in their order: side and number.
-    repeats: how many messages may still be sent twice.
+    """A state of the world as plain numbers.
+
+    Attributes:
+        parked: messages that wait for a slot, in their order: side and number.
+        repeats: how many messages may still be sent twice.
     """
 
     sides: tuple[Side, ...]
@@ -138,10 +140,12 @@ class World:
     # ---- states
 
     def load(self, state: State, turns: tuple[int, ...] = (), first: int = 0) -> None:
-        """Args:
-        turns: the order in which the receiver processes messages with a finished operation, numbered as sides and
+        """Puts the world into a state.
+
+        Args:
+            turns: the order in which the receiver processes messages with a finished operation, numbered as sides and
             messages are. Messages in between are unchanged.
-        first: the side whose messages are probed first.
+            first: the side whose messages are probed first.
         """
         receiver, surroundings = self.receiver, self.surroundings
         receiver._leases._leases.clear()

@@ -108,8 +108,10 @@ class WatchedBlocks:
 
 
 class LateMover:
-    """Args:
-    cpu: runs the operations.
+    """A `CpuMover` whose operations run later, as its script says.
+
+    Args:
+        cpu: runs the operations.
     """
 
     on_gpu = False

@@ -44,7 +44,7 @@ POLLS = 5
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTransfer:
     """A pair of nodes, and the script of both their movers."""
 
     script: Script
@@ -95,7 +95,7 @@ class Held:
 
 
 @asynccontextmanager
-async def holding(*kinds: str) -> AsyncIterator[Held]:
+async def holding(*kinds: str) -> AsyncIterator[HeldTransfer]:
     source, target = make_cache(GQA, KVCacheLayout.NHD, 8), make_cache(GQA, KVCacheLayout.HND, 4)
     source_blocks, blocks = scattered_blocks(source, TOKENS, 1), scattered_blocks(target, TOKENS, 2)
     plant(source, source_blocks, TOKENS)
@@ -120,7 +120,7 @@ async def holding(*kinds: str) -> AsyncIterator[Held]:
         ) as decode,
     ):
         await connect(prefill, decode)
-        yield Held(script, prefill, decode, source, source_blocks, target, blocks, events)
+        yield HeldTransfer(script, prefill, decode, source, source_blocks, target, blocks, events)
 
 
 async def result(awaitable: Awaitable[object]) -> object:

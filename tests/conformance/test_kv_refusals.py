@@ -127,7 +127,7 @@ async def test_a_right_message_is_taken(forger: Forger) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 77, -1])
-async def test_a_flipped_bit(forger: Forger, position: int) -> None:
+async def test_a_flipped_bit_is_refused(forger: Forger, position: int) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     payload[position] ^= 0x10
     await forger.send(segment, payload)
@@ -135,7 +135,7 @@ async def test_a_flipped_bit(forger: Forger, position: int) -> None:
     forger.assert_untouched()
 
 
-async def test_two_payloads_swapped(forger: Forger) -> None:
+async def test_swapped_payloads_are_refused(forger: Forger) -> None:
     (one, first), (other, second) = forger.right(0, 0, 3), forger.right(1, 3, 6)
     await forger.send(one, second)
     await forger.send(other, first)
@@ -144,28 +144,28 @@ async def test_two_payloads_swapped(forger: Forger) -> None:
     forger.assert_untouched()
 
 
-async def test_ranges_changed_on_the_way(forger: Forger) -> None:
+async def test_ranges_that_change_on_the_way_are_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, 3)
     await forger.send(replace(segment, token_start=3, token_stop=6), payload)
     await forger.assert_refused(SegmentRefusal.DIGEST)
     forger.assert_untouched()
 
 
-async def test_no_digest(forger: Forger) -> None:
+async def test_a_segment_without_a_digest_is_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(replace(segment, digest=0), payload)
     await forger.assert_refused(SegmentRefusal.DIGEST)
     forger.assert_untouched()
 
 
-async def test_a_lease_that_was_never_given(forger: Forger) -> None:
+async def test_a_lease_that_was_never_given_is_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
     await forger.assert_refused(SegmentRefusal.UNKNOWN_LEASE)
     forger.assert_untouched()
 
 
-async def test_a_tag_that_names_another_lease_than_the_trailer(forger: Forger) -> None:
+async def test_a_tag_with_another_lease_than_the_trailer_is_refused(forger: Forger) -> None:
     forger.decode.open_lease(LeaseGrant(LEASE + 1, forger.blocks, 0, TOKENS))
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
@@ -173,14 +173,14 @@ async def test_a_tag_that_names_another_lease_than_the_trailer(forger: Forger) -
     forger.assert_untouched()
 
 
-async def test_another_incarnation(forger: Forger) -> None:
+async def test_a_segment_for_another_incarnation_is_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(sealed(replace(segment, incarnation=DECODE_INCARNATION - 1), payload), payload)
     await forger.assert_refused(SegmentRefusal.STALE_INCARNATION)
     forger.assert_untouched()
 
 
-async def test_more_tokens_than_the_lease_has(forger: Forger) -> None:
+async def test_more_tokens_than_the_lease_has_are_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     wrong = replace(segment, token_start=1, token_stop=TOKENS + 1)
     await forger.send(sealed(wrong, payload), payload)
@@ -188,14 +188,14 @@ async def test_more_tokens_than_the_lease_has(forger: Forger) -> None:
     forger.assert_untouched()
 
 
-async def test_a_payload_of_another_size_than_its_ranges(forger: Forger) -> None:
+async def test_a_payload_of_another_size_than_its_ranges_is_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(sealed(replace(segment, token_stop=TOKENS - 1), payload), payload)
     await forger.assert_refused(SegmentRefusal.WRONG_SIZE)
     forger.assert_untouched()
 
 
-async def test_a_sender_number_of_no_peer(forger: Forger) -> None:
+async def test_an_unknown_sender_number_is_refused(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 0))
     await forger.assert_refused(SegmentRefusal.UNKNOWN_SENDER)
@@ -203,20 +203,20 @@ async def test_a_sender_number_of_no_peer(forger: Forger) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 70, 71, 500])
-async def test_a_message_without_a_trailer(forger: Forger, size: int) -> None:
+async def test_a_message_without_a_trailer_is_refused(forger: Forger, size: int) -> None:
     await forger.send_raw(Tag(SENDER, LEASE, 0), b"\xff" * size)
     await forger.assert_refused(SegmentRefusal.MALFORMED)
     forger.assert_untouched()
 
 
 @pytest.mark.parametrize("size", [5_000, 3 << 20])
-async def test_a_message_larger_than_a_slot(forger: Forger, size: int) -> None:
+async def test_a_message_larger_than_a_slot_is_refused(forger: Forger, size: int) -> None:
     await forger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
     await forger.assert_refused(SegmentRefusal.TOO_LARGE)
     forger.assert_untouched()
 
 
-async def test_a_duplicate(forger: Forger) -> None:
+async def test_a_duplicate_is_refused(forger: Forger) -> None:
     await forger.send(*forger.right(0, 0, 3))
     segment, payload = forger.right(0, 3, 6)
     await forger.send(segment, payload)
@@ -244,7 +244,7 @@ async def test_a_segment_after_the_lease_was_closed_is_late_and_no_alarm(forger:
     forger.assert_untouched()
 
 
-async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
+async def test_a_second_sender_for_a_bound_lease_is_refused(forger: Forger) -> None:
     second = replace(forger, peer=PEER + 1)
     await introduce(forger.transport, forger.decode, peer=PEER + 1, number=SENDER + 1)
     await forger.send(*forger.right(0, 0, 3))

@@ -1,7 +1,7 @@
-"""Segments that are sealed with their lease's key: nobody without the key fills a lease, or costs one.
+"""Segments that are sealed with their lease's key: without the key, a sender can neither fill a lease nor fail it.
 
-A bare transport plays a stranger who knows everything but the key: the link, the sender's number, the lease's number,
-and the KV.
+A bare transport plays a forger who knows everything but the key: the link, the sender's number, the lease's number, and
+the KV.
 """
 
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ DAMAGED = 40
 
 
 @pytest.fixture(params=["loopback", "ucx", "loopback-late"])
-async def stranger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
+async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
     blocks, source_blocks = scattered_blocks(cache, TOKENS, 1), scattered_blocks(source, TOKENS, 2)
     plant(source, source_blocks, TOKENS)
@@ -52,92 +52,90 @@ async def stranger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
         transport.close()
 
 
-def whole(stranger: Forger, key: bytes) -> tuple[Segment, Tensor]:
-    segment, payload = stranger.right(0, 0, TOKENS)
+def whole(forger: Forger, key: bytes) -> tuple[Segment, Tensor]:
+    segment, payload = forger.right(0, 0, TOKENS)
     return sealed(replace(segment, key=key), payload), payload
 
 
-async def assert_refused_and_harmless(stranger: Forger, refusal: SegmentRefusal, count: int = 1) -> None:
+async def assert_refused_and_harmless(forger: Forger, refusal: SegmentRefusal, count: int = 1) -> None:
     """It is counted and costs no lease; the lease's own sender still fills it, under the same number."""
-    await eventually(lambda: len(stranger.events.refused) == count)
-    assert {refused.refusal for refused in stranger.events.refused} == {refusal}
-    assert {refused.lease for refused in stranger.events.refused} == {None}
-    stranger.assert_untouched()
-    await stranger.send(*whole(stranger, KEY))
-    await assert_filled(stranger)
-    assert stranger.decode.counters().refusals == {refusal: count}
+    await eventually(lambda: len(forger.events.refused) == count)
+    assert {refused.refusal for refused in forger.events.refused} == {refusal}
+    assert {refused.lease for refused in forger.events.refused} == {None}
+    forger.assert_untouched()
+    await forger.send(*whole(forger, KEY))
+    await assert_filled(forger)
+    assert forger.decode.counters().refusals == {refusal: count}
 
 
-async def assert_filled(stranger: Forger) -> None:
-    await eventually(lambda: len(stranger.events.filled) == 1)
-    source = tokens_of(stranger.source, stranger.source_blocks, TOKENS)
-    assert torch.equal(tokens_of(stranger.cache, stranger.blocks, TOKENS), source)
+async def assert_filled(forger: Forger) -> None:
+    await eventually(lambda: len(forger.events.filled) == 1)
+    source = tokens_of(forger.source, forger.source_blocks, TOKENS)
+    assert torch.equal(tokens_of(forger.cache, forger.blocks, TOKENS), source)
 
 
-async def test_a_segment_sealed_with_the_leases_key_is_taken(stranger: Forger) -> None:
-    await stranger.send(*whole(stranger, KEY))
-    await assert_filled(stranger)
+async def test_a_segment_sealed_with_the_leases_key_is_taken(forger: Forger) -> None:
+    await forger.send(*whole(forger, KEY))
+    await assert_filled(forger)
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, KEY[:-1], b""], ids=["another's", "shorter", "none"])
-async def test_a_segment_without_the_leases_key_is_refused_and_costs_no_lease(stranger: Forger, key: bytes) -> None:
-    await stranger.send(*whole(stranger, key))
-    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
+async def test_a_segment_without_the_leases_key_is_refused_and_costs_no_lease(forger: Forger, key: bytes) -> None:
+    await forger.send(*whole(forger, key))
+    await assert_refused_and_harmless(forger, SegmentRefusal.SEAL)
 
 
-async def test_another_leases_key_never_opens_a_lease(stranger: Forger) -> None:
-    stranger.decode.open_lease(LeaseGrant(LEASE + 1, stranger.blocks, 0, TOKENS, key=OTHER_KEY))
-    await stranger.send(*whole(stranger, OTHER_KEY))
-    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
+async def test_another_leases_key_never_opens_a_lease(forger: Forger) -> None:
+    forger.decode.open_lease(LeaseGrant(LEASE + 1, forger.blocks, 0, TOKENS, key=OTHER_KEY))
+    await forger.send(*whole(forger, OTHER_KEY))
+    await assert_refused_and_harmless(forger, SegmentRefusal.SEAL)
 
 
-async def test_noise_under_a_leases_tag_is_refused_and_costs_no_lease(stranger: Forger) -> None:
-    await stranger.send_raw(Tag(SENDER, LEASE, 0), Random(1).randbytes(500))
-    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL)
+async def test_noise_under_a_leases_tag_is_refused_and_costs_no_lease(forger: Forger) -> None:
+    await forger.send_raw(Tag(SENDER, LEASE, 0), Random(1).randbytes(500))
+    await assert_refused_and_harmless(forger, SegmentRefusal.SEAL)
 
 
 @pytest.mark.parametrize(("size", "refusal"), [(7, SegmentRefusal.MALFORMED), (5000, SegmentRefusal.TOO_LARGE)])
-async def test_messages_of_impossible_sizes_cost_no_lease(stranger: Forger, size: int, refusal: SegmentRefusal) -> None:
-    await stranger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
-    await assert_refused_and_harmless(stranger, refusal)
+async def test_messages_of_impossible_sizes_cost_no_lease(forger: Forger, size: int, refusal: SegmentRefusal) -> None:
+    await forger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
+    await assert_refused_and_harmless(forger, refusal)
 
 
-async def test_no_changed_byte_of_a_trailer_is_accepted_and_none_of_its_head_costs_the_lease(stranger: Forger) -> None:
-    segment, payload = whole(stranger, KEY)
+async def test_no_changed_byte_of_a_trailer_is_accepted_and_none_of_its_head_costs_the_lease(forger: Forger) -> None:
+    segment, payload = whole(forger, KEY)
     of_digest = range(DIGEST_OFFSET, DIGEST_OFFSET + DIGEST_BYTES)
     positions = [position for position in range(TRAILER_BYTES) if position not in of_digest]
     for position in positions:
         trailer = bytearray(segment.encode(segment.digest))
         trailer[position] ^= 1 << position % 8
-        await stranger.send_raw(Tag(SENDER, LEASE, 0), payload.numpy().tobytes() + bytes(trailer))
-    await assert_refused_and_harmless(stranger, SegmentRefusal.SEAL, count=len(positions))
+        await forger.send_raw(Tag(SENDER, LEASE, 0), payload.numpy().tobytes() + bytes(trailer))
+    await assert_refused_and_harmless(forger, SegmentRefusal.SEAL, count=len(positions))
 
 
-async def test_no_changed_byte_of_a_payload_or_its_digest_is_accepted(stranger: Forger) -> None:
+async def test_no_changed_byte_of_a_payload_or_its_digest_is_accepted(forger: Forger) -> None:
     """The seal is right, so the damage is its sender's, and the lease is given up."""
-    segment, payload = whole(stranger, KEY)
+    segment, payload = whole(forger, KEY)
     message = payload.numpy().tobytes() + segment.encode(segment.digest)
     of_digest = range(payload.numel() + DIGEST_OFFSET, payload.numel() + DIGEST_OFFSET + DIGEST_BYTES)
     positions = [*of_digest, *Random(2).sample(range(payload.numel()), DAMAGED)]
     for position in positions:
         damaged = bytearray(message)
         damaged[position] ^= 1 << position % 8
-        await stranger.send_raw(Tag(SENDER, LEASE, 0), bytes(damaged))
-    await eventually(lambda: len(stranger.events.refused) == len(positions))
-    assert {refused.refusal for refused in stranger.events.refused} == {SegmentRefusal.DIGEST}
-    assert {refused.lease for refused in stranger.events.refused} == {LEASE}
-    stranger.assert_untouched()
+        await forger.send_raw(Tag(SENDER, LEASE, 0), bytes(damaged))
+    await eventually(lambda: len(forger.events.refused) == len(positions))
+    assert {refused.refusal for refused in forger.events.refused} == {SegmentRefusal.DIGEST}
+    assert {refused.lease for refused in forger.events.refused} == {LEASE}
+    forger.assert_untouched()
 
 
-async def test_a_repeated_segment_costs_no_lease(stranger: Forger) -> None:
-    segment, payload = whole(stranger, KEY)
-    await stranger.send(segment, payload)
-    await assert_filled(stranger)
-    await stranger.send(segment, payload)
-    await eventually(lambda: len(stranger.events.refused) == 1)
-    assert [(refused.refusal, refused.lease) for refused in stranger.events.refused] == [
-        (SegmentRefusal.DUPLICATE, None)
-    ]
+async def test_a_repeated_segment_costs_no_lease(forger: Forger) -> None:
+    segment, payload = whole(forger, KEY)
+    await forger.send(segment, payload)
+    await assert_filled(forger)
+    await forger.send(segment, payload)
+    await eventually(lambda: len(forger.events.refused) == 1)
+    assert [(refused.refusal, refused.lease) for refused in forger.events.refused] == [(SegmentRefusal.DUPLICATE, None)]
 
 
 @pytest.mark.parametrize("transport", ["loopback", "ucx"])

@@ -1,4 +1,4 @@
-"""An exception of any call of ucxx costs one pair alone: real transfers, of which one has faulty bindings."""
+"""An exception of any call of ucxx fails one pair only: real transfers, one of them with faulty bindings."""
 
 import asyncio
 import itertools
@@ -129,7 +129,7 @@ class Star:
         assert torch.equal(tokens_of(source, blocks, TOKENS), tokens_of(target, into, TOKENS))
 
     async def unless_broken(self, number: int, work: Awaitable[object]) -> None:
-        """Raises: DataLoss: the link was reported as broken before the work was done."""
+        """Waits for the work, or raises DataLoss if the link is reported as broken before."""
         await _first(work, eventually(lambda: number in self.broken))
         if number in self.broken:
             raise DataLoss("the link is broken")

@@ -1,4 +1,5 @@
-"""Made-up addresses of UCX workers: what would end the process that uses them ends a trial, and the node serves on."""
+"""Made-up addresses of UCX workers: one that would crash the process that uses it crashes a trial process instead, and
+the node continues to serve."""
 
 import asyncio
 import os

@@ -41,7 +41,7 @@ class Helm:
     _child: "subprocess.Popen[str]"
 
     def release(self, *values: Values, name: str = "baton", namespace: str = "baton") -> Release:
-        """Renders and lints the chart with values, of which later ones win.
+        """Renders and lints the chart with values; later ones win.
 
         Raises:
             Refused: by the chart's schema, or by a template.

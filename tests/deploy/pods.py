@@ -102,7 +102,7 @@ class Pod:
         self.process.send_signal(signal.SIGTERM)
 
     def wait_for_its_end(self) -> int:
-        """The exit code. The kubelet kills a container whose grace period, of which preStop is a part, is over."""
+        """The exit code. The kubelet kills a container when its grace period, which includes preStop, is over."""
         before_s = self.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         return self.process.wait(self.rendered.pod(self.role)["terminationGracePeriodSeconds"] - before_s)
 

@@ -1,4 +1,4 @@
-"""The Dockerfile as text, without a container engine: it provides what the manifests rely on."""
+"""The Dockerfile, read as text without a container engine, provides what the manifests rely on."""
 
 import os
 import re

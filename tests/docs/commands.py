@@ -1,5 +1,5 @@
-"""What can be checked of a command without running it: verbs, flags, variables, modules and files exist. Pure, but for
-looking at the repository's files."""
+"""Checks a command without running it: its verbs, flags, variables, modules and files exist. Pure, except that it looks
+at the repository's files."""
 
 import re
 import shlex

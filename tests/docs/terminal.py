@@ -1,6 +1,6 @@
 """A page's commands as somebody types them, in order: programs that serve run in the background, on free ports.
 
-What differs from the page: ports are free ones, so that nobody else's server is in the way; a program that would run
+Three things differ from the page: ports are free ones, so that no other server is in the way; a program that would run
 until Ctrl-C is ended after its first output, or with the page if it serves; `baton doctor` asks for no speed.
 """
 

@@ -1,4 +1,4 @@
-"""What can be told of every command of every page without running it: what it names exists. test_run.py runs them."""
+"""Everything that a command of a page names exists. These tests run no command; test_run.py does."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What errors, logs and help advise exists: packages and their extras, flags, variables, commands and verbs."""
+"""Everything that errors, logs and help advise exists: packages and extras, flags, variables, commands and verbs."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What the guides add works too as distributions outside of the tree, which entry points register."""
+"""The guides' additions also work as distributions outside of the tree, which entry points register."""
 
 import json
 import os

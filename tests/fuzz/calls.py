@@ -1,4 +1,4 @@
-"""Calls of any method with any bytes, and what their ends may be: success, or a status with our detail."""
+"""Calls any method with any bytes. A call must end with success, or with a status that has our detail."""
 
 import asyncio
 from collections.abc import Sequence

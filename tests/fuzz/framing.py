@@ -1,4 +1,4 @@
-"""Target: bytes of a connection to the HTTP server: what is no HTTP, half of it, or several requests at once."""
+"""Target: bytes of a connection to the HTTP server: no HTTP at all, half a request, or several at once."""
 
 import asyncio
 from collections.abc import Mapping

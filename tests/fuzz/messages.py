@@ -124,7 +124,7 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
 
 
 def parsed(kind: type[Kind], data: bytes) -> Kind:
-    """Raises: InvalidRequest: as a server answers bytes that are no message of this kind."""
+    """Parses bytes as a server does: it raises InvalidRequest if they are no message of this kind."""
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""The table of what was fuzzed, bench/results/fuzz.md, and the figures behind it, to which each run adds."""
+"""Writes bench/results/fuzz.md, the table of what was fuzzed, and the figures for it, to which each run adds."""
 
 import json
 from collections import Counter

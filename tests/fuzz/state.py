@@ -1,4 +1,4 @@
-"""The input that a process is at, in memory that its parent can read after its death."""
+"""The input that a process works on, in memory that its parent can read after the process has died."""
 
 import mmap
 import struct

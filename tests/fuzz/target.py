@@ -1,4 +1,4 @@
-"""What is fuzzed, and the oracle: an input is taken, or refused with an error of ours; in bounded time and memory."""
+"""Fuzz targets and their oracle: an input is accepted, or refused with an error of ours, in bounded time and memory."""
 
 import hashlib
 import json

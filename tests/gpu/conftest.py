@@ -1,4 +1,4 @@
-"""The current GPU of a test process is the first one, whatever the test before it has chosen."""
+"""Every test starts with the first GPU as the current one, whatever the test before it chose."""
 
 from collections.abc import Iterator
 

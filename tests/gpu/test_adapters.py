@@ -93,7 +93,7 @@ def test_captured_steps_with_adapters_draw_the_tokens_of_eager_steps(model: str)
     assert replaced != ours
 
 
-def test_a_request_with_an_adapter_is_the_same_alone_and_beside_others() -> None:
+def test_a_request_with_an_adapter_is_the_same_alone_and_in_a_batch() -> None:
     runner = built("llama", cuda_graphs=True).runner
     together = tokens_of(runner, ADAPTERS)
     for place, adapter in enumerate(ADAPTERS):

@@ -1,4 +1,4 @@
-"""Two GPUs whose ranks fail while they load: NCCL's own teardown does not keep their node."""
+"""Two GPUs whose ranks fail while they load: NCCL's own teardown does not keep their node from ending."""
 
 from functools import partial
 from itertools import product

@@ -24,7 +24,9 @@ DENSE = [backend for backend in backends_here(KVKind.GQA) if backend.capabilitie
 @pytest.mark.parametrize("heads", [(64, 8), (64, 64), (64, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("kind", ["decodes", "prefills", "both"])
 @pytest.mark.parametrize("backend", DENSE, ids=backend_name)
-def test_two_hundred_ragged_requests_of_64_heads(backend: BackendClass, kind: str, heads: tuple[int, int]) -> None:
+def test_two_hundred_ragged_requests_of_64_heads_equal_the_reference(
+    backend: BackendClass, kind: str, heads: tuple[int, int]
+) -> None:
     generator = random.Random(0)
     decodes = NUM_REQS if kind == "decodes" else NUM_REQS // 2 if kind == "both" else 0
     sizes = [(1, generator.randrange(600)) for _ in range(decodes)]

@@ -109,7 +109,7 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 32, 200])
-def test_experts_of_integers(tokens: int) -> None:
+def test_experts_of_integers_equal_the_dequantized_weights(tokens: int) -> None:
     gate_up = stacked([packed(1536, 2048, group=128, zeros=True) for _ in range(8)])
     down = stacked([packed(2048, 768, group=128, zeros=True) for _ in range(8)])
     x_TD = torch.randn(tokens, 2048, device=DEVICE).bfloat16() / 16
@@ -128,7 +128,7 @@ def test_experts_of_integers(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4, 32, 200])
 @pytest.mark.parametrize("largest", [121, 128, 140])
-def test_experts_in_mxfp4(tokens: int, largest: int) -> None:
+def test_experts_in_mxfp4_equal_the_dequantized_weights(tokens: int, largest: int) -> None:
     experts, size, inner = 8, 2880, 1472
 
     def weight(rows: int, columns: int) -> tuple[Mxfp4Weight, Tensor]:

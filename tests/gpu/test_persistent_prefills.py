@@ -100,7 +100,7 @@ def test_the_bits_are_those_of_one_program_per_tile(name: str, heads: tuple[int,
     ],
     ids=["40 prompts", "5 prompts", "300 short ones", "one token", "one long one"],
 )
-def test_batches_of_any_shape(query_lens: list[int]) -> None:
+def test_batches_of_any_shape_have_equal_bits(query_lens: list[int]) -> None:
     call = fresh_call(query_lens)
     one, other = both(call, lens_of(call))
     assert torch.equal(one, other)

@@ -99,7 +99,7 @@ def test_cuts_at_multiples_of_a_sub_chunk_keep_the_bits(dtype: torch.dtype, grou
 @by_groups
 @by_dtype
 def test_snapshots_within_prompts_have_the_bits_of_cuts(dtype: torch.dtype, groups: int) -> None:
-    """Of two prompts, one of which continues a state, after a decode."""
+    """A batch of a decode and two prompts; one of the prompts continues a state."""
     slots, lengths, contexts = [3, 0, 5], [1, 300, 65], [40, 0, 77]
     within = {0: [(SUB_CHUNK, 1), (4 * SUB_CHUNK, 2)], 5: [(2 * SUB_CHUNK - 77, 4)]}
     tokens, weights, before = operands(sum(lengths), groups, dtype), learnt(), states()
@@ -121,7 +121,7 @@ def decode_rows(count: int) -> StateRows:
 
 
 @pytest.mark.parametrize("scan", [selective_scan, selective_scan_in_torch])
-def test_decodes_in_a_graph(scan: object) -> None:
+def test_decodes_replay_in_a_graph(scan: object) -> None:
     """Replayed with other inputs over other states; the last request is new, and two rows are padding."""
     assert callable(scan)
     rows, tokens, weights = decode_rows(4), operands(6, 1, torch.bfloat16), learnt()

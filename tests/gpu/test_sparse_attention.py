@@ -86,7 +86,7 @@ DECODES = [(1, 0), (1, 100), (1, 2047), (1, 2048), (1, 5000), (1, 20000)]
     "sizes", [DECODES, [(1, 40000)], [(70, 3000), (5, 0), (3, 9000)]], ids=["decodes", "one long", "prefills"]
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_selection_and_attention(sizes: list[tuple[int, int]], batch_invariant: bool) -> None:
+def test_selection_and_attention_equal_the_definition(sizes: list[tuple[int, int]], batch_invariant: bool) -> None:
     case, made = case_of(sizes), backend(batch_invariant=batch_invariant)
     slots_TK = made.select(case.q_THD, case.weights_TH, case.index_layer, case.queries)
     check_selection(case, slots_TK)

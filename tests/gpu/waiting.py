@@ -1,4 +1,4 @@
-"""Proof that the host does not wait for the GPU."""
+"""Checks that the host does not wait for the GPU."""
 
 import warnings
 from collections.abc import Iterator

@@ -44,10 +44,12 @@ BROKEN = "the test broke it"
 
 @dataclass(frozen=True)
 class StartFault:
-    """Args:
-    way: a name of `WAYS`.
-    pids: an existing folder, where each rank makes a file with its process id as name.
-    hangs: whether every teardown hangs.
+    """A fault of one rank at one stage of a start.
+
+    Args:
+        way: a name of `WAYS`.
+        pids: an existing folder, where each rank makes a file with its process id as name.
+        hangs: whether every teardown hangs.
     """
 
     stage: str

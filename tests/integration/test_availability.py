@@ -1,4 +1,4 @@
-"""Links between processes break or fall silent: no request fails for it while there is another way, or time."""
+"""Links between processes break or fall silent; no request fails as long as another way, or time, is left."""
 
 import asyncio
 from copy import copy

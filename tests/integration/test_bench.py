@@ -1,4 +1,4 @@
-"""`baton bench` on real processes: what it measures is what the gateway reports."""
+"""`baton bench` on real processes measures what the gateway reports."""
 
 import asyncio
 import json

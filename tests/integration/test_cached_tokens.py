@@ -86,10 +86,10 @@ async def test_every_door_shows_a_hit_on_the_prefill_node(
     assert await of_vllm(gateway, prompt) == CACHED
     completions = await post(gateway, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
     assert completions["usage"]["prompt_tokens_details"]["cached_tokens"] == CACHED
-    said = "word " * 100
-    message = {"model": "llama", "max_tokens": 1, "messages": [{"role": "user", "content": said}]}
+    text = "word " * 100
+    message = {"model": "llama", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
     seen = [(await post(gateway, "/v1/messages", message))["usage"]["cache_read_input_tokens"] for _ in range(2)]
-    response = await post(gateway, "/v1/responses", {"model": "llama", "max_output_tokens": 1, "input": said})
+    response = await post(gateway, "/v1/responses", {"model": "llama", "max_output_tokens": 1, "input": text})
     assert seen[0] == 0
     assert seen[1] == response["usage"]["input_tokens_details"]["cached_tokens"] > 0
 

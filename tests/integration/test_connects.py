@@ -1,4 +1,4 @@
-"""Connects that come to nothing, and prefill nodes that are killed, leave nothing in a node."""
+"""Connects that fail, and prefill nodes that are killed, leave no state in a node."""
 
 from bench.connects import AT_ONCE, REMEMBERED, Watched, endure
 from bench.mortal_peer import STEPS
@@ -11,7 +11,7 @@ MEMORY_SLACK_MIB = 16
 FILES_SLACK = 6
 
 
-async def test_connects_that_come_to_nothing_and_killed_nodes_leave_nothing_behind() -> None:
+async def test_failed_connects_and_killed_nodes_leave_no_state() -> None:
     with machines() as start:
         flags: dict[str, object] = {"model": LLAMA, "num_blocks": 64}
         processes = start.nodes(("prefill", flags), ("decode", flags))

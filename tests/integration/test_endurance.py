@@ -1,4 +1,4 @@
-"""A thousand requests through one pair of nodes leave nothing."""
+"""After a thousand requests through one pair of nodes, no process has grown, and no block or lease is in use."""
 
 import pytest
 

@@ -22,7 +22,7 @@ MIXTURES, CHOICES = [1, 2, 3, 4], 2  # the model's layers with experts, and the 
 
 
 @pytest.mark.slow
-async def test_a_pair_of_nodes_of_which_one_has_whole_experts(start: Machines, references: References) -> None:
+async def test_one_node_of_a_pair_may_have_whole_experts(start: Machines, references: References) -> None:
     flags = {**NODE, "model": DEEPSEEK, "tensor_parallel_size": 2}
     prefill, decode = start.nodes(("prefill", flags), ("decode", {**flags, "expert_parallel": True}))
     gateway = start.gateway([prefill], [decode], model=DEEPSEEK, local_policy="strict")

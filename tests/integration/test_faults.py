@@ -1,6 +1,7 @@
-"""Any fault at any time (design, section 3): exact tokens or one typed error, and nothing is held afterwards.
+"""Any fault at any time (design, section 3): exact tokens or one typed error, and all blocks and leases are free
+afterwards.
 
-Engines are held in the state that a test names. A held request cannot finish: only the tested way out frees its
+Engines are paused in the state that a test names. A paused request cannot finish, so only the tested way out frees its
 blocks.
 """
 

@@ -35,7 +35,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 4000, "extra_body": {"ignore_eos": True
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[Process, Process]]:
-    """A gateway and its decode node, behind a prefill node."""
+    """A gateway with a prefill node and a decode node."""
     with machines() as started:
         prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
         yield started.gateway([prefill], [decode]), decode
@@ -55,7 +55,7 @@ def post(client: OpenAI, path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def test_models(client: OpenAI) -> None:
+def test_models_are_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["llama"]
     assert client.models.retrieve("llama").owned_by == "baton"
     with pytest.raises(openai.NotFoundError):
@@ -75,7 +75,7 @@ def test_a_completion_is_the_same_streamed_and_not(client: OpenAI) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
 
 
-def test_a_batch_of_prompts_in_every_form(client: OpenAI) -> None:
+def test_a_batch_of_prompts_is_taken_in_every_form(client: OpenAI) -> None:
     alone = [client.completions.create(model="llama", prompt=each, max_tokens=4, temperature=0) for each in ("a", "b")]
     texts = [completion.choices[0].text for completion in alone]
     batch = client.completions.create(model="llama", prompt=["a", "b"], max_tokens=4, temperature=0)
@@ -102,7 +102,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
     assert all(logprob < 0 for logprob in others)
 
 
-def test_several_outputs_and_the_best_of_more(client: OpenAI) -> None:
+def test_several_outputs_are_the_best_of_more(client: OpenAI) -> None:
     several = client.completions.create(model="llama", prompt=PROMPT, max_tokens=6, n=3, seed=1)
     assert sorted(choice.index for choice in several.choices) == [0, 1, 2]
     assert len({choice.text for choice in several.choices}) > 1

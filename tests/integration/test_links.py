@@ -1,5 +1,5 @@
 """Pairs of real processes measure their link: both sides show it, and refuse it where it is too slow; and the receipt
-has the size of segments. Every link meets the floors here, or none does."""
+has the size of segments. The floors of these tests are met by every link, or by none."""
 
 import asyncio
 import json

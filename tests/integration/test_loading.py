@@ -18,7 +18,7 @@ from baton.rpc.channels import connect
 from baton.rpc.status import from_rpc_error
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines
 from tests.integration.generation import generate
-from tests.integration.held_start import HeldStart
+from tests.integration.paused_start import PausedStart
 from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256}
@@ -59,8 +59,8 @@ def gateway_before_its_node(start: Machines, node: Process, *, waits_s: float) -
 async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_requests_wait_for_it(
     start: Machines, reference: Reference, tmp_path: Path, stage: str
 ) -> None:
-    held = HeldStart(tmp_path, stage)
-    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
+    paused = PausedStart(tmp_path, stage)
+    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
     patient = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     hasty = gateway_before_its_node(start, node, waits_s=WAITS_S)
     (prompt,) = reference.prompts([40])
@@ -68,7 +68,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         report = await until_reported(client, WHAT[stage])
         assert not report.reachable
         assert report.status.loading.stage == stage
-        held.hold_interpreter()
+        paused.pause_interpreter()
         early = asyncio.create_task(generate(patient, prompt, GREEDY))
         with pytest.raises(NoNode) as refused:
             await generate(hasty, prompt, GREEDY)
@@ -78,7 +78,7 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
         assert not early.done()
         (report,) = (await client.cluster_status()).nodes
         assert report.detail == WHAT[stage]
-        held.release()
+        paused.release()
         result = await early
         assert result.error is None
         assert result.token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
@@ -88,23 +88,23 @@ async def test_a_node_whose_start_stops_its_interpreter_is_loading_and_early_req
 async def test_requests_wait_for_a_node_whose_interpreter_was_stopped_before_its_first_status(
     start: Machines, reference: Reference, tmp_path: Path
 ) -> None:
-    held = HeldStart(tmp_path, "loading weights")
-    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
-    held.hold_interpreter()
+    paused = PausedStart(tmp_path, "loading weights")
+    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
+    paused.pause_interpreter()
     gateway = gateway_before_its_node(start, node, waits_s=DEADLINE_S)
     (prompt,) = reference.prompts([40])
     early = asyncio.create_task(generate(gateway, prompt, GREEDY))
     async with OperatorClient(gateway.address) as client:
         await until_reported(client, "starting, it sends no status yet")
-    held.release()
+    paused.release()
     assert (await early).token_ids == reference.greedy(prompt, GREEDY.resolved().max_tokens).token_ids
 
 
 async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_cannot_do_yet(
     start: Machines, tmp_path: Path
 ) -> None:
-    held = HeldStart(tmp_path, "loading weights")
-    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=held.prepare, wait=False)
+    paused = PausedStart(tmp_path, "loading weights")
+    (node,) = start.nodes(("decode", {**NODE, "name": "decode-0"}), prepare=paused.prepare, wait=False)
     start.processes.wait_bound([node])
     async with connect(node.address) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
@@ -133,8 +133,8 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
             assert isinstance(newer, node_status_pb2.NodeStatus)
             assert newer.HasField("loading")
             assert not first.done()
-            held.hold_interpreter()
-            held.release()
+            paused.pause_interpreter()
+            paused.release()
             served = await first
             assert isinstance(served, node_status_pb2.NodeStatus)
             assert not served.HasField("loading")
@@ -147,8 +147,8 @@ async def test_a_node_that_loads_is_live_and_not_ready_and_refuses_what_it_canno
 
 
 async def test_sigterm_ends_a_node_that_loads(start: Machines, tmp_path: Path) -> None:
-    held = HeldStart(tmp_path, "loading weights")
-    (node,) = start.nodes(("decode", NODE), prepare=held.prepare, wait=False)
+    paused = PausedStart(tmp_path, "loading weights")
+    (node,) = start.nodes(("decode", NODE), prepare=paused.prepare, wait=False)
     async with asyncio.timeout(DEADLINE_S):
         while node.stage != "loading weights":
             start.processes.take_reports()

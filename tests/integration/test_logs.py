@@ -1,5 +1,5 @@
-"""What real processes log of a request that fails: its id and the cause, at the door and on the node; and nothing of
-one that is served. None of them waits for whoever reads its log."""
+"""Real processes log a failed request with its id and the cause, at the gateway and on the node, and log nothing about
+a served one. No process waits for a reader of its log."""
 
 import fcntl
 import json

@@ -81,7 +81,7 @@ def metric_of(name: str) -> Metric:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """After three requests that finished, of which two shared a prompt, and two mistakes of a client."""
+    """The state after three finished requests, two of them with one prompt, and two wrong requests of a client."""
     outputs = tmp_path_factory.mktemp("outputs")
     with machines() as started:
         prefill, decode = started.nodes(("prefill", {}), ("decode", {}))

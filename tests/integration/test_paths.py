@@ -87,7 +87,7 @@ def test_what_a_command_prints_fits_any_locale(strange: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_the_model_is_the_last_line_of_up_and_said_once(tmp_path: Path) -> None:
+def test_up_shows_an_error_of_the_model_once_as_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["None"]}')
     command = [*BATON, "up", "--port", "0", "--http-port", "0", "--prefill-nodes", "2", "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""A wrong reference to KV gives a typed error, never text, and a session that ends leaves nothing held.
+"""A wrong reference to KV gives a typed error, never text, and a session that ends keeps no blocks and no leases.
 
 These tests speak the protocol of the nodes, as a gateway does.
 """
@@ -89,7 +89,7 @@ async def tokens(call: Session) -> list[int]:
                 raise AssertionError(f"{other}: {response}")
 
 
-async def test_the_hand_over_without_a_gateway(pair: tuple[Process, Process]) -> None:
+async def test_nodes_hand_over_without_a_gateway(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:
         ticket = (await reserved(call)).ticket

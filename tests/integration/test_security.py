@@ -1,4 +1,5 @@
-"""A cluster under mutual TLS whose gateway wants keys: it serves as any other, and refuses everybody else, typed."""
+"""A cluster under mutual TLS whose gateway wants keys: it serves as any other, and refuses everybody else with a typed
+error."""
 
 import asyncio
 import json
@@ -123,7 +124,7 @@ async def test_a_client_with_a_key_gets_the_tokens_of_the_reference(secured: Sec
     assert whole.receipt.path.value == "remote"
 
 
-async def test_the_same_over_http(secured: Secured, reference: Reference) -> None:
+async def test_a_key_opens_http_too(secured: Secured, reference: Reference) -> None:
     expected = reference.tokenizer.decode(reference.greedy(PROMPT, 12).token_ids)
     body = {"model": "llama", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     for header in ("authorization", "x-api-key"):
@@ -208,7 +209,7 @@ async def refusal(address: str, dial: Dial | None, method: str, *, wait: bool = 
     return type(from_rpc_error(caught.value))
 
 
-async def test_strangers_reach_no_node(secured: Secured, tmp_path: Path) -> None:
+async def test_unauthenticated_peers_reach_no_node(secured: Secured, tmp_path: Path) -> None:
     """Without a certificate, with one of another CA, and with one that has expired."""
     write_set(tmp_path, hosts=["127.0.0.1"], days=1)
     (tmp_path / "theirs").mkdir()
@@ -221,14 +222,14 @@ async def test_strangers_reach_no_node(secured: Secured, tmp_path: Path) -> None
     Authority.read(secured.folder).for_role(Role.OPERATOR, lifetime=-DAY).write(expired, "operator")
     (expired / "ca.crt").write_bytes((secured.folder / "ca.crt").read_bytes())
     anonymous = Files(None, None, secured.folder / "ca.crt")
-    strangers = {
+    peers = {
         "without TLS": None,
         "without a certificate": Dial(Watched(anonymous.paths, lambda: read_pems(anonymous)), server_name=NODE),
         "of another CA": dial_with(tmp_path / "theirs", "operator"),
         "expired": Dial(Watched([], lambda: unchecked(expired, "operator")), server_name=NODE),
     }
     for node in (secured.prefill, secured.decode):
-        for name, dial in strangers.items():
+        for name, dial in peers.items():
             for method in ("describe", "drain"):
                 assert await refusal(node.address, dial, method, wait=False) is NoNode, name
     assert secured.decode.popen.poll() is None
@@ -325,7 +326,7 @@ async def test_a_revoked_key_is_refused_without_a_restart(secured: Secured) -> N
 
 
 async def test_replaced_certificates_are_used_without_a_restart(secured: Secured, reference: Reference) -> None:
-    """All of them at once, from a new CA, so that whoever still used an old one would be refused."""
+    """All of them at once, from a new CA, so that a process that still used an old one would be refused."""
     async with secured.client("alice") as client:
         await client.list_models()  # with the old CA
         for name in ("ca.key", "ca.crt"):

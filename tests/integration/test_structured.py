@@ -1,5 +1,5 @@
-"""Structured output through real processes: from the first token on the prefill node to the last one on a decode node,
-also on another one."""
+"""Structured output through real processes, from the first token on the prefill node to the last one on a decode node,
+even if another decode node has to continue."""
 
 import asyncio
 import json

@@ -56,7 +56,7 @@ async def test_every_pair_of_a_run_transfers_all_of_a_prompt() -> None:
                         assert bool((slot == (1 if token < TOKENS else 2)).all())
 
 
-def test_cache_to_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_to_cache_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "BYTES_PER_ROUND", 16 << 20)
     monkeypatch.setattr(cache_to_cache, "IDLE_S", 0.1)
     scale = cache_to_cache.Scale(
@@ -83,7 +83,7 @@ def test_transfers_between_gpus_run_on_a_cpu_too() -> None:
         assert plain[1] is None
 
 
-def test_the_transport_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transport_alone_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "BYTES_PER_ROUND", 4 << 20)
     monkeypatch.setattr(transport, "SIZES_KIB", (64, 1024))
     rows = transport.run(ignore)
@@ -91,7 +91,7 @@ def test_the_transport_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.rival for row in rows if row.work.startswith("1 MiB")][:2] == ["ucx_perftest", "memcpy"]
 
 
-def test_decoding_while_receiving() -> None:
+def test_decoding_while_receiving_runs() -> None:
     setup = replace(receiving.on_cpu(), requests=2, context=40, tokens=256, rounds=1, steps=20)
     rows = receiving.run(ignore, setup)
     assert all_positive([row for row in rows if row.name != "received, limited"]), "a few steps may receive nothing"
@@ -99,7 +99,7 @@ def test_decoding_while_receiving() -> None:
     assert named(rows, "slow-down, receiving")[0].measured == pytest.approx(received / alone)
 
 
-def test_exposed_transfer() -> None:
+def test_exposed_transfer_runs() -> None:
     setup = replace(exposed.on_cpu(), prompts=(96,), warm_tokens=8, rounds=1)
     rows = exposed.run(ignore, replace(setup, ways=setup.ways[:1]))
     share, transfer, prefill, _ = rows

@@ -1,8 +1,9 @@
-"""The whole cluster in one thread: gateway, two prefill and two decode nodes, under virtual time and faults by a seed.
+"""The whole cluster in one thread: gateway, two prefill and two decode nodes, with virtual time, and faults that a seed
+draws.
 
-Real are the pure parts: `RequestMachine`, `Fleet`, `PrefillMachine`, `DecodeMachine`, `Scheduler`, `LeaseTable`.
-Processes, network, transport, device and clients are simulated. Invariants I1 to I6 of the design
-are checked after every event.
+The pure parts are the real ones: `RequestMachine`, `Fleet`, `PrefillMachine`, `DecodeMachine`, `Scheduler`,
+`LeaseTable`. Processes, network, transport, device and clients are simulated. Invariants I1 to I6 of the design are
+checked after every event.
 
     clock        virtual time: a heap of actions
     network      processes that live, freeze and die; streams that delay, stall and break; segments that get lost

@@ -10,7 +10,7 @@ from tests.simulation.client import ClientCall
 from tests.simulation.decode import DecodeProcess
 from tests.simulation.faults import DECODES, GATEWAY, PREFILLS, USUAL, Fault, Storm
 from tests.simulation.gateway import GatewayProcess
-from tests.simulation.hostile import Stranger, lie_about_leases
+from tests.simulation.hostile import HostileClient, lie_about_leases
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life
 from tests.simulation.prefill import PrefillProcess
@@ -199,8 +199,8 @@ class Cluster:
         device.steps_to_fail += _ALL_STEPS
         self.world.clock.after(seconds, partial(setattr, device, "steps_to_fail", 0))
 
-    def stranger(self, address: str, seconds: float) -> None:
-        Stranger(self.world, address).stay(seconds)
+    def hostile_client(self, address: str, seconds: float) -> None:
+        HostileClient(self.world, address).stay(seconds)
 
     def liar(self, prefill: str, decode: str, seconds: float) -> None:
         lie_about_leases(self.world, partial(self._nodes.__getitem__, prefill), self._nodes[decode], seconds)

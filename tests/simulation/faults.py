@@ -51,7 +51,7 @@ KINDS: Mapping[str, Kind] = {
     # Every step fails for a while: the gateway's breaker opens.
     "sick": Kind(_PROCESSES, (0.05, 0.6)),
     # Another client of the node sends whatever it likes: keys in use, leases that are not its own, broken requests.
-    "stranger": Kind(_PROCESSES, (0.02, 0.3)),
+    "hostile_client": Kind(_PROCESSES, (0.02, 0.3)),
     # A prefill node reports leases as handed over or lost that are not its own.
     "liar": Kind(tuple((prefill, decode) for prefill in PREFILLS for decode in DECODES), (0.02, 0.3)),
     # SIGTERM: takes no new work, ends when it is idle or its grace is over, and starts again.
@@ -107,7 +107,7 @@ USUAL = Storm(
         "slow": 1,
         "fail_step": 1,
         "sick": 0.5,
-        "stranger": 1,
+        "hostile_client": 1,
         "liar": 1,
         "drain": 1,
     }

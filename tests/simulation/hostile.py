@@ -16,13 +16,13 @@ from tests.simulation.node import Node
 from tests.simulation.reference import EOS, VOCAB_SIZE
 from tests.simulation.world import World
 
-_STRANGER = "stranger"
+_HOSTILE_CLIENT = "hostile client"
 _MESSAGES = 12
 # Keys and leases are small numbers here, so a guess often hits one that is in use.
 _NUMBERS = range(1, 7)
 
 
-class Stranger:
+class HostileClient:
     """A client with a session of its own at one node, which sends anything.
 
     Args:
@@ -31,7 +31,7 @@ class Stranger:
 
     def __init__(self, world: World, address: str) -> None:
         self._world = world
-        self._life = Life(world.clock, _STRANGER, 0)
+        self._life = Life(world.clock, _HOSTILE_CLIENT, 0)
         self._stream = world.network.open(self._life, address, "session", _ignore, _ignore)
 
     def stay(self, seconds: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 from baton.client.resumption import _Given
 from baton.core.errors import BatonError
 from baton.core.types import TokenOutput
-from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.request_table import RequestTable
 from baton.engine.scheduling.state import RequestState
 from baton.gateway.fleet.fleet import Fleet
 from baton.gateway.fleet.fleet_node import FleetNode, Role
@@ -48,7 +48,7 @@ _CROWDED = Storm({"kill_gateway": 1, "slow": 2, "cut": 2}, most=6, targets=(GATE
 _SLOW_PAIRS = Storm({"stall": 3, "cut": 1}, most=5, targets=PREFILLS + DECODES, weather=Weather(damaged=0.1))
 _GATEWAY = Storm({"kill_gateway": 1, "cut": 1}, weather=Weather())
 _LIARS = Storm({"liar": 1}, most=6, weather=Weather())
-_STRANGERS = Storm({"stranger": 1}, most=6, weather=Weather())
+_HOSTILE_CLIENTS = Storm({"hostile_client": 1}, most=6, weather=Weather())
 
 
 @dataclass(frozen=True)
@@ -342,10 +342,10 @@ def _mixes_calls_and_whole_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Scheduler, ended: RequestState) -> None:
-        self._blocks.give_back(ended)
+    def mutated(self: RequestTable, ended: RequestState) -> None:
+        self.blocks.give_back(ended)
 
-    patch.setattr(Scheduler, "_give_back", mutated)
+    patch.setattr(RequestTable, "_give_back", mutated)
 
 
 def _scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
@@ -391,10 +391,14 @@ MUTANTS: Mapping[str, Mutant] = {
         "A prefill node's report counts for a lease that is another one's.", _believes_any_peer, _LIARS
     ),
     "second_submit_takes_the_place": Mutant(
-        "A second request under a key in use takes the first one's place.", _second_submit_takes_the_place, _STRANGERS
+        "A second request under a key in use takes the first one's place.",
+        _second_submit_takes_the_place,
+        _HOSTILE_CLIENTS,
     ),
     "keys_of_all_sessions": Mutant(
-        "A client's message reaches a request of another client with the same key.", _keys_of_all_sessions, _STRANGERS
+        "A client's message reaches a request of another client with the same key.",
+        _keys_of_all_sessions,
+        _HOSTILE_CLIENTS,
     ),
     "resumed_tokens_come_twice": Mutant(
         "What a new gateway repeats reaches the client a second time.", _resumed_tokens_come_twice, _GATEWAY

@@ -1,4 +1,5 @@
-"""The unchanged code holds every invariant under every seed. Each part of the seeds is one test, for two processes."""
+"""The unchanged code holds every invariant under every seed. The seeds are split into several tests, so that two
+processes can share them."""
 
 from collections import Counter
 from typing import get_args

@@ -1,5 +1,5 @@
-"""What a captured decode step relies on, checked without a GPU: which batches may replay, and that the memory which a
-graph reads stays where it is when later batches are planned."""
+"""The assumptions of a captured decode step, checked without a GPU: which batches may replay it, and that the memory
+that a graph reads stays in place when later batches are planned."""
 
 from collections.abc import Iterator
 

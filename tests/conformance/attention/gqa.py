@@ -1,4 +1,4 @@
-"""One layer of a key/value backend over a poisoned cache, and what it should give. Legend as in `oracle`."""
+"""One layer of a key/value backend over a poisoned cache, and the expected output. Legend as in `oracle`."""
 
 import math
 from dataclasses import dataclass

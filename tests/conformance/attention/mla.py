@@ -1,4 +1,4 @@
-"""One layer of a latent backend over a poisoned cache, and what it should give. Legend as in `attention.mla`."""
+"""One layer of a latent backend over a poisoned cache, and the expected output. Legend as in `attention.mla`."""
 
 from dataclasses import dataclass
 

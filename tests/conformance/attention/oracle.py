@@ -1,6 +1,6 @@
 """Attention by its definition, in float64, request by request: the reference for every backend.
 
-Written without anything of `attention` but its words. Legend: Q queries, S keys, H query heads, D channels, V value
+It shares no code with `attention`, only its terms. Legend: Q queries, S keys, H query heads, D channels, V value
 channels.
 """
 

@@ -62,7 +62,7 @@ def mla_backend(backend: BackendClass, shape: MLAShape) -> AttentionBackend:
 
 @pytest.mark.parametrize("setting", ASKED, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)
-def test_keys_and_values(backend: BackendClass, setting: Setting) -> None:
+def test_results_over_keys_and_values_are_equal_in_any_batch(backend: BackendClass, setting: Setting) -> None:
     shape = Shape(dtype=DTYPE)
     case = gqa_case(gqa_backend(backend, setting, shape), LONG if ON_GPU else SIZES, setting, shape)
     together = case.run()
@@ -80,7 +80,9 @@ def test_keys_and_values(backend: BackendClass, setting: Setting) -> None:
 @pytest.mark.parametrize("num_heads", [16, 128] if ON_GPU else [3])
 @pytest.mark.parametrize("workspace_tokens", [8192, 1000] if ON_GPU else [20])
 @pytest.mark.parametrize("backend", invariant_backends(KVKind.MLA), ids=backend_name)
-def test_latents(backend: BackendClass, workspace_tokens: int, num_heads: int) -> None:
+def test_results_over_latents_are_equal_in_any_batch(
+    backend: BackendClass, workspace_tokens: int, num_heads: int
+) -> None:
     dims = DEEPSEEK if ON_GPU else TINY
     shape = MLAShape(dtype=DTYPE, workspace_tokens=workspace_tokens, num_heads=num_heads, dims=dims)
     case = mla_case(mla_backend(backend, shape), LONG if ON_GPU else SIZES, shape)

@@ -54,7 +54,7 @@ def test_latent_attention_equals_its_definition(
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128] if DEVICE == "cuda" else [1, 4, 20])
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
-def test_numbers_of_heads(backend: BackendClass, num_heads: int) -> None:
+def test_any_number_of_heads_is_computed(backend: BackendClass, num_heads: int) -> None:
     dtype = main_dtype(backend.capabilities)
     shape = MLAShape(block_size=block_sizes_of(backend)[-1], dtype=dtype, num_heads=num_heads, dims=DIMS)
     case = mla_case(mla_backend_of(backend, shape), [(1, 12), (1, 130), (9, 0), (5, 20)], shape)

@@ -38,7 +38,7 @@ TOOLS = [
 ]
 
 
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -48,62 +48,62 @@ def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 
 PARIS = call("weather", {"city": "Paris é <b>", "days": 2}, "abcdefghi")
 CLOCK = call("clock", {}, "ABCDEFGHI")
-RESULT = said("tool", '{"t": 20}', tool_call_id="abcdefghi", name="weather")
+RESULT = turn("tool", '{"t": 20}', tool_call_id="abcdefghi", name="weather")
 CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "one message": {"messages": [said("user", "Hello <b>there</b>  ")]},
-    "system": {"messages": [said("system", " Be brief. "), said("user", "Hi\n")]},
+    "one message": {"messages": [turn("user", "Hello <b>there</b>  ")]},
+    "system": {"messages": [turn("system", " Be brief. "), turn("user", "Hi\n")]},
     "turns": {
         "messages": [
-            said("system", "Be brief."),
-            said("user", "Hi"),
-            said("assistant", " Hello! "),
-            said("user", "Bye é 日本"),
+            turn("system", "Be brief."),
+            turn("user", "Hi"),
+            turn("assistant", " Hello! "),
+            turn("user", "Bye é 日本"),
         ]
     },
     "no generation prompt": {
-        "messages": [said("user", "Hi"), said("assistant", "Hello")],
+        "messages": [turn("user", "Hi"), turn("assistant", "Hello")],
         "add_generation_prompt": False,
     },
-    "continued": {"messages": [said("user", "Hi"), said("assistant", "The answer")], "continue_final_message": True},
+    "continued": {"messages": [turn("user", "Hi"), turn("assistant", "The answer")], "continue_final_message": True},
     "continued after a space": {
-        "messages": [said("user", "Hi"), said("assistant", "The answer is ")],
+        "messages": [turn("user", "Hi"), turn("assistant", "The answer is ")],
         "continue_final_message": True,
     },
-    "tools": {"messages": [said("user", "Weather?")], "tools": TOOLS},
-    "tools and system": {"messages": [said("system", "Be brief."), said("user", "Weather?")], "tools": TOOLS},
-    "call": {"messages": [said("user", "Weather?"), said("assistant", "", tool_calls=[PARIS]), RESULT], "tools": TOOLS},
+    "tools": {"messages": [turn("user", "Weather?")], "tools": TOOLS},
+    "tools and system": {"messages": [turn("system", "Be brief."), turn("user", "Weather?")], "tools": TOOLS},
+    "call": {"messages": [turn("user", "Weather?"), turn("assistant", "", tool_calls=[PARIS]), RESULT], "tools": TOOLS},
     "call without content": {
         "messages": [
-            said("user", "Weather?"),
-            said("assistant", None, tool_calls=[PARIS]),
+            turn("user", "Weather?"),
+            turn("assistant", None, tool_calls=[PARIS]),
             RESULT,
-            said("assistant", "It is 20."),
-            said("user", "Thanks"),
+            turn("assistant", "It is 20."),
+            turn("user", "Thanks"),
         ],
         "tools": TOOLS,
     },
     "two calls": {
         "messages": [
-            said("user", "Weather?"),
-            said("assistant", "Looking.", tool_calls=[PARIS, CLOCK]),
+            turn("user", "Weather?"),
+            turn("assistant", "Looking.", tool_calls=[PARIS, CLOCK]),
             RESULT,
-            said("tool", "12:00", tool_call_id="ABCDEFGHI", name="clock"),
+            turn("tool", "12:00", tool_call_id="ABCDEFGHI", name="clock"),
         ],
         "tools": TOOLS,
     },
     "reasoning": {
-        "messages": [said("user", "1+1?"), said("assistant", "2", reasoning_content="One and one."), said("user", "?")]
+        "messages": [turn("user", "1+1?"), turn("assistant", "2", reasoning_content="One and one."), turn("user", "?")]
     },
     "reasoning in the text": {
-        "messages": [said("user", "1+1?"), said("assistant", "<think>\nhm\n</think>\n\n2"), said("user", "?")]
+        "messages": [turn("user", "1+1?"), turn("assistant", "<think>\nhm\n</think>\n\n2"), turn("user", "?")]
     },
-    "thinking off": {"messages": [said("user", "1+1?")], "template_kwargs": {"enable_thinking": False}},
-    "thinking on": {"messages": [said("user", "1+1?")], "template_kwargs": {"enable_thinking": True, "thinking": True}},
+    "thinking off": {"messages": [turn("user", "1+1?")], "template_kwargs": {"enable_thinking": False}},
+    "thinking on": {"messages": [turn("user", "1+1?")], "template_kwargs": {"enable_thinking": True, "thinking": True}},
     "documents": {
-        "messages": [said("user", "Read")],
+        "messages": [turn("user", "Read")],
         "template_kwargs": {"documents": [{"title": "T", "text": "Body"}]},
     },
-    "parts": {"messages": [said("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}])]},
+    "parts": {"messages": [turn("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}])]},
 }
 
 

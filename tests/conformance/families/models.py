@@ -122,8 +122,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Args:
-    expected: the reference's, after each prompt.
+    """Prompts with their expected tokens.
+
+    Args:
+        expected: the reference's, after each prompt.
     """
 
     prompts: tuple[tuple[int, ...], ...]

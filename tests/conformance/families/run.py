@@ -1,4 +1,4 @@
-"""Runs models through the columns of the table: each cell is a real run, whose outcome no hand writes."""
+"""Runs models through the columns of the table: each cell is the outcome of a real run."""
 
 import asyncio
 import re
@@ -22,9 +22,11 @@ COLUMNS = ("engine", "pair", "tp2", "fp8", "int4", "lora")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Args:
-    what: passed, refused or failed.
-    why: the refusal, or what failed.
+    """The outcome of one model in one column.
+
+    Args:
+        what: passed, refused or failed.
+        why: the refusal, or what failed.
     """
 
     what: str

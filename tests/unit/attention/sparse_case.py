@@ -44,9 +44,11 @@ def make_case(
     whole_numbers: bool = False,
     device: str = DEVICE,
 ) -> SparseCase:
-    """Args:
-    sizes: (new tokens, context) of each request.
-    whole_numbers: small integers, of which many scores are equal.
+    """Makes a case with random queries, keys and latents.
+
+    Args:
+        sizes: (new tokens, context) of each request.
+        whole_numbers: draw small integers, so that many scores are equal.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -58,7 +58,9 @@ def forward(case: SparseCase, params: BlocksparseParams | None, scales: KVScales
     [([1, 1, 30], [40, 0, 100]), ([1, 70, 20], [200, 0, 0]), ([1, 1], [3, 170])],
     ids=["decodes and a chunk", "a decode and whole prompts", "decodes alone"],
 )
-def test_mixed_batches(params: BlocksparseParams | None, query_lens: list[int], context_lens: list[int]) -> None:
+def test_mixed_batches_equal_the_reference(
+    params: BlocksparseParams | None, query_lens: list[int], context_lens: list[int]
+) -> None:
     case = make_case(query_lens=query_lens, context_lens=context_lens)
     assert relative_error(forward(case, params), expected(case, scale=SCALE, params=params)) < 2e-5
 

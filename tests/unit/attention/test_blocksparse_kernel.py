@@ -114,21 +114,21 @@ def shape_of(pattern: BlocksparseParams | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_prefill_with_and_without_context(pattern: BlocksparseParams | None) -> None:
+def test_prefills_equal_their_twin_with_and_without_context(pattern: BlocksparseParams | None) -> None:
     case = make_case(query_lens=[70, 20], context_lens=[0, 130], **shape_of(pattern))
     out = prefill(case, pattern)
     assert relative_error(out, expected(case, scale=SCALE, params=pattern)) < BOUNDS["float16"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_decode(pattern: BlocksparseParams | None) -> None:
+def test_decodes_equal_their_twin(pattern: BlocksparseParams | None) -> None:
     case = make_case(query_lens=[1, 1], context_lens=[15, 270], **shape_of(pattern))
     out = decode(case, pattern)
     assert relative_error(out, expected(case, scale=SCALE, params=pattern)) < BOUNDS["float16"]
 
 
 @pytest.mark.parametrize("pieces", [2, 7])
-def test_decode_in_pieces_some_of_which_are_empty(pieces: int) -> None:
+def test_decodes_may_have_empty_pieces(pieces: int) -> None:
     pattern = PATTERNS["each head slides"]
     case = make_case(query_lens=[1, 1, 1], context_lens=[0, 15, 270], **shape_of(pattern))
     out = decode(case, pattern, pieces=pieces)
@@ -163,7 +163,7 @@ def test_every_layout_and_a_block_size_that_is_no_power_of_two(layout: KVCacheLa
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_16_bit_types_and_head_sizes(dtype: str, head_dim: int) -> None:
+def test_16_bit_types_and_head_sizes_equal_their_twin(dtype: str, head_dim: int) -> None:
     pattern = params(2, 1, block_size=16)
     case = make_case(query_lens=[20], context_lens=[60], num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     reference = expected(case, scale=0.1, params=pattern)
@@ -174,7 +174,7 @@ def test_16_bit_types_and_head_sizes(dtype: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_fp8_cache_with_scales(kv_dtype: str) -> None:
+def test_an_fp8_cache_is_read_with_its_scales(kv_dtype: str) -> None:
     scales = {"k_scale": 0.7, "v_scale": 1.6}
     tensors: dict[str, Any] = {name: torch.tensor(value, device=DEVICE) for name, value in scales.items()}
     case = make_case(query_lens=[3, 20], context_lens=[10, 60], kv_dtype=kv_dtype)

@@ -1,4 +1,4 @@
-"""A new batch compiles no kernel anew: that takes seconds, in which no request gets a token."""
+"""A new batch compiles no kernel again: compiling takes seconds, in which no request gets a token."""
 
 import os
 import subprocess

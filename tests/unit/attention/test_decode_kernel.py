@@ -129,12 +129,12 @@ def test_caches_are_read_by_their_strides(order: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 32, 128])
-def test_block_sizes(block_size: int) -> None:
+def test_any_block_size_is_read(block_size: int) -> None:
     check(decodes(RAGGED, block_size=block_size))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (5, 1), (6, 2), (20, 1)])
-def test_groups_of_query_heads(heads: tuple[int, int]) -> None:
+def test_query_heads_share_kv_heads_in_any_group(heads: tuple[int, int]) -> None:
     check(decodes(RAGGED, num_heads=heads[0], num_kv_heads=heads[1]))
 
 
@@ -170,17 +170,17 @@ def test_several_queries_of_a_request_read_its_keys_together(num_queries: int) -
 
 
 @pytest.mark.parametrize("head_size", [8, 24, 80])
-def test_head_sizes(head_size: int) -> None:
+def test_any_head_size_is_computed(head_size: int) -> None:
     check(decodes([33, 5], head_size=head_size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_any_dtype_is_computed(dtype: torch.dtype) -> None:
     check(decodes(RAGGED, dtype=dtype))
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_features(asked: Asked) -> None:
+def test_any_feature_is_computed(asked: Asked) -> None:
     check(decodes(RAGGED, asked=asked), asked)
 
 
@@ -198,14 +198,14 @@ def test_features_with_splits_of_a_fixed_size(asked: Asked) -> None:
         (torch.float8_e5m2, torch.bfloat16),
     ],
 )
-def test_caches_of_eight_bits(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_caches_of_eight_bits_are_read(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
     batch = decodes(RAGGED, dtype=dtype, cache_dtype=cache_dtype, k_scale=0.5, v_scale=0.25)
     k_scale, v_scale = torch.tensor([0.5, 0.25], device=DEVICE)
     out, _ = attend(batch, Asked(), plan_of(batch, Asked()), k_scale=k_scale, v_scale=v_scale)
     assert relative_error(out, batch.expected(Asked())[0]) < TOLERANCE[dtype]
 
 
-def test_queries_of_eight_bits() -> None:
+def test_queries_of_eight_bits_are_read() -> None:
     batch = decodes(RAGGED, dtype=torch.float8_e4m3fn, k_scale=0.5)
     q_scale, k_scale = torch.tensor([2.0, 0.25], device=DEVICE)
     out = torch.full(batch.q_RHD.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -220,7 +220,7 @@ def test_padded_requests_give_zeros_and_no_keys() -> None:
     assert lse_HR[:, [0, 2]].isneginf().all()
 
 
-def test_a_batch_of_padding_only() -> None:
+def test_a_batch_of_padding_only_has_no_effect() -> None:
     batch = decodes([0, 0])
     out, _ = attend(batch, Asked(), plan_of(batch, Asked()))
     assert not out.any()

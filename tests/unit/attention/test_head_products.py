@@ -71,7 +71,7 @@ def test_tiles_of_other_widths_multiply(outputs: int) -> None:
     check(x_HTI, weight_HIO, out_HTO)
 
 
-def test_channels_of_any_stride() -> None:
+def test_channels_of_any_stride_are_read() -> None:
     x_HTI = random(32, 2, 5).permute(1, 2, 0)
     weight_HIO = random(2, 32, 16, seed=1)
     out_HTO = poisoned(2, 16, 5).transpose(1, 2)

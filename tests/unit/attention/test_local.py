@@ -56,7 +56,7 @@ def test_each_token_sees_exactly_the_keys_of_its_chunk_up_to_itself(
     assert not len(tables) or int(tables.min()) >= 0
 
 
-def test_virtual_requests_of_a_batch() -> None:
+def test_a_batch_becomes_virtual_requests() -> None:
     """Chunks of 4 and blocks of 2, worked out by hand: new tokens at positions 2-5, 7-16 and 4-8."""
     query_lens, starts, seq_lens, tables = make_local_attention_virtual_batches(
         4, np.array([0, 4, 14, 19], np.int32), np.array([6, 17, 9], np.int32), table_of([(4, 2), (10, 7), (5, 4)], 2), 2

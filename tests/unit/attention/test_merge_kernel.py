@@ -25,7 +25,7 @@ def expected(prefix: Tensor, prefix_lse: Tensor, suffix: Tensor, suffix_lse: Ten
 
 @pytest.mark.parametrize(("num_heads", "channels"), [(1, 1), (5, 24), (16, 128), (20, 7)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_sizes_and_types(dtype: torch.dtype, num_heads: int, channels: int) -> None:
+def test_any_size_and_type_is_merged(dtype: torch.dtype, num_heads: int, channels: int) -> None:
     parts = sides(3, num_heads, channels, dtype)
     out = torch.full_like(parts[0], torch.nan)
     merge_attn_states(*parts, out=out)

@@ -119,13 +119,13 @@ def test_any_number_of_workers_gives_the_same(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 20, 70])
-def test_numbers_of_heads(num_heads: int) -> None:
+def test_any_number_of_heads_is_computed(num_heads: int) -> None:
     decodes([70, 130], num_heads=num_heads).check(plan_for(num_heads, num_sms=6))
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64, 128] if DEVICE == "cuda" else [1, 48])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_types_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:
+def test_any_type_and_block_size_is_read(dtype: torch.dtype, block_size: int) -> None:
     decodes([0, 70, 130], block_size=block_size, dtype=dtype).check(plan_for(num_sms=2))
 
 
@@ -152,7 +152,7 @@ def test_a_fixed_split_gives_the_same(split_tokens: int) -> None:
     decodes([0, 70, 130], dtype=torch.bfloat16).check(plan_for(split_tokens=split_tokens))
 
 
-def test_a_batch_without_any_keys() -> None:
+def test_a_batch_without_any_keys_is_computed() -> None:
     decodes([0, 0]).check(plan_for())
 
 

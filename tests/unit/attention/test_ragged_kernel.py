@@ -85,7 +85,7 @@ def test_keys_and_values_may_be_slices_of_wider_tensors(head_size: int) -> None:
     batch.check(KernelFeatures())
 
 
-def test_keys_at_any_address() -> None:
+def test_keys_at_any_address_are_read() -> None:
     """The copy engine of a GPU wants multiples of 16 bytes; without, results are the same."""
     batch = ragged_batch([20, 40], [20, 60], head_size=64, dtype=torch.float16)
     k_SKD = torch.cat(batch.k)
@@ -94,7 +94,7 @@ def test_keys_at_any_address() -> None:
     batch.check(KernelFeatures())
 
 
-def test_without_log_sum_exp() -> None:
+def test_the_output_is_the_same_without_log_sum_exp() -> None:
     batch = ragged_batch([20], [20])
     ragged_attention(
         batch.queries,

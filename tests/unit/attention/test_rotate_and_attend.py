@@ -108,7 +108,9 @@ def scales_for(kv_dtype: str, *, calculate: bool) -> KVScales | None:
 @pytest.mark.parametrize("pairs", [DIM // 2, 3], ids=["all channels turn", "some channels turn"])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
-def test_keys_and_values(interleaved: bool, pairs: int, with_norms: bool, kv_dtype: str, calculate: bool) -> None:
+def test_outputs_and_caches_of_keys_and_values_are_equal(
+    interleaved: bool, pairs: int, with_norms: bool, kv_dtype: str, calculate: bool
+) -> None:
     torch.manual_seed(0)
     backend = gqa_backend(kv_dtype)
     layers = [
@@ -152,7 +154,7 @@ def test_a_layer_that_shares_keys_writes_none() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
-def test_latents(interleaved: bool, kv_dtype: str, calculate: bool) -> None:
+def test_outputs_and_caches_of_latents_are_equal(interleaved: bool, kv_dtype: str, calculate: bool) -> None:
     torch.manual_seed(0)
     backend = mla_backend(kv_dtype)
     projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)

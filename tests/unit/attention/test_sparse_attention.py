@@ -41,7 +41,7 @@ def test_of_equal_scores_the_first_are_taken(chosen: Select, device: str) -> Non
     assert slots_of(case, chosen) == expected_slots(case)
 
 
-def test_pieces_of_keys_and_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_in_pieces_of_keys_and_of_queries_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, several programs of one query, and scores that do not fit into memory at once."""
     monkeypatch.setattr(select, "_TILE", 32)
     monkeypatch.setattr(select, "_TILES", 2)
@@ -61,7 +61,7 @@ def test_many_queries_read_keys_together_where_their_request_is_the_same(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_selection_is_the_same_in_half_precision(dtype: torch.dtype) -> None:
     case = make_case([(1, 40)], top_k=11, dtype=dtype)
     assert slots_of(case, select_slots) == expected_slots(case)
 

@@ -31,12 +31,12 @@ def check(sizes: list[tuple[int, int]], setting: Setting, *, dtype: str = "float
 
 
 @pytest.mark.parametrize("setting", OURS, ids=lambda setting: setting.name)
-def test_decodes_and_prefills_with_and_without_context(setting: Setting) -> None:
+def test_decodes_and_prefills_equal_the_definition(setting: Setting) -> None:
     check(MIXED, setting, own_kv=setting.attn_type != "encoder_decoder")
 
 
 @pytest.mark.parametrize("sizes", [[(1, 12), (1, 3)], [(5, 0), (11, 0)], [(5, 9), (1, 0)][::-1], FRESH, *BEHIND])
-def test_batches_of_every_kind(sizes: list[tuple[int, int]]) -> None:
+def test_batches_of_every_kind_equal_the_definition(sizes: list[tuple[int, int]]) -> None:
     check(sizes, PLAIN)
 
 
@@ -45,7 +45,7 @@ def test_keys_come_from_the_cache_where_the_call_has_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtypes(dtype: str) -> None:
+def test_any_dtype_is_computed(dtype: str) -> None:
     check(MIXED, PLAIN, dtype=dtype)
 
 

@@ -109,7 +109,7 @@ def test_sixteen_bits_are_as_exact_as_they_can_be(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("block_size", "order"), [*((16, order) for order in ORDERS), (48, "HND"), (64, "NHD"), (128, "HND")]
 )
-def test_any_block_size_in_any_layout(block_size: int, order: str) -> None:
+def test_any_block_size_in_any_layout_is_read(block_size: int, order: str) -> None:
     batch = ragged_batch([40, 1, 9], [100, 48, 128], num_heads=2, num_kv_heads=2, head_size=64, dtype=torch.float16)
     attend(batch, KernelFeatures(), block_size=block_size, order=order)
     batch.check(KernelFeatures())

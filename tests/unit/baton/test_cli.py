@@ -139,7 +139,7 @@ def test_help_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "generate" in capsys.readouterr().out
 
 
-def test_json_of_a_completion() -> None:
+def test_a_completion_is_one_json_object() -> None:
     tokens = (TokenOutput(7, 0, -0.5, ((7, -0.5), (8, -1.5))), TokenOutput(9, 1, -0.25))
     printed = to_json(Completion("ab", tokens, FinishReason.STOP, "", USAGE, RECEIPT, request_id="zip-1"))
     assert printed["request_id"] == "zip-1"

@@ -1,4 +1,4 @@
-"""What `baton status` shows of nodes that are gone, and of their pairs."""
+"""`baton status` shows lost nodes, and their pairs, as lost."""
 
 import io
 

@@ -64,8 +64,8 @@ def test_reports_arrive_in_order_and_the_last_one_counts() -> None:
     def note(processes: Sequence[Process]) -> None:
         stages.extend((process.stage, process.done, process.total) for process in processes)
 
-    said: list[str] = []
-    with Processes(said.append, launch=start_child, on_change=note) as processes:
+    lines: list[str] = []
+    with Processes(lines.append, launch=start_child, on_change=note) as processes:
         child = processes.start("node", [], name="prefill-0")
         processes.wait_bound([child])
         processes.wait_ready([child])
@@ -74,7 +74,7 @@ def test_reports_arrive_in_order_and_the_last_one_counts() -> None:
         [("starting", 0, 0), ("loading", 1, 4), ("ready", 0, 0)],
         [("starting", 0, 0), ("ready", 0, 0)],  # both reports were read at once
     )
-    assert said == ["prefill-0 serves on 127.0.0.1:1"]
+    assert lines == ["prefill-0 serves on 127.0.0.1:1"]
     assert child.popen.poll() is not None
 
 

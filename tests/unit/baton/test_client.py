@@ -1,4 +1,4 @@
-"""What users meet at the client: targets, options, refusals that are retried, and typed errors with a cure."""
+"""The client as its users meet it: targets, options, refusals that are retried, and typed errors with a cure."""
 
 import asyncio
 import math

@@ -41,7 +41,7 @@ samplings = st.builds(
 
 
 @given(samplings)
-def test_sampling_params(params: SamplingParams) -> None:
+def test_sampling_params_are_unchanged(params: SamplingParams) -> None:
     assert convert.resolved_sampling_from_proto(convert.sampling_to_proto(params)) == params.resolved()
 
 
@@ -85,17 +85,17 @@ def test_a_number_too_large_for_the_wire_is_the_callers_error() -> None:
         top_logprobs=st.lists(st.tuples(numbers, st.floats(-1000, 0)), max_size=3).map(tuple),
     )
 )
-def test_token(token: TokenOutput) -> None:
+def test_a_token_is_unchanged(token: TokenOutput) -> None:
     assert convert.token_from_proto(convert.token_to_proto(token)) == token
 
 
 @given(st.none() | st.sampled_from(FinishReason))
-def test_finish_reason(reason: FinishReason | None) -> None:
+def test_a_finish_reason_is_unchanged(reason: FinishReason | None) -> None:
     assert convert.finish_reason_from_proto(convert.finish_reason_to_proto(reason)) == reason
 
 
 @given(st.builds(Usage, numbers, numbers, numbers))
-def test_usage(usage: Usage) -> None:
+def test_usage_is_unchanged(usage: Usage) -> None:
     assert convert.usage_from_proto(convert.usage_to_proto(usage)) == usage
 
 
@@ -117,7 +117,7 @@ def test_usage(usage: Usage) -> None:
         layer_groups=numbers,
     )
 )
-def test_receipt(receipt: Receipt) -> None:
+def test_a_receipt_is_unchanged(receipt: Receipt) -> None:
     assert convert.receipt_from_proto(convert.receipt_to_proto(receipt)) == receipt
 
 

@@ -34,6 +34,11 @@ def test_a_page_of_the_http_api_has_the_tables_that_the_code_makes(page: Path) -
     assert page.read_text() == api.page(page), "run `make docs`"
 
 
+def test_every_table_has_its_place_on_a_page() -> None:
+    texts = api.PAGE.read_text() + api.STRUCTURED.read_text()
+    assert [name for name in api.tables() if f"<!-- table: {name} -->" not in texts] == []
+
+
 def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:
     assert attention.PAGE.read_text() == attention.page(), "run `make docs`"
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program still imports its packages."""
+"""Ctrl-C ends a program that still imports its packages."""
 
 import os
 import signal

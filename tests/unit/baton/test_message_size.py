@@ -1,4 +1,4 @@
-"""Messages with more fields than a request needs are known by their bytes."""
+"""Messages with more fields than a request needs are recognized by their bytes."""
 
 import pytest
 from google.protobuf.message import Message

@@ -1,4 +1,4 @@
-"""The port of metrics answers one question, and outlives every other one."""
+"""The metrics port answers one kind of request, and no other kind stops it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ async def test_it_has_nothing_else() -> None:
         assert (head[:13], body) == (b"HTTP/1.1 404 ", b"")
 
 
-async def test_a_question_has_one_host() -> None:
+async def test_a_request_has_one_host() -> None:
     async with opened() as port:
         for question in (GET.replace(b"Host: x\r\n", b""), GET.replace(b"Host: x", b"Host: x\r\nhost: y")):
             assert (await ask(port, question))[0].startswith(b"HTTP/1.1 400 ")
@@ -72,13 +72,13 @@ async def test_a_question_has_one_host() -> None:
 @pytest.mark.parametrize(
     "question", [b"", b"\x16\x03\x01\x02", b"GET /metrics", b"GET /metrics HTTP/1.1\r\nA: " + b"x" * 100_000]
 )
-async def test_what_is_no_question_gets_no_answer_and_stops_nobody(question: bytes) -> None:
+async def test_what_is_no_request_gets_no_answer_and_stops_no_other(question: bytes) -> None:
     async with opened() as port:
         assert (await ask(port, question))[0] == b""
         assert (await ask(port, GET))[1] == b"a 1\n"
 
 
-async def test_it_ends_with_connections_that_ask_nothing() -> None:
+async def test_it_ends_with_idle_connections_open() -> None:
     async with asyncio.timeout(30):
         async with opened() as port:
             assert port.url is not None

@@ -97,7 +97,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_cure(server: Hub, tmp_path: Pat
     assert named in line
 
 
-def test_an_unreachable_hub_and_offline_mode_are_told_apart(tmp_path: Path) -> None:
+def test_an_unreachable_hub_and_offline_mode_have_different_errors(tmp_path: Path) -> None:
     offline = find("owner/model", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in offline.stderr
     unreachable = find("owner/model", tmp_path, "http://127.0.0.1:9")
@@ -142,7 +142,7 @@ def test_errors_are_configuration_errors() -> None:
         ("quantized", "has no config.json, but GGUF files, which Baton does not read; give the original checkpoint"),
     ],
 )
-def test_what_is_no_model_is_said_with_what_to_give(
+def test_an_error_about_no_model_says_what_to_give(
     name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -87,7 +87,7 @@ class Had:
 
 
 def answer(request: pb.GenerateRequest, random: Random, *, lives: list[int], chat: bool) -> dict[int, Had]:
-    """Args: lives: after how many messages each gateway is lost; the last one is not."""
+    """Loses each gateway after its number of messages in `lives`; the last gateway stays."""
     had: dict[int, Had] = {}
     progress = AnswerProgress(request)
     for life in [*lives, 1000]:

@@ -1,4 +1,4 @@
-"""Errors as statuses: standard details beside ours, small trailers, and handlers whose calls end early."""
+"""Errors as statuses: standard details next to ours, small trailers, and handlers whose calls end early."""
 
 import asyncio
 from typing import Any

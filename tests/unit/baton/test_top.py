@@ -1,4 +1,5 @@
-"""Frames of `baton top`, rendered from views: what they show, that they fit, and that no name in them is obeyed."""
+"""Frames of `baton top`, rendered from views: what they show, that they fit, and that no name in them controls the
+terminal."""
 
 import json
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_view_of_another_version_is_read_as_far_as_it_goes() -> None:
     assert "UTC" in drawn(Frame(view(now_s=-1e300)))
 
 
-def test_lines_are_shared_out_evenly_and_none_is_given_in_vain() -> None:
+def test_lines_are_shared_evenly_and_no_part_gets_more_than_it_needs() -> None:
     assert shares(30, [3, 5, 40]) == [3, 5, 22]
     assert shares(30, [40, 5, 40]) == [12, 5, 13]
     assert shares(2, [9, 9, 9]) == [0, 1, 1]

@@ -23,10 +23,10 @@ def answer(name: str, rate: float, *, complete: bool = True) -> Found:
 def rates(*, static_complete: bool = True) -> dict[tuple[str, float, str], Found]:
     found = {}
     for tpot_s in PLAN.tpots_s:
-        for held in (MEAN, GAP):
-            found[COLOCATED, tpot_s, held] = answer(COLOCATED, 1000 * tpot_s)
-            found[STATIC, tpot_s, held] = answer(STATIC, 20.0, complete=static_complete)
-            found[ELASTIC, tpot_s, held] = answer(ELASTIC, 30.0)
+        for bound in (MEAN, GAP):
+            found[COLOCATED, tpot_s, bound] = answer(COLOCATED, 1000 * tpot_s)
+            found[STATIC, tpot_s, bound] = answer(STATIC, 20.0, complete=static_complete)
+            found[ELASTIC, tpot_s, bound] = answer(ELASTIC, 30.0)
     return found
 
 

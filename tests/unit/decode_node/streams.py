@@ -1,4 +1,4 @@
-"""A bidirectional stream without gRPC, of which a test reads and writes one side."""
+"""A bidirectional stream without gRPC; the test reads and writes one side of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

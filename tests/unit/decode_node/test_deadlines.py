@@ -1,4 +1,4 @@
-"""The earliest deadline is found after any setting, replacing and removing."""
+"""The earliest deadline is found, whatever deadlines were set, replaced and removed before."""
 
 from hypothesis import given
 from hypothesis import strategies as st

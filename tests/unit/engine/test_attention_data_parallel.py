@@ -1,4 +1,4 @@
-"""Attention data parallelism: ranks of which each has its own requests' KV compute what one process computes."""
+"""Attention data parallelism: ranks that keep the KV of their own requests compute what one process computes."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cache in main memory has room for one longest request where memory allows; a line says if it has not."""
+"""A cache in main memory has room for one longest request where memory allows; if it has not, a log line says so."""
 
 import pytest
 

@@ -24,7 +24,7 @@ PARAMS = {
     "min_p": ResolvedSampling(min_p=0.1, temperature=1.5),
     "top_k": ResolvedSampling(top_k=3, temperature=2.0),
     "top_k of many": ResolvedSampling(top_k=90, temperature=5.0),
-    "top_k beyond the vocabulary": ResolvedSampling(top_k=10**12),
+    "top_k beyond the vocabulary": ResolvedSampling(top_k=2**32 - 1),
     "top_p": ResolvedSampling(top_p=0.9, temperature=1.5),
     "top_p of many": ResolvedSampling(top_p=0.95, temperature=50.0),
     "top_p of one": ResolvedSampling(top_p=1e-9),

@@ -274,7 +274,7 @@ async def test_abort_returns_when_the_blocks_are_free_and_no_event_follows(
         assert "goes" not in events.reasons
 
 
-async def test_abort_of_a_held_and_of_a_reserved_request(built: BuiltRunner) -> None:
+async def test_held_and_reserved_requests_can_be_aborted(built: BuiltRunner) -> None:
     async with running(built) as (engine, events):
         await prefill(engine, events, prompt_of(9))
         engine.reserve(request("d", prompt_of(9, seed=1), greedy(2)))

@@ -1,4 +1,4 @@
-"""A running engine's counts of experts are those of its routers: of every token once, and of no padding."""
+"""A running engine counts the experts that its routers choose: each token once, and no padding."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Requests whose grammars become too expensive are ended, typed, and cost their neighbours nothing."""
+"""Requests whose grammars become too expensive end with a typed error and do not slow their neighbours."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What a node says that a new request finds is what its admission gives it."""
+"""The open blocks that a node reports are the ones that its admission gives a new request."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,5 @@
-"""Steps leave snapshots of recurrent states within prompts, whether or not a step is padded as captured ones are. That
-kernels leave the bits of a prompt that is cut there is tested with them; attention differs by cuts in its last bits."""
+"""Steps leave snapshots of recurrent states within prompts, whether or not a step is padded as captured ones are. The
+kernels' own tests show that a cut there changes no bit; attention's last bits depend on cuts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks whose hosts have different copies of the model are refused: a sum over parts of two models is no model's."""
+"""Ranks whose hosts have different copies of the model are refused: a sum over parts of two models fits neither."""
 
 import json
 import shutil
@@ -17,17 +17,17 @@ from tests.unit.models.tiny import save_tiny
 
 def load_parts(rank: TensorParallel, hosts: list[tuple[Path, Path]]) -> list[str]:
     """What a rank says that loads its part from its host's directory, each of these times."""
-    said = []
+    errors = []
     for models in hosts:
         settings = NodeSettings(
             model=models[rank.rank], device="cpu", num_blocks=4, tensor_parallel_size=2, num_hosts=2
         )
         try:
             build_runner(settings, parallel=rank)
-            said.append("")
+            errors.append("")
         except ConfigError as error:
-            said.append(error.message.partition(";")[0])
-    return said
+            errors.append(error.message.partition(";")[0])
+    return errors
 
 
 def retrained(model: Path) -> None:

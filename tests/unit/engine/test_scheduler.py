@@ -358,7 +358,7 @@ def test_a_second_request_of_one_id_is_refused() -> None:
         (ResolvedSampling(max_tokens=1), [EOS], [FinishReason.STOP], ""),
     ],
 )
-def test_finish_rules(
+def test_outputs_end_by_the_finish_rules(
     sampling: ResolvedSampling, drawn: list[int], reasons: list[FinishReason | None], stop_reason: str
 ) -> None:
     scheduler = make()

@@ -1,4 +1,4 @@
-"""Among waiting requests lower priorities run first; where room is missing, the worst and latest gives way."""
+"""Among waiting requests lower priorities run first; without room, the latest one of the worst priority gives way."""
 
 import pytest
 

@@ -41,7 +41,7 @@ class RecurrentMachine(SchedulerMachine):
 
     @rule(length=st.integers(3, 9), blocks=st.integers(1, 3))
     def reserve_part(self, length: int, blocks: int) -> None:
-        """A prompt of which only the first part is to come."""
+        """A prompt whose first part alone is to be computed."""
         part = blocks * lcm(BLOCK_SIZE, self.align or 1)
         if part < length:
             self.reserve_plain((0,) * length, part=part)

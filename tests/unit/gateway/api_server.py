@@ -1,4 +1,4 @@
-"""The part of a Kubernetes API server that discovery reads: list and watch of EndpointSlices, as other people's server.
+"""The part of a Kubernetes API server that discovery reads: list and watch of EndpointSlices, on a real HTTP server.
 
 Objects and events have the published form of discovery.k8s.io/v1; the tests say what they hold.
 """

@@ -59,9 +59,9 @@ class SmallFleet(Fleet):
         if address.startswith("d"):
             return self.status_received(DECODE, address, status(DECODE, 20 + number), now_s)
         peers = [peer(20 + decode) for decode in range(1, self._num_decodes + 1)]
-        said = status(PREFILL, 10 + number, *peers)
-        said.info.also_decodes = self._also_decode
-        return self.status_received(PREFILL, address, said, now_s)
+        reported = status(PREFILL, 10 + number, *peers)
+        reported.info.also_decodes = self._also_decode
+        return self.status_received(PREFILL, address, reported, now_s)
 
     def lose(self, address: str, reason: str = "gone") -> list[FleetCommand]:
         return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)

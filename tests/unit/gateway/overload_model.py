@@ -1,5 +1,5 @@
-"""A gateway's admission before a prefill and a decode node in virtual time: nodes with known step costs, reports ten
-times a second, and clients that do not wait for answers."""
+"""A gateway's admission in front of a prefill and a decode node, in virtual time: nodes with known step costs, reports
+ten times a second, and clients that do not wait for answers."""
 
 import heapq
 import random

@@ -102,7 +102,7 @@ def test_revisions_that_are_not_of_the_named_model_are_refused(revision: str, ad
 
 
 def resumed_with(adapter: AdapterRef, fleet: SmallFleet) -> Served:
-    """A request of which its client has a token of this revision of the adapter."""
+    """A request whose client already has a token from this revision of the adapter."""
     served = Served(start=False)
     asked = replace(request(), revision=fleet.decodes["d1"].revision, output=(100,), adapter=adapter)
     served.machine = RequestMachine(asked, rules(), fleet, Words())

@@ -25,11 +25,11 @@ def also_decode(fleet: SmallFleet, *addresses: str, restarts: int = 0, **changes
     """These prefill nodes report that they also decode; a restarted one has another incarnation."""
     for address in addresses:
         node = fleet.prefills[address]
-        said = status(PREFILL, 10 + int(address[1:]) + 100 * restarts, *node.peers.values())
-        said.info.also_decodes = True
+        reported = status(PREFILL, 10 + int(address[1:]) + 100 * restarts, *node.peers.values())
+        reported.info.also_decodes = True
         for name, value in changes.items():
-            setattr(said, name, value)
-        fleet.status_received(PREFILL, address, said, 1.0)
+            setattr(reported, name, value)
+        fleet.status_received(PREFILL, address, reported, 1.0)
 
 
 def alone(policy: LocalPolicy = LocalPolicy.ELASTIC, *, decodes: int = 0) -> Served:
@@ -57,9 +57,9 @@ def test_it_is_listed_once_and_pairs_as_a_prefill_node_only() -> None:
 def test_it_is_connected_and_lost_with_one_line() -> None:
     fleet = SmallFleet(0, 0)
     fleet.add(PREFILL, "p1")
-    said = status(PREFILL, 11)
-    said.info.also_decodes = True
-    assert len([each for each in fleet.status_received(PREFILL, "p1", said, 1.0) if isinstance(each, LogLine)]) == 1
+    reported = status(PREFILL, 11)
+    reported.info.also_decodes = True
+    assert len([each for each in fleet.status_received(PREFILL, "p1", reported, 1.0) if isinstance(each, LogLine)]) == 1
     assert fleet.lose("p1") == [LogLine("node-11: lost, gone", warning=True), DropSession(PREFILL, "p1", GONE)]
     assert decoding_node(fleet, WANTED) is None
 
@@ -107,10 +107,10 @@ def test_what_it_serves_alone_counts_as_its_work_for_prompts_too() -> None:
     served = Served(prefills=2, decodes=0, start=False)
     served.fleet.add(DECODE, "d1")
     for address, incarnation in (("p1", 11), ("p2", 12)):
-        said = status(PREFILL, incarnation, peer(21))
-        said.info.also_decodes = True
-        said.step_costs.points.add(tokens=1, seconds=0.1)
-        served.fleet.status_received(PREFILL, address, said, 0.0)
+        reported = status(PREFILL, incarnation, peer(21))
+        reported.info.also_decodes = True
+        reported.step_costs.points.add(tokens=1, seconds=0.1)
+        served.fleet.status_received(PREFILL, address, reported, 0.0)
     served.handle(Started())
     assert only(served.commands, SubmitToDecode).address == "p1"
     assert served.fleet.prefills["p1"].queue_s(0.0) > 1.0 > served.fleet.prefills["p2"].queue_s(0.0)

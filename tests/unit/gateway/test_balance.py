@@ -12,7 +12,7 @@ RULES = BalanceRules(backlog_s=2.0, hold_s=30.0, cool_down_s=120.0)
 
 
 def cluster(prefill: float, decode: float, *, prefills: int = 2, decodes: int = 2) -> list[Load]:
-    """Nodes of which those of one role are equally loaded: 1 is as much as they should have."""
+    """Nodes with the same load for all of one role; 1 is as much as they should have."""
     return [Load(f"p{number}", 10 + number, PREFILL, prefill, prefill) for number in range(1, prefills + 1)] + [
         Load(f"d{number}", 20 + number, DECODE, decode, decode) for number in range(1, decodes + 1)
     ]

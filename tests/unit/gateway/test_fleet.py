@@ -60,7 +60,7 @@ def test_a_node_is_used_in_the_role_that_it_has_and_not_in_that_of_its_list() ->
     assert commands == [LogLine("node-30 is a prefill node now, d2"), ChangeRole("d2", DECODE, PREFILL)]
     assert fleet.prefills.keys() == {"p1", "d2"}
     assert fleet.decodes.keys() == {"d1"}
-    assert not fleet.prefills["d2"].open, "it has only said so, on a connection for decode nodes"
+    assert not fleet.prefills["d2"].open, "it has only reported so, on a connection for decode nodes"
     fleet.status_received(PREFILL, "d2", status(PREFILL, 30), 1.1)
     assert fleet.prefills["d2"].open
     assert fleet.status_received(PREFILL, "d2", status(PREFILL, 30), 2.0) == []
@@ -165,8 +165,8 @@ def test_a_request_goes_where_one_rank_has_all_its_blocks() -> None:
     ranked.blocks_open[:] = [6, 6]
     busy = status(DECODE, 22)
     busy.requests_running = 9
-    for address, said in (("d1", ranked), ("d2", busy)):
-        fleet.status_received(DECODE, address, said, 1.0)
+    for address, reported in (("d1", ranked), ("d2", busy)):
+        fleet.status_received(DECODE, address, reported, 1.0)
     node = fleet.decodes["d1"]
     assert decoding_node(fleet, replace(WANTED, num_tokens=95)) is node
     assert decoding_node(fleet, replace(WANTED, num_tokens=96)) is fleet.decodes["d2"]

@@ -67,5 +67,7 @@ def test_what_a_request_gives_counts_even_when_it_is_zero() -> None:
         (None, {"bos_token_id": 0}, 0),
     ],
 )
-def test_the_token_at_the_beginning(tmp_path: Path, generation: object, config: object, expected: int | None) -> None:
+def test_the_token_at_the_beginning_is_read(
+    tmp_path: Path, generation: object, config: object, expected: int | None
+) -> None:
     assert read_bos_token_id(directory(tmp_path, generation=generation, config=config)) == expected

@@ -1,4 +1,4 @@
-"""Step costs that know their age: what a node measured while the machine was busy is unlearned when it gets no work."""
+"""Step costs expire: what a node measured while its machine was busy is forgotten once the node gets no work."""
 
 from collections.abc import Sequence
 

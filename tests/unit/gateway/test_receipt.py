@@ -19,7 +19,7 @@ def remote() -> ReceiptDraft:
     return draft
 
 
-def test_a_remote_prefill() -> None:
+def test_the_receipt_describes_a_remote_prefill() -> None:
     draft = remote()
     draft.sent(
         prefill_pb2.PrefillSent(

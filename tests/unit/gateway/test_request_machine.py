@@ -107,7 +107,7 @@ def test_a_remote_prefill_command_by_command() -> None:
     assert served.machine.deadline_s is None
 
 
-def test_a_local_prefill() -> None:
+def test_a_local_prefill_is_served() -> None:
     served = Served(prefills=0, policy=LocalPolicy.LOCAL)
     submit = only(served.commands, SubmitToDecode)
     assert not submit.request.prefill_available

@@ -48,7 +48,7 @@ def test_a_defect_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     assert "secret" not in caplog.text
 
 
-def test_every_output_of_a_request_counts_on_the_board() -> None:
+def test_the_shared_counters_count_every_output_of_a_request() -> None:
     recorded = Recorded()
     for end in (RequestRecord.finished, lambda record: record.failed(NoNode("x"))):
         record = recorded.begin()

@@ -1,4 +1,4 @@
-"""What serves at once, as a gateway shows it; and requests of which the client has a part already."""
+"""The gateway shows which revisions serve at once; and requests whose client already has a part of the answer."""
 
 from dataclasses import replace
 
@@ -143,7 +143,7 @@ def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
 
 
 class Resumed(Served):
-    """A request of which its client has a part, of this revision, perhaps with tokens to go on from."""
+    """A request whose client has a part of the answer, from this revision, perhaps with tokens to continue from."""
 
     def __init__(self, fleet: SmallFleet, revision: str, *given: int) -> None:
         super().__init__(start=False)
@@ -198,7 +198,7 @@ def test_an_answer_ends_when_the_node_comes_back_with_other_weights() -> None:
     assert isinstance(resumed.error, NoNode)
 
 
-def test_an_answer_that_waits_in_vain_ends() -> None:
+def test_an_answer_whose_weights_do_not_return_ends() -> None:
     fleet = mixed()
     revision = fleet.decodes["d2"].revision
     fleet.lose("d2")

@@ -107,7 +107,7 @@ async def test_nodes_are_found_paired_and_report(running: Running) -> None:
     assert all(report.reachable for report in running.connections.fleet.report())
 
 
-async def test_a_remote_prefill(running: Running) -> None:
+async def test_a_remote_prefill_is_served(running: Running) -> None:
     client = Client()
     request = running.generate(client)
     key = (await running.decode.submission()).key
@@ -393,7 +393,7 @@ def start(
 PROMPT = pb.TokenIds(ids=range(1, 65))
 
 
-async def test_two_outputs_of_one_prompt(running: Running) -> None:
+async def test_one_prompt_gives_two_outputs(running: Running) -> None:
     client = Client()
     request = start(running, client, token_ids=PROMPT, n=2, sampling=common_pb2.SamplingParams(seed=5), priority=4)
     submissions = [await serve(running), await serve(running)]

@@ -1,4 +1,4 @@
-"""All processes of a gateway see the same sums, whatever becomes of one of them."""
+"""All processes of a gateway see the same sums, even after one of them has died."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A crowd of large texts is worked on little by little, and small texts do not wait for it."""
+"""Many large texts are tokenized little by little, and small texts do not wait for them."""
 
 import asyncio
 from threading import Event

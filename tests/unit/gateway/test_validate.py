@@ -167,7 +167,7 @@ def test_an_id_that_is_long_or_would_forge_log_lines_is_refused(request_id: str)
         ({"best_of": 2}, Outputs(2, 1)),
     ],
 )
-def test_the_number_of_outputs(given: dict[str, Any], expected: Outputs) -> None:
+def test_the_number_of_outputs_is_read(given: dict[str, Any], expected: Outputs) -> None:
     assert check_outputs(pb.GenerateRequest(**given), max_outputs=100) == expected
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a line ask and answer at any time; an end that is gone answers nothing."""
+"""Both ends of a worker channel ask and answer at any time; an end that is gone answers nothing."""
 
 import asyncio
 import socket

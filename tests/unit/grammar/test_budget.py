@@ -1,4 +1,4 @@
-"""What the masks of an output may cost, on clocks that the tests turn."""
+"""The time budget of an output's masks, with clocks that the tests set."""
 
 from collections.abc import Callable, Iterator
 from itertools import count

@@ -1,4 +1,4 @@
-"""Grammars are checked in a process that one of them may end: what is refused, who waits for whom, what is left."""
+"""Grammars are checked in a process that one of them may kill: what is refused, who waits, and what is left."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ async def test_a_grammar_that_takes_too_much_time_is_refused_and_the_next_one_is
         await checker.check(heavy(1))
 
 
-async def test_a_schema_of_which_the_library_makes_no_end_is_refused() -> None:
+async def test_a_schema_that_the_library_never_finishes_is_refused() -> None:
     """Twenty expressions whose states multiply: compiled without a bound it runs for minutes."""
     patterns = [{"pattern": f".*a.{{{20 + number}}}.*"} for number in range(20)]
     schema = json.dumps({"type": "string", "allOf": patterns})

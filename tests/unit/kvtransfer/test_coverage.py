@@ -1,4 +1,4 @@
-"""Claims on cells, against a set of cells."""
+"""Claims on cells agree with a plain set of cells."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -213,7 +213,7 @@ def test_an_impossible_trailer_is_not_scattered(wrong: Segment, refusal: Segment
 
 
 def test_a_message_that_was_not_scattered_claims_nothing() -> None:
-    """A stranger's message may carry any tag: the lease's own sender comes after it."""
+    """A message from an unauthenticated peer may carry any tag: the lease's own sender comes after it."""
     table = table_with(LEASE)
     for sender in (1, 2):
         assert table.arrival(Tag(sender, 4, 0), 0.0) is None

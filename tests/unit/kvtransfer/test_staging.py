@@ -1,4 +1,4 @@
-"""Staging slots."""
+"""The slots of a staging pool: their memory, and the order in which they are handed out."""
 
 import torch
 

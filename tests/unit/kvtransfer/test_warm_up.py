@@ -33,8 +33,10 @@ class Arrivals:
     num_bytes: int = 0
 
     def come(self, segments: "list[Segment] | Iterator[Segment]", *, slowed: frozenset[int] = frozenset()) -> None:
-        """Args:
-        slowed: bursts during which other work uses the machine.
+        """Receives the segments, each at its time.
+
+        Args:
+            slowed: bursts during which other work uses the machine.
         """
         for segment in segments:
             took_s = COST_S + segment.payload_bytes / BYTES_PER_S

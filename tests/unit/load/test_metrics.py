@@ -20,7 +20,7 @@ def record(*times: float, counts: tuple[int, ...] = (), due: float = 0.0, end: f
     return LoadRecord(0, due, 0.001, 10, sum(counts), LoadOutcome.OK, end, times_s=times, counts=counts)
 
 
-def test_times_of_one_request() -> None:
+def test_times_of_one_request_are_computed() -> None:
     one = record(0.5, 0.6, 0.9)
     assert one.ttft_s == 0.5
     assert one.tpot_s == pytest.approx(0.2)
@@ -81,7 +81,7 @@ def test_a_request_that_was_not_answered_is_never_good(outcome: LoadOutcome) -> 
     assert not Goal(ttft_s=9.0).good(replace(record(0.1), outcome=outcome))
 
 
-def test_goals_of_the_command_line() -> None:
+def test_goals_are_read_from_the_command_line() -> None:
     assert parse_goal("ttft=400ms,tpot=15ms") == [Goal(0.4, 0.015)]
     assert parse_goal("ttft=2s, gap=30ms, e2e=1.5s, share=95%") == [Goal(2.0, None, 0.03, 1.5, 0.95)]
     assert [goal.tpot_s for goal in parse_goal("tpot=10/15/20ms")] == [0.01, 0.015, 0.02]

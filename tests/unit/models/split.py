@@ -28,13 +28,15 @@ def ranks(size: int) -> list[TensorParallel]:
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes:
-    logits: of every token of the prompt, and of those decoded.
-    tokens: decoded greedily.
-    cache: [L, K, B, N, H, C]; NaN where nothing was written.
-    state: the same of recurrent layers; None: the model has none.
-    routed: tokens of each expert, by layer, added up from what the routers gave.
-    counted: tokens of each place, by layer, as the model counted them; None: it does not.
+    """What a run of a model left.
+
+    Attributes:
+        logits: of every token of the prompt, and of those decoded.
+        tokens: decoded greedily.
+        cache: [L, K, B, N, H, C]; NaN where nothing was written.
+        state: the same of recurrent layers; None: the model has none.
+        routed: tokens of each expert, by layer, added up from what the routers gave.
+        counted: tokens of each place, by layer, as the model counted them; None: it does not.
     """
 
     logits: Tensor

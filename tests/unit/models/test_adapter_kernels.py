@@ -48,7 +48,7 @@ def products(
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["few tokens", "many tokens"])
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
-def test_products(
+def test_products_equal_their_twin(
     num_tokens: int, sizes: tuple[int, ...], inputs: int, rank: int, batch_invariant: bool, dtype: torch.dtype
 ) -> None:
     weights, slots_T = random_weights(sizes, inputs, rank, dtype), slots_of(num_tokens)

@@ -120,7 +120,7 @@ async def test_tokens_are_those_of_peft(name: str, base: Base, tmp_path: Path) -
     assert await answer(base.built, tmp_path) == expected
 
 
-async def test_layers_with_their_inputs_first(tmp_path: Path) -> None:
+async def test_layers_with_their_inputs_first_are_loaded(tmp_path: Path) -> None:
     """GPT-2's, which PEFT calls `fan_in_fan_out`."""
     save_tiny("gpt2", tmp_path / "base")
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)

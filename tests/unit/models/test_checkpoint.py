@@ -35,7 +35,7 @@ def test_index_names_the_files(tmp_path: Path) -> None:
     assert {name: tensor.file.name for name, tensor in read_checkpoint(tmp_path).items()} == weight_map
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"has no weights; allowed: model\.safetensors, .*save_pretrained"):
         read_checkpoint(tmp_path)
@@ -51,7 +51,7 @@ def test_no_weights(tmp_path: Path) -> None:
         ({"z": "one.safetensors"}, r"says that z is in one\.safetensors, which does not have it"),
     ],
 )
-def test_wrong_index(tmp_path: Path, weight_map: dict[str, object], message: str) -> None:
+def test_a_wrong_index_is_refused(tmp_path: Path, weight_map: dict[str, object], message: str) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=message):
@@ -81,7 +81,7 @@ def framed(header: bytes) -> bytes:
         (framed(b'{"a": 1, "a": 2}'), "names 'a' twice"),
     ],
 )
-def test_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
         read_checkpoint(tmp_path)

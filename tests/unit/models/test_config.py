@@ -128,7 +128,7 @@ def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None
     assert attention_of(tmp_path, LLAMA | {"head_dim": 32}).head_dim == 32
 
 
-def test_biases_and_norms_of_each_family(tmp_path: Path) -> None:
+def test_biases_and_norms_of_each_family_are_read(tmp_path: Path) -> None:
     def switches(architecture: str, **fields: Any) -> tuple[bool, bool, bool]:
         attention = attention_of(tmp_path, LLAMA | {"architectures": [architecture]} | fields)
         return attention.qkv_bias, attention.output_bias, attention.qk_norm
@@ -157,11 +157,11 @@ def test_biases_and_norms_of_each_family(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sliding_windows(tmp_path: Path, config: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+def test_sliding_windows_are_read(tmp_path: Path, config: dict[str, Any], expected: tuple[int | None, ...]) -> None:
     assert attention_of(tmp_path, config).sliding_windows == expected
 
 
-def test_deepseek_v3(tmp_path: Path) -> None:
+def test_deepseek_v3_is_read_as_published(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, V3))
     assert config.attention == MLAConfig(4, 8, 16, 8, 4, 8)
     assert config.rope is not None
@@ -175,7 +175,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
     assert config.moe.weight_scale == 2.5
 
 
-def test_deepseek_v2_without_query_latent_and_greedy(tmp_path: Path) -> None:
+def test_deepseek_v2_is_read_without_query_latent_and_with_greedy_routing(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, V2 | {"q_lora_rank": None, "topk_method": "greedy", "moe_layer_freq": 1}))
     assert isinstance(config.attention, MLAConfig)
     assert config.attention.q_lora_rank is None

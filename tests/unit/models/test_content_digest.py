@@ -1,4 +1,5 @@
-"""The content digest: every byte counts, equal copies are equal however stored, and a cache is no authority."""
+"""The content digest: every byte counts, equal copies are equal however stored, and a damaged or missing cache only
+costs time."""
 
 import os
 import shutil

@@ -150,7 +150,7 @@ def read(directory: Path, config: dict[str, Any]) -> ModelConfig:
     return read_config(directory)
 
 
-def test_qwen3_next(tmp_path: Path) -> None:
+def test_qwen3_next_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_NEXT)
     attention, recurrent, moe = config.attention, config.recurrent, config.moe
     assert isinstance(attention, GQAConfig)
@@ -168,7 +168,7 @@ def test_qwen3_next(tmp_path: Path) -> None:
     assert (spec.state.num_layers, spec.state.num_kv_heads, spec.state.head_dim) == (36, 16, 512 * 3 + 2 * 128 * 128)
 
 
-def test_qwen3_5_moe_as_published(tmp_path: Path) -> None:
+def test_qwen3_5_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_5_MOE)
     assert config.recurrent is not None
     assert config.recurrent.num_layers == 30
@@ -180,7 +180,7 @@ def test_qwen3_5_moe_as_published(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
-def test_kimi_linear(tmp_path: Path) -> None:
+def test_kimi_linear_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, KIMI_LINEAR)
     recurrent, moe = config.recurrent, config.moe
     assert isinstance(config.attention, MLAConfig)

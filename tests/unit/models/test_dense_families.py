@@ -71,7 +71,7 @@ def attention_of(config: ModelConfig) -> GQAConfig:
     return config.attention
 
 
-def test_granite(tmp_path: Path) -> None:
+def test_granite_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, "Granite", **GRANITE, logits_scaling=16.0, attention_bias=False, mlp_bias=False)
     assert config.switches == LlamaSwitches(
         embedding_multiplier=12.0, residual_multiplier=0.22, logits_multiplier=0.0625
@@ -79,14 +79,14 @@ def test_granite(tmp_path: Path) -> None:
     assert attention_of(config).scale == 0.0078125
 
 
-def test_smollm3(tmp_path: Path) -> None:
+def test_smollm3_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, "SmolLM3", no_rope_layers=[1, 1, 1, 0], layer_types=["full_attention"] * 4)
     assert attention_of(config).rotary_layers == (True, True, True, False)
     assert config == read(tmp_path, "SmolLM3", use_sliding_window=False, sliding_window=None)
     assert config.tie_word_embeddings
 
 
-def test_olmo3_in_the_older_spelling(tmp_path: Path) -> None:
+def test_olmo3_is_read_in_the_older_spelling(tmp_path: Path) -> None:
     config = read(tmp_path, "Olmo3", rope_theta=500000, rope_scaling=OLMO3_ROPE, sliding_window=4096)
     attention = attention_of(config)
     assert attention.sliding_windows == (4096, 4096, 4096, None)
@@ -128,7 +128,7 @@ def test_mistral_small_and_ministral_3_are_one_architecture(tmp_path: Path) -> N
     assert nested(model_type="ministral3") == ministral
 
 
-def test_cohere_and_cohere2(tmp_path: Path) -> None:
+def test_cohere_and_cohere2_are_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, "Cohere", logit_scale=0.0625, layer_norm_eps=1e-6, use_qk_norm=True, rope_theta=8e6)
     assert config.switches == LlamaSwitches(norms=Norms.SHARED, logits_multiplier=0.0625)
     assert config.norm_eps == 1e-6

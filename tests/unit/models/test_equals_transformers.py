@@ -61,7 +61,7 @@ def in_pieces(driver: PagedDriver, tokens: list[int], piece: Callable[[int], int
     return torch.cat(logits)
 
 
-def test_whole_prompt(pair: Pair) -> None:
+def test_logits_of_a_whole_prompt_are_equal(pair: Pair) -> None:
     tokens = tokens_of(0, PROMPT_TOKENS)
     assert_equal(pair.driver().step({"r": tokens})["r"], pair.expected(tokens))
 

@@ -212,7 +212,7 @@ def test_sizes_that_do_not_suit_the_copy_engine() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "tile_tokens"), [(1, 16), (14, 32), (28, 64), (50, 128)])
-def test_tiles_of_every_size_in_half_precision(num_tokens: int, tile_tokens: int) -> None:
+def test_tiles_of_every_size_in_half_precision_equal_their_twin(num_tokens: int, tile_tokens: int) -> None:
     torch.manual_seed(0)
     tiles = tiles_for(
         num_assignments=num_tokens * 2, num_experts=2, dtype=torch.bfloat16, fp8=False, batch_invariant=False
@@ -252,7 +252,7 @@ def test_shared_experts_run_together_with_the_chosen_ones(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_inputs_first_and_weights_on_the_input(num_tokens: int) -> None:
+def test_inputs_first_and_weights_on_the_input_equal_their_twin(num_tokens: int) -> None:
     torch.manual_seed(0)
     experts = Llama4Experts(4, 24, 20, dtype=torch.float32)
     filled(experts)
@@ -262,7 +262,7 @@ def test_inputs_first_and_weights_on_the_input(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.015)])
-def test_gelu(dtype: torch.dtype, bound: float) -> None:
+def test_gelu_equals_its_twin(dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(0)
     experts = Gemma4Experts(24, moe(4, 2), dtype=dtype)
     filled(experts)
@@ -272,7 +272,9 @@ def test_gelu(dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.015)])
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_interleaved_gates_with_biases_and_a_clamp(num_tokens: int, dtype: torch.dtype, bound: float) -> None:
+def test_interleaved_gates_with_biases_and_a_clamp_equal_their_twin(
+    num_tokens: int, dtype: torch.dtype, bound: float
+) -> None:
     torch.manual_seed(0)
     experts = GptOssExperts(24, moe(4, 2, intermediate_size=40), GPT_OSS, dtype=dtype)
     filled(experts)

@@ -117,7 +117,7 @@ def attention_of(config: ModelConfig) -> GQAConfig:
     return config.attention
 
 
-def test_gemma1_as_first_published(tmp_path: Path) -> None:
+def test_gemma1_is_read_as_first_published(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA1)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 1, 256)

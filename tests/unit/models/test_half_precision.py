@@ -1,7 +1,7 @@
 """Models in bfloat16 lose no more to rounding than transformers does: both compute the same parts in float32.
 
-Weights are rounded before, so that what is left is the computation. A layer norm or the angles of a rotation in
-bfloat16 lose 1.14 times as much or more; ours lost 0.71 to 0.97 times as much.
+Weights are rounded first, so that only the computation differs. A layer norm or the angles of a rotation in bfloat16
+lose 1.14 times as much or more; ours lost 0.71 to 0.97 times as much.
 """
 
 from pathlib import Path

@@ -52,7 +52,7 @@ def assert_near(ours: Tensor, expected: Tensor) -> None:
 @by_kind
 @by_dtype
 @pytest.mark.parametrize("size", [16, 24, 300])
-def test_norm(kind: type[RMSNorm], dtype: torch.dtype, size: int) -> None:
+def test_a_norm_equals_its_twin(kind: type[RMSNorm], dtype: torch.dtype, size: int) -> None:
     norm, x_TD = norm_of(kind, size, dtype), rows(3, size, dtype)
     normed_TD = norms.rms_norm(x_TD.to(DEVICE), on_device(norm))
     assert normed_TD.is_contiguous()
@@ -62,7 +62,7 @@ def test_norm(kind: type[RMSNorm], dtype: torch.dtype, size: int) -> None:
 @by_kind
 @by_dtype
 @pytest.mark.parametrize("with_update_norm", [False, True])
-def test_addition_and_norm(kind: type[RMSNorm], dtype: torch.dtype, with_update_norm: bool) -> None:
+def test_an_addition_and_norm_equal_their_twin(kind: type[RMSNorm], dtype: torch.dtype, with_update_norm: bool) -> None:
     norm, update_norm = norm_of(kind, 24, dtype), norm_of(kind, 24, dtype, 1) if with_update_norm else None
     update_TD, stream_TD = rows(5, 24, dtype), rows(5, 24, dtype, 1).contiguous()
     ours_TD = stream_TD.clone().to(DEVICE)
@@ -113,7 +113,7 @@ def test_nan_stays_in_its_row() -> None:
 @by_dtype
 @pytest.mark.parametrize("size", [24, 1100])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's: infinity is what is meant
-def test_activation(
+def test_an_activation_equals_its_twin(
     kernel: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor], dtype: torch.dtype, size: int
 ) -> None:
     gate_up_TI = rows(3, 2 * size, dtype)
@@ -127,7 +127,7 @@ def test_activation(
 
 @by_dtype
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_clamped_activation(dtype: torch.dtype) -> None:
+def test_a_clamped_activation_equals_its_twin(dtype: torch.dtype) -> None:
     gate_up_TI = (torch.randn(3, 2200, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
     gate_TI, up_TI = gate_up_TI[:, ::2].float().clamp(max=7.0), gate_up_TI[:, 1::2].float().clamp(-7.0, 7.0)
     expected_TI = (gate_TI * torch.sigmoid(1.7 * gate_TI) * (up_TI + 1)).to(dtype)
@@ -138,7 +138,7 @@ def test_clamped_activation(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dim", [12, 64])
-def test_angles(dim: int) -> None:
+def test_angles_equal_their_twin(dim: int) -> None:
     scaling = YarnScaling(8.0, 64, 32.0, 1.0, truncate=True, attention_factor=1.25, mscale=0.0, mscale_all_dim=0.0)
     rotary = Rotary(RopeConfig(dim, 10_000.0, interleaved=False, scaling=scaling))
     positions_T = torch.tensor([0, 1, 7, 8191, 131_071, 1_048_575, 10_485_759, 3, 4])

@@ -136,7 +136,7 @@ def attention_of(config: ModelConfig) -> GQAConfig:
     return config.attention
 
 
-def test_starcoder2(tmp_path: Path) -> None:
+def test_starcoder2_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, STARCODER2)
     attention = attention_of(config)
     assert attention.sliding_windows == (4096,) * 32
@@ -146,14 +146,14 @@ def test_starcoder2(tmp_path: Path) -> None:
     assert config.switches == LayerNormSwitches(Activation.GELU_TANH)
 
 
-def test_nemotron(tmp_path: Path) -> None:
+def test_nemotron_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, NEMOTRON)
     assert config.rope == RopeConfig(64, 1e4, interleaved=False, scaling=None)
     assert config.switches == LayerNormSwitches(Activation.SQUARED_RELU, norm_weight_offset=1)
     assert config == read(tmp_path, NEMOTRON | {"partial_rotary_factor": None, "rope_percent": 0.5})
 
 
-def test_gpt_neox(tmp_path: Path) -> None:
+def test_gpt_neox_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GPT_NEOX)
     assert config.rope == RopeConfig(24, 1e4, interleaved=False, scaling=None)
     assert config.switches == LayerNormSwitches(Activation.GELU_TANH, projection=Projection.BY_HEAD, parallel=True)
@@ -161,7 +161,7 @@ def test_gpt_neox(tmp_path: Path) -> None:
     assert config == read(tmp_path, GPT_NEOX | {"rotary_pct": None, "rotary_emb_base": None, "rope_parameters": newer})
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GPT2)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (12, 12, 64)
@@ -180,7 +180,7 @@ def test_opt_350m_differs_from_the_others(tmp_path: Path) -> None:
     assert others.max_context_tokens == 2048
 
 
-def test_mpt(tmp_path: Path) -> None:
+def test_mpt_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, MPT)
     assert attention_of(config).alibi_slopes == alibi_slopes(32)
     assert attention_of(config).scale == 128**-0.5

@@ -209,7 +209,7 @@ def as_since_transformers_4_52(path: str) -> str:
 @pytest.mark.parametrize(
     ("name", "tower"), [("gemma3", "vision_tower"), ("llama4", "vision_model"), ("llama4", "model.vision_model")]
 )
-def test_the_language_model_of_a_multimodal_checkpoint(
+def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     name: str, tower: str, renamed: Callable[[str], str], tmp_path: Path
 ) -> None:
     save_tiny(name, tmp_path)

@@ -62,7 +62,7 @@ def read(directory: Path, config: dict[str, Any]) -> ModelConfig:
     return read_config(directory)
 
 
-def test_as_published(tmp_path: Path) -> None:
+def test_longcat_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, PUBLISHED)
     attention, moe = config.attention, config.moe
     assert isinstance(attention, MLAConfig)

@@ -71,11 +71,11 @@ def test_experts_of_another_number_are_refused_by_name(tmp_path: Path) -> None:
         ("model.layers.3.self_attn.q_proj.weight", "self_attn.q_proj.weight"),
     ],
 )
-def test_one_spelling_for_all_publishers(theirs: str, ours: str) -> None:
+def test_every_publishers_spelling_becomes_ours(theirs: str, ours: str) -> None:
     assert our_name(theirs) == f"model.layers.3.{ours}"
 
 
-def test_the_language_model_of_kimi_k2_5(tmp_path: Path) -> None:
+def test_the_language_model_of_kimi_k2_5_is_loaded(tmp_path: Path) -> None:
     alone, seeing = tmp_path / "alone", tmp_path / "seeing"
     save_tiny("kimi-k2", alone)
     seeing.mkdir()

@@ -38,11 +38,11 @@ def needs_of(name: str, directory: Path, *, kv_dtype: str = "") -> AttentionNeed
         ("deepseek-v32", {AttentionFeature.SPARSE}),
     ],
 )
-def test_features(name: str, expected: set[AttentionFeature], tmp_path: Path) -> None:
+def test_needed_features_follow_from_the_config(name: str, expected: set[AttentionFeature], tmp_path: Path) -> None:
     assert needs_of(name, tmp_path).features == expected
 
 
-def test_sizes_and_bounds(tmp_path: Path) -> None:
+def test_needed_sizes_and_bounds_follow_from_the_config(tmp_path: Path) -> None:
     needs = needs_of("gemma2", tmp_path)
     assert (needs.num_heads, needs.num_kv_heads, needs.head_size) == (4, 2, 12)
     assert (needs.device, needs.dtype, needs.cache_dtype) == ("cuda:1", "bfloat16", "bfloat16")
@@ -50,7 +50,7 @@ def test_sizes_and_bounds(tmp_path: Path) -> None:
     assert needs.mla is None
 
 
-def test_the_parameters_of_each_layer(tmp_path: Path) -> None:
+def test_the_parameters_of_each_layer_follow_from_the_config(tmp_path: Path) -> None:
     layers = needs_of("gemma2", tmp_path).layers
     assert list(layers) == [f"layers.{index}" for index in range(4)]
     assert [layer.sliding_window for layer in layers.values()] == [7, None, 7, None]
@@ -58,12 +58,12 @@ def test_the_parameters_of_each_layer(tmp_path: Path) -> None:
     assert {layer.scale for layer in layers.values()} == {20**-0.5}
 
 
-def test_chunks_of_each_layer(tmp_path: Path) -> None:
+def test_chunks_of_each_layer_follow_from_the_config(tmp_path: Path) -> None:
     layers = needs_of("llama4", tmp_path).layers
     assert [layer.attention_chunk_size for layer in layers.values()] == [6, 6, None, 6]
 
 
-def test_latent_attention(tmp_path: Path) -> None:
+def test_dimensions_of_latent_attention_follow_from_the_config(tmp_path: Path) -> None:
     needs = needs_of("deepseek-v3-yarn", tmp_path)
     assert needs.kind is KVKind.MLA
     assert needs.mla == MLADims(qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, kv_lora_rank=24)
@@ -71,7 +71,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert {layer.scale for layer in needs.layers.values()} != {20**-0.5}, "YaRN corrects the scale"
 
 
-def test_an_8_bit_cache(tmp_path: Path) -> None:
+def test_an_8_bit_cache_has_a_dtype_of_its_own(tmp_path: Path) -> None:
     needs = needs_of("llama", tmp_path, kv_dtype="float8_e4m3fn")
     assert (needs.dtype, needs.cache_dtype) == ("bfloat16", "float8_e4m3fn")
     spec = kv_cache_spec(read_config(tmp_path), "bfloat16", "float8_e4m3fn")

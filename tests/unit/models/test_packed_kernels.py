@@ -67,7 +67,7 @@ def expected(weight: PackedWeight, x_TK: Tensor, bias_N: Tensor | None = None) -
         (70, 130, 160, 1, torch.float32, {"bits": 8, "group": 32, "zeros": False}),
     ],
 )
-def test_few_rows(
+def test_products_of_few_rows_equal_the_dequantized_weights(
     tokens: int, rows: int, columns: int, splits: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     weight = packed(rows, columns, **options)
@@ -117,7 +117,7 @@ def chosen(tokens: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("tokens", "options"), [(2, {"group": 32}), (40, {"group": 128, "zeros": False}), (5, {"bits": 8, "group": 64})]
 )
-def test_experts_of_packed_integers(tokens: int, options: dict[str, Any]) -> None:
+def test_experts_of_packed_integers_equal_the_dequantized_weights(tokens: int, options: dict[str, Any]) -> None:
     gate_up = stacked([packed(2 * 96, 160, **options) for _ in range(4)])
     down = stacked([packed(160, 96, **options) for _ in range(4)])
     weights_TK, experts_TK = chosen(tokens, 4, 2)
@@ -143,7 +143,7 @@ def test_experts_of_packed_integers(tokens: int, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (50, torch.float32)])
-def test_experts_in_mxfp4(tokens: int, dtype: torch.dtype) -> None:
+def test_experts_in_mxfp4_equal_the_dequantized_weights(tokens: int, dtype: torch.dtype) -> None:
     moe = MoEConfig(
         layers=(True,),
         num_experts=4,

@@ -78,7 +78,7 @@ SPLIT = (
     *tiny_delta.SPLIT,
     *tiny_hybrid.SPLIT,
 )
-# Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
+# Six heads, whose slopes are no geometric sequence; and five, which ranks cannot share evenly.
 SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
 MULTI_QUERY, RESIDUAL_AFTER_NORM = "llama with one kv head", "bloom untied with its residual after the norm"
 BY_NAME: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(

@@ -1,5 +1,5 @@
 """Which rank has which part of a model, and which splits are refused: arithmetic on configs, without ranks or weights.
-That the parts compute the model is in `test_parallel`."""
+`test_parallel` shows that the parts compute the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -176,7 +176,7 @@ def attention_of(config: ModelConfig) -> GQAConfig:
     return config.attention
 
 
-def test_gemma2(tmp_path: Path) -> None:
+def test_gemma2_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA2)
     attention = attention_of(config)
     assert attention.sliding_windows == (4096, None) * 23
@@ -209,7 +209,7 @@ def test_gemma3_that_also_sees_leaves_most_to_defaults(tmp_path: Path) -> None:
     assert config.tie_word_embeddings
 
 
-def test_gemma3_ropes_in_both_spellings(tmp_path: Path) -> None:
+def test_gemma3_ropes_are_read_in_both_spellings(tmp_path: Path) -> None:
     older = read(tmp_path, GEMMA3)
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -218,7 +218,7 @@ def test_gemma3_ropes_in_both_spellings(tmp_path: Path) -> None:
     assert read(tmp_path, text(GEMMA3, rope_scaling=None, rope_parameters=ropes)) == older
 
 
-def test_llama4(tmp_path: Path) -> None:
+def test_llama4_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA4)
     attention, moe = attention_of(config), config.moe
     assert attention.attention_chunk_sizes == (8192, 8192, 8192, None) * 12
@@ -244,13 +244,13 @@ def test_llama4_says_with_a_number_that_late_queries_are_sharper(
     assert (switches.temperature is not None) == tuned
 
 
-def test_llama4_dense_layers_between(tmp_path: Path) -> None:
+def test_llama4_may_have_dense_layers_in_between(tmp_path: Path) -> None:
     config = read(tmp_path, text(LLAMA4, interleave_moe_layer_step=2))
     assert config.moe is not None
     assert config.moe.layers == (False, True) * 24
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
+def test_gpt_oss_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GPT_OSS)
     attention, moe = attention_of(config), config.moe
     assert attention.sliding_windows == (128, None) * 12
@@ -283,7 +283,7 @@ def test_gpt_oss_as_published_has_experts_in_mxfp4(tmp_path: Path) -> None:
     assert caught.value.field == "quantization_config"
 
 
-def test_falcon_rw(tmp_path: Path) -> None:
+def test_falcon_rw_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, FALCON_RW)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 32, 64)
@@ -297,7 +297,7 @@ def test_falcon_rw(tmp_path: Path) -> None:
     assert config.tie_word_embeddings
 
 
-def test_falcon_kv_heads_of_each_generation(tmp_path: Path) -> None:
+def test_falcon_kv_heads_of_each_generation_are_read(tmp_path: Path) -> None:
     def kv_heads(fields: dict[str, Any]) -> int:
         return attention_of(read(tmp_path, fields)).num_kv_heads
 
@@ -307,7 +307,7 @@ def test_falcon_kv_heads_of_each_generation(tmp_path: Path) -> None:
     assert read(tmp_path, FALCON_40B).switches == FalconSwitches(parallel=True, num_norms=2)
 
 
-def test_bloom(tmp_path: Path) -> None:
+def test_bloom_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, BLOOM)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (16, 16, 64)

@@ -215,7 +215,7 @@ def moe_of(config: ModelConfig) -> MoEConfig:
     return config.moe
 
 
-def test_glm_4_7_flash(tmp_path: Path) -> None:
+def test_glm_4_7_flash_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM4_FLASH)
     moe = moe_of(config)
     assert isinstance(config.attention, MLAConfig)
@@ -225,7 +225,7 @@ def test_glm_4_7_flash(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
-def test_dots_llm1(tmp_path: Path) -> None:
+def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, DOTS1)
     moe = moe_of(config)
     assert isinstance(config.attention, GQAConfig)
@@ -241,7 +241,7 @@ def test_dots_llm1_has_windows_from_a_layer_on(tmp_path: Path) -> None:
     assert config.attention.sliding_windows == (None,) * 60 + (512,) * 2
 
 
-def test_solar_open(tmp_path: Path) -> None:
+def test_solar_open_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, SOLAR_OPEN)
     moe = moe_of(config)
     assert config.rope is not None
@@ -249,7 +249,7 @@ def test_solar_open(tmp_path: Path) -> None:
     assert (moe.num_experts, moe.shared_intermediate_size, all(moe.layers)) == (128, 1280, True)
 
 
-def test_k_exaone(tmp_path: Path) -> None:
+def test_k_exaone_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, K_EXAONE)
     moe = moe_of(config)
     assert isinstance(config.attention, GQAConfig)
@@ -260,7 +260,7 @@ def test_k_exaone(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
-def test_mimo_v2_flash(tmp_path: Path) -> None:
+def test_mimo_v2_flash_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, MIMO_V2_FLASH)
     moe, attention = moe_of(config), config.attention
     assert isinstance(attention, GQAConfig)

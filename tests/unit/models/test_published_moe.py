@@ -369,7 +369,7 @@ def moe_of(config: ModelConfig) -> MoEConfig:
     return config.moe
 
 
-def test_mixtral(tmp_path: Path) -> None:
+def test_mixtral_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, MIXTRAL)
     attention, moe = attention_of(config), moe_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 8, 128)
@@ -379,7 +379,7 @@ def test_mixtral(tmp_path: Path) -> None:
     assert all(moe.layers)
 
 
-def test_qwen3_moe_in_both_spellings(tmp_path: Path) -> None:
+def test_qwen3_moe_is_read_in_both_spellings(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_MOE)
     attention, moe = attention_of(config), moe_of(config)
     assert attention.qk_norm
@@ -394,7 +394,7 @@ def test_qwen_with_all_layers_dense_has_no_experts(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3_MOE | {"mlp_only_layers": list(range(48))}).moe is None
 
 
-def test_qwen2_moe(tmp_path: Path) -> None:
+def test_qwen2_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN2_MOE)
     moe = moe_of(config)
     assert attention_of(config).qkv_bias
@@ -402,7 +402,7 @@ def test_qwen2_moe(tmp_path: Path) -> None:
     assert (moe.shared_intermediate_size, moe.shared_gate, moe.normalize_weights) == (5632, True, False)
 
 
-def test_glm4_moe(tmp_path: Path) -> None:
+def test_glm4_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM4_MOE)
     attention, moe = attention_of(config), moe_of(config)
     assert config.rope is not None
@@ -414,7 +414,7 @@ def test_glm4_moe(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
-def test_granite_moe(tmp_path: Path) -> None:
+def test_granite_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GRANITE_MOE)
     moe = moe_of(config)
     assert attention_of(config).scale == 0.015625
@@ -424,7 +424,7 @@ def test_granite_moe(tmp_path: Path) -> None:
     assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (40, 8, 512)
 
 
-def test_ernie_moe(tmp_path: Path) -> None:
+def test_ernie_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, ERNIE_MOE)
     moe = moe_of(config)
     assert config.rope is not None
@@ -435,7 +435,7 @@ def test_ernie_moe(tmp_path: Path) -> None:
     assert config.mtp_layers == 1
 
 
-def test_minimax_m2(tmp_path: Path) -> None:
+def test_minimax_m2_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, MINIMAX_M2)
     attention, moe = attention_of(config), moe_of(config)
     assert config.rope is not None
@@ -448,7 +448,7 @@ def test_minimax_m2(tmp_path: Path) -> None:
     assert moe.shared_intermediate_size == 0
 
 
-def test_hunyuan_moe(tmp_path: Path) -> None:
+def test_hunyuan_moe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, HUNYUAN_MOE)
     moe = moe_of(config)
     assert config.rope is not None
@@ -458,7 +458,7 @@ def test_hunyuan_moe(tmp_path: Path) -> None:
     assert moe.normalize_weights
 
 
-def test_phimoe(tmp_path: Path) -> None:
+def test_phimoe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, PHIMOE)
     moe = moe_of(config)
     assert config.rope is not None
@@ -469,7 +469,7 @@ def test_phimoe(tmp_path: Path) -> None:
     assert not any(attention_of(config).sliding_windows), "a window of the whole context is none"
 
 
-def test_olmoe(tmp_path: Path) -> None:
+def test_olmoe_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, OLMOE)
     moe = moe_of(config)
     assert attention_of(config).qk_norm_of is QKNorm.ROW

@@ -123,7 +123,7 @@ def gqa_of(config: ModelConfig) -> GQAConfig:
     return config.attention
 
 
-def test_phi3_mini(tmp_path: Path) -> None:
+def test_phi3_mini_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, PHI3_MINI_4K)
     assert config.rope == RopeConfig(96, 10000.0, interleaved=False, scaling=None)
     assert gqa_of(config).sliding_windows == (2047,) * 32
@@ -132,7 +132,7 @@ def test_phi3_mini(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_phi4_mini(name: str, tmp_path: Path) -> None:
+def test_phi4_mini_is_read_as_published(name: str, tmp_path: Path) -> None:
     """Older files have LongRoPE by other names."""
     config = read(tmp_path, PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | {"type": name}})
     assert config.rope is not None
@@ -143,14 +143,14 @@ def test_phi4_mini(name: str, tmp_path: Path) -> None:
     assert (config.max_context_tokens, config.for_context(131072).max_context_tokens) == (4096, 131072)
 
 
-def test_qwen25_vl(tmp_path: Path) -> None:
+def test_qwen25_vl_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN25_VL_7B)
     assert config.rope == RopeConfig(128, 1e6, interleaved=False, scaling=None)
     assert gqa_of(config).qkv_bias
     assert (config.num_layers, config.vocab_size, config.max_context_tokens) == (28, 152064, 128000)
 
 
-def test_qwen3_vl(tmp_path: Path) -> None:
+def test_qwen3_vl_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_VL_4B)
     assert config.rope == RopeConfig(128, 5e6, interleaved=False, scaling=None)
     assert gqa_of(config).qk_norm
@@ -158,7 +158,7 @@ def test_qwen3_vl(tmp_path: Path) -> None:
     assert config.dtype == "bfloat16"
 
 
-def test_stablelm(tmp_path: Path) -> None:
+def test_stablelm_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, STABLELM_2_12B)
     assert config.rope == RopeConfig(40, 10000.0, interleaved=False, scaling=None)
     assert config.switches == StableLMSwitches(parallel=True, qk_norm_heads=(32, 8))

@@ -174,7 +174,7 @@ def switches_of(config: ModelConfig) -> MambaSwitches:
     return config.switches
 
 
-def test_granite_4_small(tmp_path: Path) -> None:
+def test_granite_4_small_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GRANITE_4_SMALL)
     assert config.rope is None
     assert isinstance(config.attention, GQAConfig)
@@ -203,7 +203,7 @@ def test_nemotron_h_8b_has_layers_that_keep_nothing(tmp_path: Path) -> None:
     assert switches_of(config).dt_min == 0.001
 
 
-def test_bamba_9b(tmp_path: Path) -> None:
+def test_bamba_9b_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, BAMBA_9B)
     assert config.rope is not None
     assert config.rope.dim == 64

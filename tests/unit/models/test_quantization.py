@@ -110,7 +110,9 @@ def read(directory: Path, quantization: dict[str, Any] | None) -> Quantization |
         (None, None),
     ],
 )
-def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, expected: Quantization | None) -> None:
+def test_published_settings_are_read(
+    tmp_path: Path, published: dict[str, Any] | None, expected: Quantization | None
+) -> None:
     assert read(tmp_path, published) == expected
 
 

@@ -128,7 +128,7 @@ def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl-yarn-tied"])
-def test_files_as_published(name: str, tmp_path: Path) -> None:
+def test_files_are_read_as_published(name: str, tmp_path: Path) -> None:
     """With the language model's fields where a model of text alone has them."""
     reference = CASES[name].save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -142,7 +142,7 @@ def test_files_as_published(name: str, tmp_path: Path) -> None:
     assert_equal(tmp_path, reference)
 
 
-def test_yarn_counts_beside_the_sections(tmp_path: Path) -> None:
+def test_yarn_counts_next_to_the_sections(tmp_path: Path) -> None:
     CASES["qwen2.5-vl-yarn-tied"].save(tmp_path)
     rope = read_config(tmp_path).rope
     assert rope is not None

@@ -1,4 +1,5 @@
-"""Ranks with copies of experts compute the whole model's tokens, and count each expert's as the routers give them."""
+"""Ranks with copies of experts compute the whole model's tokens, and count each expert's tokens as the routers assign
+them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_copies_take_the_rows_of_a_step_in_turn() -> None:
     assert rows == rows[:2] * 3
 
 
-def test_a_step_of_which_no_slots_are_known_is_not_counted() -> None:
+def test_a_step_without_known_slots_is_not_counted() -> None:
     experts = Experts(2, 4, 4, dtype=torch.float32, held=range(1))
     counts = ExpertCounts((0,), 2, "cpu")
     experts.counts = counts.of_layer(0)

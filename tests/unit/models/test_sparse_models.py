@@ -99,7 +99,7 @@ def index_of(config: ModelConfig) -> IndexConfig:
     return config.attention.index
 
 
-def test_deepseek_v32_as_published(tmp_path: Path) -> None:
+def test_deepseek_v32_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, DEEPSEEK_V32)
     assert index_of(config) == IndexConfig(64, 128, 2048, interleaved=False, layers=(True,) * 61)
     spec = kv_cache_spec(config, "bfloat16", "float8_e4m3fn")
@@ -109,7 +109,7 @@ def test_deepseek_v32_as_published(tmp_path: Path) -> None:
     assert config.rope.interleaved
 
 
-def test_glm_5_as_published(tmp_path: Path) -> None:
+def test_glm_5_is_read_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM_5)
     assert index_of(config) == IndexConfig(32, 128, 2048, interleaved=True, layers=(True,) * 78)
     assert config.moe is not None

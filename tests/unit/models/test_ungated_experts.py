@@ -10,7 +10,7 @@ from tests.device import DEVICE
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts(dtype: torch.dtype, num_tokens: int) -> None:
+def test_the_kernel_equals_its_twin(dtype: torch.dtype, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     experts = SquaredReluExperts(6, 40, 72, dtype=dtype).requires_grad_(requires_grad=False)
     for parameter in experts.parameters():

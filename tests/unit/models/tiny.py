@@ -202,7 +202,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 )
 
 
-# Models of which transformers' own logits are wrong before a version, and how.
+# Models whose logits transformers computes wrongly before a version, and how.
 _WRONG_BEFORE = {
     **dict.fromkeys(("granite-hybrid-dense-groups-rope", "bamba-groups-biases"), "5.23"),  # one norm over all groups
     # Looks for tokens beyond the layers' own vocabulary in it.

@@ -1,4 +1,4 @@
-"""Tiny models of which some layers have short convolutions: transformers' class and the values of its config."""
+"""Tiny models with short convolutions in some layers: transformers' class and the values of its config."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""What a node says of its experts' load: totals since the start, and the imbalance of the last seconds with traffic."""
+"""A node's report of its experts' load: totals since the start, and the imbalance of the last seconds with traffic."""
 
 from collections.abc import Mapping
 

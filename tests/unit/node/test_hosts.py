@@ -1,4 +1,4 @@
-"""The hosts of one node: who belongs to it, and who is let in."""
+"""The hosts of one node: which ones belong to it, and which connections its gate accepts."""
 
 import asyncio
 import socket
@@ -240,7 +240,7 @@ async def test_a_gate_refuses_what_is_no_rank_of_its_node(certificates: Path, gr
 
 
 @pytest.mark.parametrize("role", ["prefill", "gateway", "operator", None])
-async def test_a_gate_reads_nothing_from_strangers(certificates: Path, role: str | None) -> None:
+async def test_a_gate_reads_nothing_from_unauthenticated_peers(certificates: Path, role: str | None) -> None:
     port = free_port()
     tls = None if role is None else PeerTls.read(of_role(certificates, role, port), Role(role))
     async with open_gate(certificates, port):

@@ -1,4 +1,4 @@
-"""What a node's status has of its steps, its blocks and its progress."""
+"""A node's status reports its steps, its blocks and its progress."""
 
 import pytest
 

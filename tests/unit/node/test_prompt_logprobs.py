@@ -1,4 +1,4 @@
-"""Prompt logprobs survive their way through a message."""
+"""Prompt logprobs are unchanged by their way through a message."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a node's own process knows of the KV transfer of another rank."""
+"""The view that a node's first rank has of another rank's KV transfer."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from baton.node.waiting import until
 DEADLINE_S = 60.0
 
 
-async def test_a_rank_that_is_gone_is_no_rank_that_is_silent() -> None:
+async def test_a_lost_rank_differs_from_a_silent_one() -> None:
     ours, theirs = socket.socketpair()
     transfer = RemoteTransfer(1, ours, 7, on_filled=lambda _: None, on_refused=lambda _: None)
     rank = await Channel.over(theirs)

@@ -86,7 +86,7 @@ def test_requests_wait_for_room_in_the_cache() -> None:
     assert second.first_s > first.last_s
 
 
-def test_seats_bound_the_rows() -> None:
+def test_seats_limit_the_rows() -> None:
     spec = replace(PAIR, decode=replace(NODE, seats=2))
     outcome = run(spec, *(request(0.0, 16, 100) for _ in range(6)))
     ends = sorted(job.last_s for job in outcome.jobs)

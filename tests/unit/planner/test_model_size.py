@@ -48,7 +48,7 @@ def test_a_family_weighs_what_is_built_and_keeps_what_a_node_keeps(tmp_path: Pat
 
 
 def test_mxfp4_is_of_experts_alone(tmp_path: Path) -> None:
-    """As published: 13.76 GB of files, of which 1.16 GB are the embedding, and as many the head."""
+    """As published: 13.76 GB of files; the embedding has 1.16 GB of them, and the head as many."""
     size = model_size(read_config(CONFIGS / "gpt-oss-20b"))
     assert size.weight_bytes == pytest.approx(13.76e9, rel=0.01)
     values = json.loads((CONFIGS / "gpt-oss-20b" / "config.json").read_text())

@@ -99,7 +99,7 @@ def test_redundant_experts_need_experts_and_ranks() -> None:
 
 
 def test_deepseek_v3_fits_eight_h200s_and_not_four(tmp_path: Path) -> None:
-    """As published: 61 layers, 671 billion parameters in fp8, of which every rank holds a billion."""
+    """As published: 61 layers, 671 billion parameters in fp8. Each rank holds a billion of them."""
     fields = json.loads((CONFIGS / "deepseek-v3-4-layers" / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     fields |= {"num_hidden_layers": 61, "quantization_config": fp8}

@@ -93,7 +93,7 @@ async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_re
         assert [mismatch.field for mismatch in state.mismatches] == ["link"]
 
 
-async def test_an_address_without_a_listener(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_address_without_a_listener_is_a_lost_peer(caplog: pytest.LogCaptureFixture) -> None:
     async with decode_node() as decode, peers() as (known, events):
         ticket = await decode.ticket(1, 10)
         ticket.decode_address = closed_address()

@@ -1,5 +1,5 @@
-"""Calls through a real engine and a real transfer: the gateway and the decode node get their messages, and nothing is
-held after the end of a call."""
+"""Calls through a real engine and a real transfer: the gateway and the decode node get their messages, and a call that
+has ended keeps no blocks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

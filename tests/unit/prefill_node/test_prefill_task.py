@@ -206,7 +206,7 @@ def test_tokens_that_the_decode_node_has_are_not_sent() -> None:
 # ---- the content of responses
 
 
-def test_the_times_of_a_call() -> None:
+def test_the_times_of_a_call_are_reported() -> None:
     node = machine()
     node.handle(called(), 10.0)
     computed = node.handle(step(started(cached_tokens=3, queue_s=0.5), chunk(8), sampled()), 12.0)

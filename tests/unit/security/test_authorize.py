@@ -1,4 +1,5 @@
-"""Every RPC of every service has a row in the table, and a server lets in whom that row names, and nobody else."""
+"""Every RPC of every service has a row in the table, and a server admits the callers that the row names, and nobody
+else."""
 
 import importlib
 import pkgutil
@@ -204,7 +205,7 @@ async def test_a_key_opens_what_its_owner_may_do_and_nothing_of_the_nodes(tmp_pa
 
 async def test_a_certificate_without_a_role_opens_only_what_is_for_anyone(folder: Path) -> None:
     server = tls_of(folder, "decode").server()
-    # Only a client's certificate counts as one, so this one is refused before any call, as a stranger's is.
+    # Only a client's certificate counts as one, so this one is refused before any call, like no certificate at all.
     async with (
         serving(CertificateGuard(), server) as address,
         connect(address, dial=tls_of(folder, "host").to_role(Role.DECODE)) as channel,

@@ -1,4 +1,4 @@
-"""How much work outputs take that are made to be read slowly: counted in function calls and copied characters."""
+"""The work of parsing outputs that are made to be slow to parse, counted in function calls and copied characters."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Conversations are rendered in a process that one may end: what is refused, who waits for whom, what is left."""
+"""Conversations are rendered in a process that can be killed: what is refused, who waits, and what is left."""
 
 import asyncio
 import os

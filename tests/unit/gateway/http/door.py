@@ -155,9 +155,11 @@ def step_token(index: int, *, last: bool = False) -> decode_pb2.StepToken:
 
 @asynccontextmanager
 async def open_door(*flags: str, asks: bool = False, **internal: object) -> AsyncIterator[Door]:
-    """Args:
-    asks: its server asks who comes in, as a gateway's does.
-    internal: values that no flag sets.
+    """Opens an HTTP server in front of scripted nodes.
+
+    Args:
+        asks: its server asks who comes in, as a gateway's does.
+        internal: values that no flag sets.
     """
     model = read_served_model(DEMO_MODELS / "llama", None)
     async with scripted_nodes(model.identity) as (prefill, decode):

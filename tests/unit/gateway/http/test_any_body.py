@@ -53,7 +53,7 @@ def served() -> ServedModel:
 
 @given(st.binary(max_size=40))
 @example(b'{"prompt": "a"}')
-def test_bytes(data: bytes) -> None:
+def test_any_bytes_are_served_or_refused(data: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
         completion_messages(parse(CompletionBody, data), "r")
 
@@ -69,7 +69,7 @@ def wide(value: object) -> bool:
 
 @given(changed({"prompt": "a"}, CompletionBody).filter(wide))
 @settings(max_examples=120, deadline=None)
-def test_completions(served: ServedModel, value: dict[str, object]) -> None:
+def test_any_completion_is_served_or_refused(served: ServedModel, value: dict[str, object]) -> None:
     with contextlib.suppress(InvalidRequest):
         for message in completion_messages(parse(CompletionBody, body_of(value)), "r"):
             check_sampling(message.sampling, served)
@@ -81,7 +81,9 @@ def test_completions(served: ServedModel, value: dict[str, object]) -> None:
     TOOLS.filter(wide),
 )
 @settings(max_examples=120, deadline=None)
-def test_chats(served: ServedModel, value: dict[str, object], messages: list[object], tools: list[object]) -> None:
+def test_any_chat_is_served_or_refused(
+    served: ServedModel, value: dict[str, object], messages: list[object], tools: list[object]
+) -> None:
     for body in (value, {**value, "messages": messages}, {**value, "messages": messages, "tools": tools}):
         with contextlib.suppress(InvalidRequest):
             parsed = parse(ChatBody, body_of(body))
@@ -92,7 +94,7 @@ def test_chats(served: ServedModel, value: dict[str, object], messages: list[obj
 
 @given(changed({"messages": [{"role": "user", "content": "hi"}]}, TokenizeBody).filter(wide))
 @settings(max_examples=100, deadline=None)
-def test_tokenize(served: ServedModel, value: dict[str, object]) -> None:
+def test_any_body_of_tokenize_is_served_or_refused(served: ServedModel, value: dict[str, object]) -> None:
     with contextlib.suppress(InvalidRequest):
         body = parse(TokenizeBody, body_of(value))
         if body.messages is not None:

@@ -1,4 +1,4 @@
-"""Web pages in a browser on the gateway's machine: they can reach its port, and must not get it to work for them."""
+"""Web pages in a browser on the gateway's machine can reach its port; their requests are refused."""
 
 import asyncio
 import hashlib

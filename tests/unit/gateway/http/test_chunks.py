@@ -119,7 +119,7 @@ def test_logprobs_of_held_back_text_are_not_lost() -> None:
     assert choice(stream.push(chat("", token(5, -0.5))))["logprobs"]["content"][0]["token"] == " 5"
 
 
-def test_outputs_are_told_apart_by_their_index() -> None:
+def test_outputs_differ_by_their_index() -> None:
     stream = ChatChunks(shape())
     data = [stream.push(chat("a", index=1)), stream.push(chat("b", index=0)), stream.push(chat("c", index=1))]
     assert [event["choices"][0]["index"] for event in events(b"".join(data))] == [1, 0, 1]

@@ -1,4 +1,4 @@
-"""A prompt that is too long is refused in the words by which client libraries know that, through every endpoint."""
+"""A prompt that is too long is refused in the words that client libraries recognize, through every endpoint."""
 
 from collections.abc import AsyncIterator
 from typing import Any

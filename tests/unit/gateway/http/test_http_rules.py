@@ -168,7 +168,7 @@ async def test_a_body_that_is_announced_is_asked_for(door: Door) -> None:
     assert (await wire.answer()).status == 200
 
 
-async def test_a_wrong_request_behind_another_is_not_answered_in_its_place(door: Door) -> None:
+async def test_a_wrong_request_after_another_is_not_answered_in_its_place(door: Door) -> None:
     wire = await door.connect()
     wire.send("POST", "/v1/completions", json.dumps({"prompt": [1, 2, 3], "max_tokens": 4}).encode())
     await door.accept()

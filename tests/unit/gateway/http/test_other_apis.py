@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.gateway.http.chat_stream import events
 from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
-from tests.unit.gateway.http.said import events
 
 TURN = {"role": "user", "content": "Return the name of the"}
 RESPONSE: dict[str, Any] = {"input": [TURN], "max_output_tokens": 10}

@@ -1,5 +1,4 @@
-"""What leaves by a door comes back in by every door: calls as models write them, broken ones too, as the history of the
-next request."""
+"""Every API accepts the tool calls that any of them returned, broken ones too, as the history of the next request."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from baton.gateway.text.chat.types import ChatRequest
 from baton.protos.v1 import common_pb2
 from baton.protos.v1 import generation_pb2 as pb
 from tests.unit.gateway.chat.checkpoints import TEMPLATES, tool, write_checkpoint
-from tests.unit.gateway.http.said import events
+from tests.unit.gateway.http.chat_stream import events
 
 BEGIN, END = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 V3 = f"{BEGIN}function<｜tool▁sep｜>f\n```json\n{{}}\n```{END}"

@@ -127,7 +127,7 @@ def test_an_effort_of_none_turns_reasoning_off() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, NamedTool("f")),
     ],
 )
-def test_tool_choice(fields: dict[str, Any], choice: object) -> None:
+def test_tool_choice_is_translated(fields: dict[str, Any], choice: object) -> None:
     assert chat_request(chat(**fields)).tool_choice == choice
 
 
@@ -172,7 +172,7 @@ def test_each_way_to_write_a_constraint(fields: dict[str, Any], kind: GrammarKin
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
-def test_no_constraint(fields: dict[str, Any]) -> None:
+def test_a_body_without_a_constraint_has_no_grammar(fields: dict[str, Any]) -> None:
     assert grammar_of(chat(**fields))[0] is None
 
 

@@ -26,7 +26,7 @@ from tests.unit.gateway.http.door import Door, open_door, step_token
 FOR_ANYBODY = {"now_s", "gateway", "model", "version", "chat", "draining", "sees", "requests", "slo"}
 CLUSTER = {"totals", "mixed", "nodes", "links", "charts"}
 MARKUP = '<img src=x onerror="alert(1)"></script>'
-STRANGER = Caller("10.0.0.9", frozenset({Right.ANYONE, Right.CLIENT}))
+OTHER_CLIENT = Caller("10.0.0.9", frozenset({Right.ANYONE, Right.CLIENT}))
 ALICE = Caller("alice", frozenset({Right.ANYONE, Right.CLIENT}), proved=True)
 
 
@@ -118,8 +118,8 @@ async def test_with_keys_a_client_sees_its_own_requests_and_the_operator_all(key
         door.serving.recent.add(finished("bob", "lost-one", error="bob's error", failures="node-of-bob was lost"))
         alice, bob, admin = [await ask(door, key) for key in ("alice", "bob", "admin")]
         nobody = await door.call("GET", "/ui/state")
-        stranger = await door.call("GET", "/ui/state", authorization="Bearer carol")
-    assert (nobody.status, stranger.status) == (401, 401)
+        unknown = await door.call("GET", "/ui/state", authorization="Bearer carol")
+    assert (nobody.status, unknown.status) == (401, 401)
     assert [each["sees"] for each in (alice, bob, admin)] == ["own", "own", "cluster"]
     assert alice.keys() == bob.keys() == FOR_ANYBODY
     assert [each["request_id"] for each in alice["requests"]] == ["of-alice"]
@@ -143,9 +143,9 @@ async def test_how_much_other_clients_do_does_not_change_what_a_client_sees(keys
 async def test_who_has_shown_no_key_sees_names_and_settings_only() -> None:
     """At a gateway without keys, from another machine."""
     async with open_door() as door:
-        door.serving.recent.add(finished(STRANGER.name, "r1"))
+        door.serving.recent.add(finished(OTHER_CLIENT.name, "r1"))
         door.serving.recent.add(finished("", "r2"))
-        shown = await asked_by(STRANGER, door.context)
+        shown = await asked_by(OTHER_CLIENT, door.context)
     assert shown.keys() == FOR_ANYBODY
     assert (shown["sees"], shown["requests"]) == ("nothing", [])
 
@@ -154,12 +154,12 @@ async def test_an_answer_that_is_kept_for_one_caller_is_no_other_callers() -> No
     async with open_door() as door:
         door.serving.recent.add(finished("bob", "r1"))
         everything = await asked_by(EVERYBODY, door.context)
-        for caller in (ALICE, STRANGER):
+        for caller in (ALICE, OTHER_CLIENT):
             assert (await asked_by(caller, door.context))["requests"] == []
         assert (await asked_by(EVERYBODY, door.context)) == everything
 
 
-async def test_ten_thousand_requests_leave_a_bounded_number_behind() -> None:
+async def test_a_bounded_number_of_ten_thousand_requests_is_kept() -> None:
     async with open_door() as door:
         for number in range(10_000):
             door.serving.recent.add(finished("alice", f"r{number}", error="e" * 10_000))
@@ -172,11 +172,11 @@ async def test_ten_thousand_requests_leave_a_bounded_number_behind() -> None:
 
 async def test_forty_nodes_with_long_names_make_a_bounded_answer() -> None:
     fleet = SmallFleet(20, 20)
-    said = status(PREFILL, 11, *[peer(20 + number) for number in range(1, 21)])
-    said.info.name = said.info.package_version = said.info.cache_shape.layout = "n" * 100_000
-    for each in said.peers:
+    reported = status(PREFILL, 11, *[peer(20 + number) for number in range(1, 21)])
+    reported.info.name = reported.info.package_version = reported.info.cache_shape.layout = "n" * 100_000
+    for each in reported.peers:
         each.name = each.detail = "p" * 100_000
-    fleet.status_received(PREFILL, "p1", said, 0.0)
+    fleet.status_received(PREFILL, "p1", reported, 0.0)
     async with open_door() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (len(shown["nodes"]), len(shown["links"])) == (40, 400)
@@ -188,9 +188,9 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
     fleet = SmallFleet(1, 1)
     link = peer(21)
     link.gigabytes_per_s, link.latency_s = float("nan"), float("inf")
-    said = status(PREFILL, 11, link)
-    said.backlog_s = float("nan")
-    fleet.status_received(PREFILL, "p1", said, 0.0)
+    reported = status(PREFILL, 11, link)
+    reported.backlog_s = float("nan")
+    fleet.status_received(PREFILL, "p1", reported, 0.0)
     async with open_door() as door:
         shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (shown["links"][0]["gigabytes_per_s"], shown["links"][0]["latency_s"]) == (0.0, 0.0)
@@ -199,10 +199,10 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
 
 async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -> None:
     fleet = SmallFleet(1, 1)
-    said = status(PREFILL, 11, node_status_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
-    said.info.package_version = "1.0\x1b[2J\u202e"
-    said.info.name = MARKUP
-    fleet.status_received(PREFILL, "p1", said, 0.0)
+    reported = status(PREFILL, 11, node_status_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
+    reported.info.package_version = "1.0\x1b[2J\u202e"
+    reported.info.name = MARKUP
+    fleet.status_received(PREFILL, "p1", reported, 0.0)
     async with open_door() as door:
         await serve(door, MARKUP.replace(" ", ""))
         door.serving.model = replace(door.serving.model, name=MARKUP)

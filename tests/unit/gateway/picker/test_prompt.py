@@ -1,4 +1,4 @@
-"""What a body says about where its request should go."""
+"""The picker reads from a body which gateway its request should go to."""
 
 import json
 from typing import Any

@@ -24,15 +24,20 @@ from baton.gateway.http.anthropic.models import MessagesRequest
 from baton.gateway.http.checking import checked
 from baton.gateway.http.errors import HttpRefusal
 from baton.protos.v1 import generation_pb2 as pb
-from tests.unit.gateway.http.said import Event, called, ended, events, said
+from tests.unit.gateway.http.chat_stream import Event, called, chat_message, ended, events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 OBJECT = MessageObject(id="msg_77", model="llama", max_tokens=7, stop_sequences=("END", "3"))
-TEXT = [said("Hel"), said("lo\n\u2028"), ended(content="!")]
-REASONED = [said(reasoning="Hm", tokens=(1, 2)), said(reasoning="m.", tokens=(3,)), said("Yes"), ended()]
+TEXT = [chat_message("Hel"), chat_message("lo\n\u2028"), ended(content="!")]
+REASONED = [
+    chat_message(reasoning="Hm", tokens=(1, 2)),
+    chat_message(reasoning="m.", tokens=(3,)),
+    chat_message("Yes"),
+    ended(),
+]
 TOOLS = [
-    said("I look."),
+    chat_message("I look."),
     called(0, id="call_a", name="weather", arguments='{"city":'),
     called(0, arguments='"Rome"}'),
     called(1, id="call_b", name="time"),
@@ -145,8 +150,8 @@ def test_blocks_start_and_stop_in_order_and_agree_with_the_whole_message(message
         (ended(length=True), "max_tokens", None),
     ],
 )
-def test_why_an_output_ended(last: pb.GenerateResponse, reason: str, sequence: str | None) -> None:
-    answer = whole([said("x"), last])
+def test_the_stop_reason_says_why_an_output_ended(last: pb.GenerateResponse, reason: str, sequence: str | None) -> None:
+    answer = whole([chat_message("x"), last])
     assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
 
 
@@ -184,7 +189,7 @@ def test_the_receipt_is_there_if_wanted() -> None:
 
 def test_an_error_is_the_last_event() -> None:
     stream = MessageStream(OBJECT, "req-1")
-    written = stream.push(said("Hel")) + stream.error(Overloaded("no room", cure="try later"))
+    written = stream.push(chat_message("Hel")) + stream.error(Overloaded("no room", cure="try later"))
     assert events(written)[-1] == Event(
         "error",
         {
@@ -231,9 +236,9 @@ def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateRe
 def test_deltas_have_the_tokens_whose_text_is_complete_with_them(omits: bool) -> None:
     stream = MessageStream(replace(OBJECT, omits_thinking=omits), "req-1", token_ids=True)
     messages = [
-        said(reasoning="So", tokens=(3,)),
-        said("", tokens=(4,)),
-        said("Yes", tokens=(5, 6)),
+        chat_message(reasoning="So", tokens=(3,)),
+        chat_message("", tokens=(4,)),
+        chat_message("Yes", tokens=(5, 6)),
         ended(content="!"),
     ]
     found = events(b"".join(map(stream.push, messages)) + stream.finish())

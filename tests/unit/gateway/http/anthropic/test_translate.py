@@ -1,4 +1,4 @@
-"""Requests of the Messages API as ours."""
+"""Requests of the Messages API become Baton's."""
 
 from typing import Any
 
@@ -151,11 +151,11 @@ def test_tools_get_the_shape_of_chat_completions() -> None:
         ({"type": "tool", "name": "weather"}, NamedTool("weather")),
     ],
 )
-def test_tool_choice(choice: dict[str, Any], expected: object) -> None:
+def test_tool_choice_is_translated(choice: dict[str, Any], expected: object) -> None:
     assert chat(tools=[WEATHER], tool_choice=choice).tool_choice == expected
 
 
-def test_one_call_at_a_time() -> None:
+def test_one_call_at_a_time_is_translated() -> None:
     assert chat(tools=[WEATHER]).parallel_tool_calls
     single = {"type": "any", "disable_parallel_tool_use": True}
     assert not chat(tools=[WEATHER], tool_choice=single).parallel_tool_calls

@@ -12,14 +12,19 @@ from baton.gateway.http.responses.answer import Identity, ResponseObject
 from baton.gateway.http.responses.models import ResponsesRequest
 from baton.gateway.http.responses.stream import ResponsesStream
 from baton.protos.v1 import generation_pb2 as pb
-from tests.unit.gateway.http.said import Event, called, ended, events, said
+from tests.unit.gateway.http.chat_stream import Event, called, chat_message, ended, events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
-TEXT = [said("Hel", tokens=(1,)), said("lo\n\u2028"), ended(content="!")]
-REASONED = [said(reasoning="Hm", tokens=(1, 2)), said(reasoning="m.", tokens=(3,)), said("Yes"), ended()]
+TEXT = [chat_message("Hel", tokens=(1,)), chat_message("lo\n\u2028"), ended(content="!")]
+REASONED = [
+    chat_message(reasoning="Hm", tokens=(1, 2)),
+    chat_message(reasoning="m.", tokens=(3,)),
+    chat_message("Yes"),
+    ended(),
+]
 TOOLS = [
-    said("I look."),
+    chat_message("I look."),
     called(0, id="call_a", name="weather", arguments='{"city":'),
     called(0, arguments='"Rome"}'),
     called(1, id="call_b", name="time", arguments="{}"),
@@ -119,13 +124,13 @@ def test_the_last_event_has_what_a_whole_answer_has(messages: list[pb.GenerateRe
 
 
 def test_a_message_with_everything_keeps_the_order() -> None:
-    both = said("So.", reasoning="Hm.", tools=(pb.ToolCallDelta(id="c", name="f", arguments="{}"),))
+    both = chat_message("So.", reasoning="Hm.", tools=(pb.ToolCallDelta(id="c", name="f", arguments="{}"),))
     assert [item.type for item in whole([both, ended()]).output] == ["reasoning", "message", "function_call"]
     assert names(streamed([both, ended()])).count("output_item.done") == 3
 
 
 def test_text_after_a_call_is_a_new_message() -> None:
-    messages = [*TOOLS[:-1], said("Done."), ended()]
+    messages = [*TOOLS[:-1], chat_message("Done."), ended()]
     kinds = [item.type for item in whole(messages).output]
     assert kinds == ["message", "function_call", "function_call", "message"]
     assert len({item.id for item in whole(messages).output}) == 4
@@ -153,7 +158,7 @@ def test_the_whole_answer_has_text_usage_and_the_requests_parameters() -> None:
 
 
 def test_an_output_that_reached_its_limit_is_incomplete() -> None:
-    messages = [said("Hi"), called(0, id="c", name="f", arguments='{"a'), ended(length=True)]
+    messages = [chat_message("Hi"), called(0, id="c", name="f", arguments='{"a'), ended(length=True)]
     answer = whole(messages)
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None
@@ -169,10 +174,10 @@ def test_an_empty_answer_has_no_items() -> None:
 
 def test_logprobs_belong_to_the_text_that_their_tokens_made() -> None:
     messages = [
-        said(reasoning="Hm", tokens=(1,)),
-        said(tokens=(2,)),
-        said("So", tokens=(3,)),
-        said("!", tokens=(4,)),
+        chat_message(reasoning="Hm", tokens=(1,)),
+        chat_message(tokens=(2,)),
+        chat_message("So", tokens=(3,)),
+        chat_message("!", tokens=(4,)),
         ended(),
     ]
     messages[-1].tokens.add(token_id=5, logprob=-1)
@@ -194,9 +199,9 @@ def test_the_receipt_is_there_if_wanted() -> None:
     assert "baton" not in streamed(TEXT)[-1].data["response"]
 
 
-def test_an_error_ends_the_stream_with_what_was_said() -> None:
+def test_an_error_ends_the_stream_with_the_text_so_far() -> None:
     stream = ResponsesStream(response())
-    written = stream.push(said("Hel")) + stream.error(Overloaded("no room", cure="try later"))
+    written = stream.push(chat_message("Hel")) + stream.error(Overloaded("no room", cure="try later"))
     last = checked_events(written)[-1]
     failed = Response.model_validate(last.data["response"])
     assert (last.name, failed.status, failed.output_text) == ("response.failed", "failed", "Hel")
@@ -212,8 +217,8 @@ def test_an_error_before_the_first_message_still_begins_the_stream() -> None:
 
 def test_pieces_do_not_change_the_answer() -> None:
     text = "The answer, 答え, is 42."
-    pieces = [said(char) for char in text]
-    assert whole([*pieces, ended()]).output == whole([said(text), ended()]).output
+    pieces = [chat_message(char) for char in text]
+    assert whole([*pieces, ended()]).output == whole([chat_message(text), ended()]).output
 
 
 @pytest.mark.parametrize("messages", [TEXT, REASONED, TOOLS])
@@ -231,7 +236,12 @@ def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateRe
 
 def test_deltas_have_the_tokens_whose_text_is_complete_with_them() -> None:
     stream = ResponsesStream(response(), token_ids=True)
-    both = [said(reasoning="So", tokens=(3,)), said("", tokens=(4,)), said(reasoning="."), said("Yes", tokens=(5, 6))]
+    both = [
+        chat_message(reasoning="So", tokens=(3,)),
+        chat_message("", tokens=(4,)),
+        chat_message(reasoning="."),
+        chat_message("Yes", tokens=(5, 6)),
+    ]
     found = events(b"".join(map(stream.push, [*both, ended(content="!")])) + stream.finish())
     deltas = [(each.data["delta"], each.data.get("token_ids")) for each in found if each.name.endswith(".delta")]
     assert deltas == [("So", [3]), (".", None), ("Yes", [4, 5, 6]), ("!", None)]

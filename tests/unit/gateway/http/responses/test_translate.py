@@ -1,4 +1,4 @@
-"""Requests of the Responses API as ours."""
+"""Requests of the Responses API become Baton's."""
 
 from typing import Any
 
@@ -135,7 +135,7 @@ def test_tools_get_the_shape_of_chat_completions() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_tool_choice_by_mode(choice: str) -> None:
+def test_tool_choice_is_translated_by_mode(choice: str) -> None:
     assert chat(tools=[WEATHER], tool_choice=choice).tool_choice == choice
 
 

@@ -10,7 +10,7 @@ from baton.protos.v1 import generation_pb2 as pb
 USAGE = common_pb2.Usage(prompt_tokens=20, completion_tokens=7, cached_tokens=16)
 
 
-def said(
+def chat_message(
     content: str = "", *, reasoning: str = "", tools: tuple[pb.ToolCallDelta, ...] = (), tokens: tuple[int, ...] = ()
 ) -> pb.GenerateResponse:
     """A message with these deltas; each token has the logprob -0.5 and one alternative, the next token id."""
@@ -22,11 +22,11 @@ def said(
 
 
 def called(index: int, *, id: str = "", name: str = "", arguments: str = "") -> pb.GenerateResponse:
-    return said(tools=(pb.ToolCallDelta(index=index, id=id, name=name, arguments=arguments),))
+    return chat_message(tools=(pb.ToolCallDelta(index=index, id=id, name=name, arguments=arguments),))
 
 
 def ended(*, stop: str = "", length: bool = False, content: str = "") -> pb.GenerateResponse:
-    message = said(content)
+    message = chat_message(content)
     message.finish_reason = common_pb2.FINISH_REASON_LENGTH if length else common_pb2.FINISH_REASON_STOP
     message.stop_reason = stop
     message.usage.CopyFrom(USAGE)

@@ -1,6 +1,6 @@
-"""Holds a node's start at one stage, in its process: first the start alone, then the whole interpreter.
+"""Pauses a node's start at one stage, in its process: first the start alone, then the whole interpreter.
 
-Kernels that compile and graphs that are captured keep the interpreter's lock for seconds; so does this.
+Compiling kernels and capturing graphs keep the interpreter's lock for seconds; so does this.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _POLL_S = 0.005
 
 
 @dataclass(frozen=True)
-class HeldStart:
+class PausedStart:
     """Used by the test and, pickled, by the node.
 
     Args:
@@ -35,29 +35,29 @@ class HeldStart:
         if self.stage == "starting engine":
             enter = Node.__aenter__
 
-            async def held_enter(node: Node) -> Node:
+            async def paused_enter(node: Node) -> Node:
                 await asyncio.to_thread(self._wait)
-                self._hold()
+                self._pause()
                 return await enter(node)
 
-            Node.__aenter__ = held_enter  # type: ignore[assignment, method-assign]
+            Node.__aenter__ = paused_enter  # type: ignore[assignment, method-assign]
             return
         name = "find_model" if self.stage == "looking for the model" else "load"
         original = getattr(process, name)
 
-        def held(*arguments: Any, **named: Any) -> Any:
+        def paused(*arguments: Any, **named: Any) -> Any:
             if name == "load":
                 named["supervisor"].report(self.stage, done=2, total=5)
             self._wait()
-            self._hold()
+            self._pause()
             return original(*arguments, **named)
 
-        setattr(process, name, held)
+        setattr(process, name, paused)
 
-    def hold_interpreter(self) -> None:
+    def pause_interpreter(self) -> None:
         """In the test: no Python runs in the node from now on."""
-        (self.folder / "hold").touch()
-        while not (self.folder / "held").exists():
+        (self.folder / "pause").touch()
+        while not (self.folder / "paused").exists():
             time.sleep(_POLL_S)
 
     def release(self) -> None:
@@ -66,12 +66,12 @@ class HeldStart:
             fifo.write(b".")
 
     def _wait(self) -> None:
-        while not (self.folder / "hold").exists():
+        while not (self.folder / "pause").exists():
             time.sleep(_POLL_S)
 
-    def _hold(self) -> None:
+    def _pause(self) -> None:
         descriptor = os.open(self.folder / "release", os.O_RDWR)
-        (self.folder / "held").touch()
+        (self.folder / "paused").touch()
         # NOTE: PyDLL keeps the interpreter's lock in the call, which CDLL and `os.read` do not.
         ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
         os.close(descriptor)

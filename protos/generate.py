@@ -37,6 +37,15 @@ def generate(*, with_stubs: bool = True) -> None:
         for path in Path(made).rglob("*_pb2*.py*"):
             folder = PACKAGE / str(path.parent.relative_to(made)).removeprefix("baton/")
             (folder / path.name).write_text(_import_from_package(path.read_text()))
+    _delete_leftovers()
+
+
+def _delete_leftovers() -> None:
+    """Deletes what an earlier release generated from files that are gone: it would register its messages again."""
+    for path in PACKAGE.rglob("*_pb2*.py*"):
+        proto = HERE / (path.parent.relative_to(PACKAGE) / path.name.partition("_pb2")[0]).with_suffix(".proto")
+        if not proto.exists() and not (HERE / "baton" / proto.relative_to(HERE)).exists():
+            path.unlink()
 
 
 def _import_from_package(code: str) -> str:

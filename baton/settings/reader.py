@@ -204,6 +204,6 @@ def settings_table(cls: type[ProcessSettings]) -> list[tuple[str, str, str, str]
     rows = []
     for name, info in settings_of(cls).items():
         default = info.default
-        shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
+        shown = "" if default is None else "the bundled demo Llama" if name == "model" else str(default)
         rows.append((flag(name), variable(name), shown, info.description or ""))
     return rows

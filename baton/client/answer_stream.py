@@ -46,8 +46,11 @@ async def stream(
             refusal = failures.failed(error)
         finally:
             call.cancel()
-        if refusal is not None:
-            await retries.wait(refusal)
+        if refusal is not None and (failures.begun or not await retries.wait(refusal)):
+            try:
+                raise refusal from None
+            finally:
+                refusal = None  # see `Retries.wait`
 
 
 class _Failures:
@@ -56,23 +59,17 @@ class _Failures:
     def __init__(self, gateways: Gateways, request_id: str) -> None:
         self._gateways = gateways
         self._request_id = request_id
-        self._begun = False  # a part of the answer has come
+        self.begun = False  # a part of the answer has come, so the request cannot be sent again from its start
         self._in_a_row = 0
         self._since_s = 0.0
 
     def answered(self, *, begun: bool) -> None:
         self._in_a_row = 0
-        self._begun = self._begun or begun
+        self.begun = self.begun or begun
 
     def failed(self, error: BatonError) -> BatonError:
-        """Returns a refusal, after which the request may be sent again.
-
-        Raises:
-            BatonError: an answer that has begun cannot be asked for again.
-        """
+        """Returns the error, which names the request from now on."""
         error.request_id = error.request_id or self._request_id
-        if self._begun:
-            raise error from None
         return error
 
     async def lost(self, gateway: Gateway, lost: LostGateway) -> BatonError | None:
@@ -82,7 +79,7 @@ class _Failures:
         self._in_a_row += 1
         if self._in_a_row % len(self._gateways.all):
             return None
-        if self._begun and len(self._gateways.all) > 1 and monotonic() <= self._since_s + _RESUME_S:
+        if self.begun and len(self._gateways.all) > 1 and monotonic() <= self._since_s + _RESUME_S:
             await asyncio.sleep(_RESUME_EVERY_S)
             return None
         return self.failed(lost.error)

@@ -64,18 +64,19 @@ class Retries:
         """Time to the deadline; None: there is none."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - monotonic())
 
-    async def wait(self, refusal: BatonError) -> None:
-        """Returns when the request is to be sent again.
+    async def wait(self, refusal: BatonError) -> bool:
+        """Returns True when the request is to be sent again; False at once if waiting does not help, or not in time.
 
-        Raises:
-            BatonError: the refusal: waiting does not help, or not in time.
+        NOTE: it raises nothing. A frame that still has the error that it raised would keep the call, and with it the
+        connection, until Python looks for cycles.
         """
         if not isinstance(refusal, _REFUSALS) or refusal.retry_after_s is None:
-            raise refusal from None
+            return False
         wait_s = max(_RETRY_S_MIN, refusal.retry_after_s)
         if monotonic() + wait_s > self._until_s:
-            raise refusal from None
+            return False
         await asyncio.sleep(wait_s)
+        return True
 
 
 class Gateways:
@@ -130,7 +131,8 @@ class Gateways:
             try:
                 return await self._ask_once(ask, retries)
             except BatonError as error:
-                await retries.wait(error)
+                if not await retries.wait(error):
+                    raise
 
     async def _ask_once(self, ask: Callable[[Gateway, float | None], Awaitable[Answer]], retries: Retries) -> Answer:
         for last in reversed(range(len(self.all))):

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import distributions, packages_distributions
@@ -15,6 +16,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tuple(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("bench", "tests"))
+# Without setuptools' own copies of packages, which its import adds to the path.
+INSTALLED = [sysconfig.get_path("purelib")]
 # With which Python environments are made.
 NOT_PINNED = {"baton-client", "baton-serving", "baton-tools", "pip", "setuptools", "wheel"}
 PARTS = {"libucx", "pydantic_core", "starlette"}  # of ucxx, pydantic and fastapi, which come with them
@@ -40,7 +43,9 @@ def test_every_installed_distribution_is_pinned_at_its_version() -> None:
     pinned = pins()
     wrong = {
         f"{name}=={version.public}"
-        for name, version in ((name_of(each.metadata["Name"]), Version(each.version)) for each in distributions())
+        for name, version in (
+            (name_of(each.metadata["Name"]), Version(each.version)) for each in distributions(path=INSTALLED)
+        )
         if name not in NOT_PINNED and version.public not in pinned.get(name, ())
     }
     assert wrong == set()

@@ -20,7 +20,7 @@ Nodes = Annotated[
     list[str] | None,
     typer.Option("--node", help="Name or address of a node; may be repeated. Default: every node of the gateway."),
 ]
-Target = Annotated[str, typer.Option(help="host:port of a gateway.")]
+Target = Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")]
 
 
 def adapter_app() -> typer.Typer:

@@ -28,7 +28,7 @@ Message = dict[str, object]
 @takes_sampling_flags(Door.CHAT_COMMAND)
 def chat(
     sampling: SamplingParams,
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model; default: the one that is served.")] = "",
     template_kwargs: Annotated[

@@ -14,7 +14,7 @@ from baton.rpc.describe import drain as ask_to_drain
 
 def drain(
     node: Annotated[str, typer.Argument(help="Name or address of the node, as `baton status` shows it.")],
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     grace_s: Annotated[
         float | None,
         typer.Option(

@@ -35,7 +35,7 @@ _FILE_RETRY_S = 600.0  # how long a prompt of a file waits for room in a full cl
 def generate(
     sampling: SamplingParams,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids instead of PROMPT.")] = None,
     file: Annotated[
         Path | None,

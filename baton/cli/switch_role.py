@@ -26,7 +26,7 @@ _ROLES = {NodeRole.PREFILL: node_status_pb2.ROLE_PREFILL, NodeRole.DECODE: node_
 def role(
     node: Annotated[str, typer.Argument(help="Name or address of the node, as `baton status` shows it.")],
     wanted: Annotated[NodeRole, typer.Argument(metavar="prefill|decode", help="The role that it gets.")],
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     grace_s: Annotated[
         float | None,
         typer.Option(

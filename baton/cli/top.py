@@ -28,7 +28,7 @@ _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.2, 3600.0
 
 
 def top(
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.", envvar="BATON_TARGET")] = DEFAULT_TARGET,
     interval: Annotated[
         float, typer.Option(min=_INTERVAL_S_MIN, max=_INTERVAL_S_MAX, help="Seconds between frames.")
     ] = 2.0,

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from time import monotonic
 
-from baton.client.gateways import Gateway, Gateways, LostGateway, Retries, typed_errors
+from baton.client.gateways import TIMEOUT_S_MAX, Gateway, Gateways, LostGateway, Retries, typed_errors
 from baton.client.messages import event_from_message
 from baton.client.outputs import Event
 from baton.client.resumption import AnswerProgress, prepare
 from baton.core.errors import BatonError
 from baton.protos.v1 import generation_pb2 as pb
 
-_TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 # While no gateway can be reached, an answer that has begun waits so long, and tries all of them so often.
 _RESUME_S, _RESUME_EVERY_S = 10.0, 0.5
 
@@ -26,7 +25,7 @@ async def stream(
     """
     several = len(gateways.all) > 1
     prepare(request, resumes=several)
-    retries = Retries(None if timeout_s is None else monotonic() + min(timeout_s, _TIMEOUT_S_MAX), gateways.retry_s)
+    retries = Retries(None if timeout_s is None else monotonic() + min(timeout_s, TIMEOUT_S_MAX), gateways.retry_s)
     progress = AnswerProgress(request)
     failures = _Failures(gateways, request.request_id)
     while True:

@@ -28,7 +28,7 @@ from baton.client.messages import (
 )
 from baton.client.outputs import Completion, Event, collect, collect_all
 from baton.client.served import ModelCard, ModelInfo
-from baton.core.errors import BatonError, DataLoss
+from baton.core.errors import BatonError, ConfigError, DataLoss
 from baton.protos.v1 import generation_pb2 as pb
 from baton.settings.environment import client_access
 
@@ -44,7 +44,7 @@ class AsyncClient:
     at once.
 
     Args:
-        target: the gateway's address; None: that of BATON_TARGET, else port 7000 of this machine.
+        target: the gateway's address, or several with commas; None: BATON_TARGET, else port 7000 of this machine.
         addresses: those of several gateways, instead of `target`. The first one that answers is used; when it is lost
             or drains, requests go on at the next one. One whose answer has begun waits some seconds for a gateway.
         api_key: None: that of BATON_API_KEY, if it is set.
@@ -55,7 +55,7 @@ class AsyncClient:
             `timeout_s`; None: until `timeout_s`, and for a minute without one; 0: never.
 
     Raises:
-        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+        ConfigError: an address is not one, the CA cannot be read, or the key would cross a network unencrypted.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class AsyncClient:
         unary_timeout_s: float = UNARY_TIMEOUT_S,
         retry_s: float | None = None,
     ) -> None:
-        targets = tuple(addresses) if target is None else (target, *addresses)
-        targets = targets or (client_access().target or DEFAULT_TARGET,)
+        if target is None and not addresses:
+            target = client_access().target or DEFAULT_TARGET
+        targets = _addresses(target, addresses)
         self._gateways = Gateways(targets, api_key=api_key, tls_ca=tls_ca, retry_s=retry_s)
         self._unary_timeout_s = unary_timeout_s
 
@@ -234,6 +235,28 @@ class AsyncClient:
 
     async def _ask(self, ask: Callable[[Gateway, float | None], Awaitable[Answer]]) -> Answer:
         return await self._gateways.ask(ask, timeout_s=self._unary_timeout_s)
+
+
+def _addresses(target: str | None, further: Sequence[str]) -> tuple[str, ...]:
+    """All addresses that a client is given.
+
+    Raises:
+        ConfigError: one is no text, or empty, or `further` is one text.
+    """
+    if isinstance(further, str):
+        raise ConfigError(f"addresses is {further!r}", field="addresses", allowed=("a list",), cure="or use target")
+    given = (*further,) if target is None else (*_separated(target), *further)
+    for each in given:
+        if not isinstance(each, str) or not each.strip():
+            raise ConfigError(f"the gateway's address is {each!r}", field="target", value=each, allowed=("host:port",))
+    return given
+
+
+def _separated(target: str) -> tuple[str, ...]:
+    """The addresses between commas; those of gRPC's ipv4: and ipv6: have commas of their own."""
+    if not isinstance(target, str) or target.startswith(("ipv4:", "ipv6:")):
+        return (target,)
+    return tuple(part.strip() for part in target.split(","))
 
 
 async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:

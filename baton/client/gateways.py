@@ -22,6 +22,7 @@ Answer = TypeVar("Answer")
 _BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _REFUSALS = (Overloaded, NoNode, Draining)
 _RETRY_S_MIN = 0.01  # a server that says "at once" is not asked in a busy loop
+TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 _RETRY_S = 60.0  # how long refusals are retried where the call has no deadline
 
 
@@ -34,15 +35,52 @@ class LostGateway(Exception):
 
 
 class Gateway:
-    """One gateway's address and the channel to it."""
+    """One gateway's address and the channel to it, which belongs to the event loop that uses it first."""
+
+    # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
+    _stub: "generation_pb2_grpc.GenerationAsyncStub"
+    _operations: "operations_pb2_grpc.OperationsAsyncStub"
 
     def __init__(self, target: str, dial: Dial | None) -> None:
         self.target = target
         self.proxy = client_proxy(target)
-        self.channel = connect(target, dial=dial, proxy=self.proxy)
-        # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
-        self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
-        self.operations: operations_pb2_grpc.OperationsAsyncStub = operations_pb2_grpc.OperationsStub(self.channel)
+        self._dial = dial
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    @property
+    def stub(self) -> "generation_pb2_grpc.GenerationAsyncStub":
+        self._open()
+        return self._stub
+
+    @property
+    def operations(self) -> "operations_pb2_grpc.OperationsAsyncStub":
+        self._open()
+        return self._operations
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._channel is not None and self._loop is asyncio.get_running_loop():
+            await self._channel.close()
+        self._channel = None
+
+    def _open(self) -> None:
+        """Makes the channel, once.
+
+        Raises:
+            RuntimeError: the client is closed, or used in a second event loop.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._channel is None:
+            self._channel, self._loop = connect(self.target, dial=self._dial, proxy=self.proxy), loop
+            self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+            self._operations = operations_pb2_grpc.OperationsStub(self._channel)
+        elif self._loop is not loop:
+            cure = "make one in each loop, or use Client, which has a loop of its own"
+            raise RuntimeError(f"this AsyncClient was used in another event loop; {cure}")
 
 
 class Retries:
@@ -110,7 +148,7 @@ class Gateways:
 
     async def close(self) -> None:
         for gateway in self.all:
-            await gateway.channel.close()
+            await gateway.close()
 
     async def ask(
         self,
@@ -125,7 +163,7 @@ class Gateways:
             ask: calls the gateway; gets the time that is left.
             retry_s: None: the client's.
         """
-        deadline_s = None if timeout_s is None else monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else monotonic() + min(timeout_s, TIMEOUT_S_MAX)
         retries = Retries(deadline_s, self.retry_s if retry_s is None else retry_s)
         while True:
             try:

@@ -1,6 +1,7 @@
 """What a client's request and its events are on the wire."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
@@ -8,8 +9,8 @@ from typing import Any, TypedDict
 from baton.client.outputs import ChatDelta, Event, Finished, Notice, Piece, ToolCall
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingParams
+from baton.protos.v1 import common_pb2, operations_pb2
 from baton.protos.v1 import generation_pb2 as pb
-from baton.protos.v1 import operations_pb2
 from baton.rpc.convert import (
     finish_reason_from_proto,
     prompt_logprobs_from_proto,
@@ -113,17 +114,37 @@ def _request_message(sampling: Sampling, options: Mapping[str, Any]) -> pb.Gener
     """The request without its prompt."""
     request = pb.GenerateRequest()
     if sampling is not None:
-        params = sampling if isinstance(sampling, SamplingParams) else SamplingParams(**sampling)
-        request.sampling.CopyFrom(sampling_to_proto(params))
+        request.sampling.CopyFrom(sampling_to_proto(_sampling_params(sampling)))
     for name, value in options.items():
-        if isinstance(value, str):
-            set_text(request, **{name: value})
-        elif name != "timeout_s" and value is not None:
-            try:
-                setattr(request.slo if name in ("ttft_s", "tpot_s") else request, name, value)
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
+        if value is None:
+            continue
+        if name == "timeout_s":
+            _check_seconds(name, value)
+            continue
+        part = request.slo if name in ("ttft_s", "tpot_s") else request
+        try:
+            if isinstance(value, str):
+                set_text(part, **{name: value})
+            else:
+                setattr(part, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
+    if options.get("n") == 0:  # on the wire, 0 is unset
+        raise InvalidRequest("n is 0", field="n", value=0, allowed=("1 or more",))
     return request
+
+
+def _sampling_params(sampling: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    if not isinstance(sampling, Mapping):
+        raise TypeError(f"sampling is {sampling!r}; allowed: SamplingParams, or a mapping with the names of its fields")
+    return SamplingParams(**sampling)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise InvalidRequest(f"{name} is {value!r}", field=name, value=value, allowed=("a number of seconds",))
 
 
 def json_text(field: str, value: object) -> str:
@@ -137,7 +158,8 @@ def json_text(field: str, value: object) -> str:
 
 
 def set_text(
-    message: pb.GenerateRequest | pb.TokenizeRequest | operations_pb2.SwitchNodeRoleRequest, **texts: str
+    message: pb.GenerateRequest | common_pb2.Slo | pb.TokenizeRequest | operations_pb2.SwitchNodeRoleRequest,
+    **texts: str,
 ) -> None:
     """Fills fields of the message.
 
@@ -154,10 +176,12 @@ def set_text(
 
 
 def token_ids_message(prompt: Sequence[int]) -> pb.TokenIds:
+    if prompt is None or isinstance(prompt, bytes | bytearray):  # gRPC takes them for token ids
+        raise InvalidRequest(f"the prompt is {prompt!r:.100}", field="prompt", allowed=("text", "a list of token ids"))
     try:
         return pb.TokenIds(ids=prompt)
-    except ValueError as error:
-        raise InvalidRequest(f"the prompt's token ids cannot be sent: {error}", field="prompt") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the token ids cannot be sent: {error}", field="prompt") from None
 
 
 def event_from_message(response: pb.GenerateResponse, request_id: str) -> Event:

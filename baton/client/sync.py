@@ -6,9 +6,12 @@ with Client() as client:
 """
 
 import asyncio
+import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
@@ -27,7 +30,8 @@ _CANCEL_S = 5.0  # how long an interrupted call may take to end its request
 class Client:
     """As `AsyncClient`, for threads that may wait. Several threads may use one client at once.
 
-    Ctrl-C ends the request that the main thread waits for. Leaving a stream early, or closing it, ends its request.
+    Ctrl-C ends the request that the main thread waits for. Leaving a stream early, or closing it, ends its request. A
+    client that nothing refers to any more closes itself. Close clients before a fork, which gRPC does not survive.
 
     Args:
         target, addresses, api_key, tls_ca, unary_timeout_s, retry_s: as for `AsyncClient`.
@@ -61,8 +65,9 @@ class Client:
         try:
             self._client = self._loop.run(connect())
         except BaseException:
-            self._loop.close(_nothing())
+            self._loop.close(_nothing)
             raise
+        weakref.finalize(self, self._loop.abandon, self._client.close).atexit = False
 
     @property
     def target(self) -> str:
@@ -79,7 +84,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections; running requests end with `Cancelled`. A second call does nothing."""
-        self._loop.close(self._client.close())
+        self._loop.close(self._client.close)
 
     # ---- requests
 
@@ -179,8 +184,11 @@ class Client:
             while (event := self._loop.run(_next(events))) is not None:
                 yield event
         finally:
-            if not self._loop.closed:
-                self._loop.run(events.aclose())
+            self._loop.begin(lambda: _end(events))
+
+
+async def _end(events: AsyncGenerator[Event, None]) -> None:
+    await events.aclose()
 
 
 async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
@@ -193,20 +201,25 @@ class _LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self.closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="baton-client", daemon=True)
+        self._closed = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run_loop, name="baton-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """The coroutine's result. What interrupts the wait, such as Ctrl-C, cancels it first.
 
         Raises:
-            RuntimeError: the client is closed.
+            RuntimeError: the client is closed, or belongs to the process that forked this one.
             Cancelled: it was closed meanwhile.
         """
+        if os.getpid() != self._process:  # its thread is not in this process, and its lock may be held for ever
+            work.close()
+            cure = "close clients before a fork, or start processes with multiprocessing's spawn"
+            raise RuntimeError(f"this client belongs to the process that forked this one; {cure}")
         over = threading.Event()
         with self._closing:  # what is submitted before `close` is cancelled by it; nothing is submitted after it
-            if self.closed:
+            if self._closed:
                 work.close()
                 raise RuntimeError("the client is closed")
             running = asyncio.run_coroutine_threadsafe(_announced(work, over.set), self._loop)
@@ -220,21 +233,40 @@ class _LoopThread:
                 over.wait(_CANCEL_S)
             raise
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Starts the work unless the client is closed, and does not wait for it.
+
+        The garbage collector calls this in any thread, also in the loop's own, and when the program ends, where the
+        loop stands still. So it takes no lock.
+        """
+        if not self._closed and os.getpid() == self._process:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Ends what still runs, runs `last`, and ends the thread."""
-        with self._closing:
-            if self.closed:
-                last.close()
-                return
-            self.closed = True
-            ending = asyncio.run_coroutine_threadsafe(_end_with(last), self._loop)
-        try:
+        ending = self.abandon(last)
+        if ending is not None:
             ending.result(_CANCEL_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CANCEL_S)
-            if not self._thread.is_alive():
-                self._loop.close()
+
+    def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> Future[None] | None:
+        """As `close`, but does not wait. Returns None if that happened before."""
+        if os.getpid() != self._process:
+            return None
+        with self._closing:
+            if self._closed:
+                return None
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(_end_with(last), self._loop)
+        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        return ending
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
 
 async def _announced(work: Coroutine[Any, Any, Answer], announce: Callable[[], None]) -> Answer:
@@ -248,11 +280,11 @@ async def _nothing() -> None:
     pass
 
 
-async def _end_with(last: Coroutine[Any, Any, None]) -> None:
+async def _end_with(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Cancels every other task of this loop, such as the calls of other threads, and awaits their ends, then `last`."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
-    await last
+    await last()

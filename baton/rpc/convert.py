@@ -122,7 +122,7 @@ def grammar_from_proto(message: pb.Grammar) -> Grammar:
     match message.WhichOneof("constraint"):
         case None:
             allowed = tuple(kind.value for kind in GrammarKind)
-            cure = "set one of them; older clients sent `kind` and `text`, see docs/upgrades.md"
+            cure = "set one of them; older clients sent `kind` and `text`, see CHANGELOG.md"
             raise InvalidRequest("the grammar has no constraint", field="grammar", allowed=allowed, cure=cure)
         case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT)

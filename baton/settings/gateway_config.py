@@ -29,7 +29,7 @@ class GatewaySettings(CommonSettings):
         LocalPolicy.ELASTIC,
         description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except for "
         "short prompts, and those that no prefill node can take; local: on decode nodes; elastic: as prefer, but where "
-        "the request's ttft_ms and tpot_ms are met at least cost: on a prefill node, a decode node, or in two parts",
+        "the request's TTFT and TPOT are met at least cost: on a prefill node, a decode node, or in two parts",
     )
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"

@@ -3,9 +3,9 @@
 Unions are tagged by a function, so that an error names the one shape that was meant. Knows no endpoint.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
 from pydantic import Tag as PydanticTag
@@ -48,10 +48,33 @@ class Model(BaseModel):
         if value.keys() <= known:
             return value
         unknown = next(name for name in value if name not in known)
-        nearest = get_close_matches(unknown[:_VALUE_CHARS_MAX], known, n=1, cutoff=_ALIKE)
         # NOTE: only strings: pydantic writes every value of the context as text, however long.
-        context = {"name": unknown, "value": short(value[unknown]), "nearest": "".join(nearest)}
+        nearest = _nearest(unknown[:_VALUE_CHARS_MAX], known, _inner_fields(cls))
+        context = {"name": unknown, "value": short(value[unknown]), "nearest": nearest}
         raise PydanticCustomError(_UNKNOWN, "it is not a parameter of this endpoint", context)
+
+
+def _nearest(name: str, known: Collection[str], inner: Mapping[str, str]) -> str:
+    """The field that was probably meant: here, or in an object below, such as `baton.session_id`; empty: no idea."""
+    if name in inner:
+        return inner[name]
+    here = get_close_matches(name, known, n=1, cutoff=_ALIKE)
+    below = get_close_matches(name, inner, n=1, cutoff=_ALIKE)
+    return here[0] if here else inner[below[0]] if below else ""
+
+
+def _inner_fields(model: type[BaseModel]) -> dict[str, str]:
+    """The fields of the objects that are this model's fields, with the names of both: `baton.receipt`, which may also
+    have been written as `receipt` or `baton_receipt`.
+    """
+    return {
+        written: f"{outer}.{inner}"
+        for outer, field in model.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, Model)
+        for inner in kind.model_fields
+        for written in (inner, f"{outer}_{inner}")
+    }
 
 
 T = TypeVar("T")
@@ -256,6 +279,7 @@ _WANTED = {
     "model_attributes_type": "an object",
     "list_type": "a list",
     "none_required": "null",
+    "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "string_too_short": "at least {min_length} character(s)",

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from baton.client.client import DEFAULT_TARGET, AsyncClient
 from baton.core.errors import (
     BatonError,
+    ConfigError,
     DeadlineExceeded,
     Draining,
     InternalError,
@@ -76,6 +78,26 @@ async def no_gateway() -> AsyncIterator[str]:
 # ---- targets
 
 
+@pytest.mark.parametrize(
+    "addresses", [{"target": ""}, {"target": 7000}, {"target": "a:1,"}, {"addresses": "a:1"}, {"addresses": [" "]}]
+)
+def test_what_is_no_address_is_a_config_error(addresses: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"allowed: (host:port|a list)"):
+        AsyncClient(**addresses)
+
+
+async def test_the_environment_may_name_several_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with refusing() as (address, _):
+        monkeypatch.setenv("BATON_TARGET", f"{NOBODY}, {address}")
+        async with AsyncClient() as client:
+            assert (await client.tokenize("x"), client.target) == ([1], address)
+
+
+async def test_a_call_without_end_has_no_deadline() -> None:
+    async with refusing() as (address, _), AsyncClient(address, unary_timeout_s=math.inf) as client:
+        assert await client.tokenize("x") == [1]
+
+
 async def test_without_a_target_the_environment_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_TARGET", NOBODY)
     async with AsyncClient() as client:
@@ -128,6 +150,62 @@ async def test_a_priority_that_is_no_32_bit_number_is_an_invalid_request() -> No
         with pytest.raises(InvalidRequest, match="priority is 2147483648") as caught:
             await client.complete("x", priority=2**31)
     assert caught.value.field == "priority"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"timeout_s": "5"}, "timeout_s"),
+        ({"timeout_s": math.nan}, "timeout_s"),
+        ({"ttft_s": "soon"}, "ttft_s"),
+        ({"n": "3"}, "n"),
+        ({"n": 0}, "n"),
+        ({"session_id": 5}, "session_id"),
+    ],
+)
+async def test_an_option_of_another_type_is_an_invalid_request(options: dict[str, Any], field: str) -> None:
+    async with AsyncClient(NOBODY) as client:
+        with pytest.raises(InvalidRequest, match=f"^{field} is ") as caught:
+            await client.complete("x", **options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [b"text", None, ["text"], [-1]])
+async def test_a_prompt_is_text_or_token_ids(prompt: Any) -> None:
+    async with AsyncClient(NOBODY) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.complete(prompt)
+    assert caught.value.field == "prompt"
+
+
+async def test_sampling_that_is_no_mapping_is_named() -> None:
+    async with AsyncClient(NOBODY) as client:
+        with pytest.raises(TypeError, match=r"sampling is \['hot'\]; allowed: SamplingParams"):
+            await client.complete("x", ["hot"])  # type: ignore[call-overload]
+
+
+# ---- event loops
+
+
+def test_a_client_made_outside_of_a_loop_serves_one_loop() -> None:
+    client = AsyncClient(NOBODY)
+
+    async def ask() -> None:
+        await client.tokenize("x")
+
+    with pytest.raises(NoNode, match="cannot reach"):
+        asyncio.run(ask())
+    with pytest.raises(RuntimeError, match="used in another event loop; make one in each loop"):
+        asyncio.run(ask())
+
+
+async def test_a_closed_client_says_so() -> None:
+    client = AsyncClient(NOBODY)
+    await client.close()
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        await client.tokenize("x")
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        await client.complete("x")
 
 
 # ---- refusals

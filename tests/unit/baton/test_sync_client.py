@@ -1,6 +1,8 @@
 """The client for programs without an event loop: whole answers, streams that end early, Ctrl-C, closing."""
 
 import asyncio
+import gc
+import os
 import signal
 import subprocess
 import sys
@@ -110,6 +112,72 @@ def test_errors_are_those_of_the_asynchronous_client_and_no_thread_is_left() -> 
         with pytest.raises(TypeError, match="no option 'request'"):
             client.complete("short", request="mine")  # type: ignore[call-overload]
     assert "baton-client" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_stream_that_the_garbage_collector_finds_in_the_clients_own_thread_ends() -> None:
+    def use(client: Client) -> None:
+        events = client.generate("endless")
+        next(events)
+        cycle: list[object] = [events]
+        cycle.append(cycle)
+
+    async with endless() as (address, service):
+        client = await asyncio.to_thread(Client, address)
+        gc.disable()  # until the client's thread collects
+        try:
+            await asyncio.to_thread(use, client)
+            client._loop._loop.call_soon_threadsafe(gc.collect)
+            await asyncio.wait_for(service.ended.wait(), BOUND_S)
+        finally:
+            gc.enable()
+        assert (await asyncio.to_thread(client.complete, "short")).text == "a piece"
+        await asyncio.to_thread(client.close)
+
+
+async def test_a_client_that_nothing_refers_to_leaves_no_thread() -> None:
+    client = Client("127.0.0.1:9")
+    thread = client._loop._thread
+    del client
+    gc.collect()
+    await asyncio.to_thread(thread.join, BOUND_S)
+    assert not thread.is_alive()
+
+
+def test_a_forked_process_is_told_not_to_use_its_parents_client() -> None:
+    with Client("127.0.0.1:9") as client:
+        child = os.fork()
+        if child == 0:  # no assertions here: pytest would go on in two processes
+            code = 1
+            try:
+                client.complete("short")
+            except RuntimeError as error:
+                code = 0 if "close clients before a fork" in str(error) else 2
+            client.close()  # does nothing, and does not wait
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+LEAVES_OPEN = """
+import sys
+from baton import Client
+client = Client(sys.argv[1])
+events = client.generate("endless")
+print(next(events).text, flush=True)
+"""
+
+
+async def test_a_program_ends_that_leaves_a_stream_open() -> None:
+    async with endless() as (address, service):
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", LEAVES_OPEN, address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            out, err = await asyncio.wait_for(program.communicate(), BOUND_S)
+        finally:
+            if program.returncode is None:
+                program.kill()
+        assert (out, err, program.returncode) == (b"a piece\n", b"", 0)
+        await asyncio.wait_for(service.ended.wait(), BOUND_S)
 
 
 PROGRAM = """

@@ -261,6 +261,9 @@ def test_a_field_with_several_forms_lists_them_all() -> None:
     [
         ("temprature", "did you mean temperature?"),
         ("max_token", "did you mean max_tokens?"),
+        ("session_id", "did you mean baton.session_id?"),
+        ("ttft_ms", "did you mean baton.ttft_s?"),
+        ("baton_receipt", "did you mean baton.receipt?"),
         ("colour", "leave it out; /docs lists all fields"),
     ],
 )
